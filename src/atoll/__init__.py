@@ -1,0 +1,41 @@
+"""Train one diffusion model on many islands of compute.
+
+The names below are the public ones. Each is loaded when it is first asked for (PEP 562), so that
+`import atoll` and `atoll --help` stay quick. Nothing inside the package imports from here.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll.base.condition import Condition as Condition
+    from atoll.base.errors import AtollError as AtollError
+    from atoll.data.dataset import DataSet as DataSet
+    from atoll.ensemble.ensemble import Ensemble as Ensemble
+    from atoll.ensemble.routing import Routing as Routing
+    from atoll.ensemble.sample import sample as sample
+    from atoll.store.store import Store as Store
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "AtollError": "atoll.base.errors",
+    "Condition": "atoll.base.condition",
+    "DataSet": "atoll.data.dataset",
+    "Ensemble": "atoll.ensemble.ensemble",
+    "Routing": "atoll.ensemble.routing",
+    "Store": "atoll.store.store",
+    "sample": "atoll.ensemble.sample",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *_PUBLIC])

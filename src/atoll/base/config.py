@@ -1,0 +1,79 @@
+"""Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
+
+from collections.abc import Mapping
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atoll.base.errors import ConfigError, nearest
+
+
+class Config(BaseModel):
+    """A group of settings. Immutable; unknown keys are errors; docstrings describe the fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @classmethod
+    def parse(cls, tree: Mapping[str, Any], where: str) -> Self:
+        """Build from plain data, or raise `ConfigError` that names the first wrong key.
+
+        Args:
+            tree: nested plain data, as read from YAML or JSON.
+            where: the file or command the settings came from, for the message.
+        """
+        if not isinstance(tree, Mapping):
+            raise ConfigError(
+                f"{where} holds a {type(tree).__name__}", "write settings as 'key: value' lines"
+            )
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise _explain(cls, error, where) from None
+
+
+def set_value(tree: dict[str, Any], assignment: str) -> None:
+    """Apply one `a.b=value` override to nested plain data, in place; the value is read as YAML."""
+    import yaml
+
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--set {assignment!r} is not of the form key=value", "write for example --set partition.k=8"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {assignment!r}: the value is not valid YAML", "quote it") from None
+    *groups, last = key.strip().split(".")
+    for group in groups:
+        below = tree.setdefault(group, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {assignment!r}: {group!r} is not a group of settings", "check the key")
+        tree = below
+    tree[last] = value
+
+
+def _explain(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(model, path[:-1])
+        return ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
+    message = first["msg"].removeprefix("Value error, ")
+    at = f"{key!r} in {where}" if key else where
+    return ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Field names of the group of settings that `path` leads to."""
+    here: type[BaseModel] = model
+    for part in path:
+        field = here.model_fields.get(part)
+        if field is None:
+            continue  # a key of a mapping, such as an island's number
+        options = [field.annotation, *get_args(field.annotation)]
+        groups = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+        here = groups[0] if groups else here
+    return list(here.model_fields)

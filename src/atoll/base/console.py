@@ -1,0 +1,64 @@
+"""What a person sees while a stage runs: plain lines, and a progress bar with speed and time left."""
+
+import sys
+import time
+from collections.abc import Callable
+
+
+def say(message: str) -> None:
+    """One line, at once."""
+    print(message, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42 s`, `3 min 05 s` or `2 h 07 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        name: what is being done.
+        total: units of work in all.
+        done: units done before (a resumed run); they do not count for the speed.
+        unit: name of a unit.
+        every: seconds between lines where there is no terminal.
+    """
+
+    def __init__(self, name: str, total: int, done: int = 0, unit: str = "rows", every: float = 15.0) -> None:
+        self.name, self.total, self.first, self.unit = name, total, done, unit
+        self.every = 0.2 if sys.stdout.isatty() else every
+        self.start = self._last = time.monotonic()
+        self._shown = False
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+        """Report that `done` units are finished."""
+        self.total = total or self.total
+        now = time.monotonic()
+        finished = done >= self.total
+        if now - self._last < self.every and not (finished and self._shown):
+            return
+        self._last, self._shown = now, True
+        speed = (done - self.first) / max(now - self.start, 1e-9)
+        left = duration((self.total - done) / speed) if speed > 0 else "?"
+        text = (
+            f"{self.name}: {self._bar(done)} {done:,}/{self.total:,} {self.unit}, {speed:,.0f}/s, {left} left"
+        )
+        text += f"  {note}" if note else ""
+        if sys.stdout.isatty():
+            print("\r\x1b[2K" + text, end="\n" if finished else "", flush=True)
+        else:
+            say(text)
+
+    def _bar(self, done: int, width: int = 20) -> str:
+        full = int(width * min(done, self.total) / max(self.total, 1))
+        return "█" * full + "·" * (width - full)
+
+
+ProgressCall = Callable[[int, int], None]

@@ -1,0 +1,43 @@
+"""The one family of exceptions a user can cause, and how a wrong name is answered."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class AtollError(Exception):
+    """A mistake of the user or of the input: says what is wrong, where, and what to do.
+
+    The command line prints it as one line and exits with code 2; there is no traceback.
+
+    Args:
+        what: what is wrong and where, without a final full stop.
+        fix: what to do about it, in the imperative.
+    """
+
+    def __init__(self, what: str, fix: str | None = None) -> None:
+        self.what, self.fix = what, fix
+        super().__init__(" ".join(f"{what}: {fix}".split()) if fix else " ".join(what.split()))
+
+
+class ConfigError(AtollError):
+    """A setting that does not exist, has the wrong type, or contradicts another."""
+
+
+class DataError(AtollError):
+    """A source, data set or column that is missing, damaged or of the wrong kind."""
+
+
+class StoreError(AtollError):
+    """A store that cannot be read or written, or bytes that are not what their hash says."""
+
+
+class PartitionError(AtollError):
+    """Parts that do not belong together: another partition, other latents, other text states."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint for a wrong name: the closest valid one if any is close, and all of them."""
+    valid = sorted(names)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}valid: {', '.join(valid)}"

@@ -1,0 +1,49 @@
+"""SHA-256 of bytes, plain data and weights."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def sha256(data: bytes) -> str:
+    """Hex digest of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Hex digest of plain data (what JSON can hold), independent of the order of keys."""
+    return sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def digest_strings(values: Iterable[str]) -> str:
+    """Hex digest of a sequence of strings; order counts."""
+    state = hashlib.sha256()
+    for value in values:
+        encoded = value.encode()
+        state.update(len(encoded).to_bytes(8, "little"))
+        state.update(encoded)
+    return state.hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Hex digest of named tensors: names, dtypes, shapes and bits; the order of names does not count."""
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        raw = tensor.reshape(-1).view(dtype=_BITS[tensor.element_size()]).numpy()
+        state.update(np.ascontiguousarray(raw).data)
+    return state.hexdigest()
+
+
+def _bits() -> dict[int, Any]:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_BITS = _bits()

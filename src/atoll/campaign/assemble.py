@@ -1,0 +1,99 @@
+"""The ensemble from what has been published, complete or partial."""
+
+from collections.abc import Sequence
+
+from atoll.base.console import say
+from atoll.base.errors import PartitionError, StoreError
+from atoll.campaign.campaign import Campaign
+from atoll.ensemble.card import Card, check_together
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card
+from atoll.ensemble.sample import flow_scheduler
+from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.store.store import Store, to_json
+
+SCHEMA = 1
+MANIFEST = "ensemble/ensemble.json"
+_FILES = ("config.json", WEIGHTS, "card.json")
+
+
+def assemble(campaign: Campaign) -> list[int]:
+    """Write `ensemble/`: experts, router, scheduler, and `ensemble.json` that names every file by hash.
+
+    Returns:
+        Numbers of the experts that are in it.
+
+    Raises:
+        PartitionError: nothing to assemble, or parts of different campaigns.
+    """
+    store = campaign.store
+    if not store.exists("partition/partition.json"):
+        raise PartitionError(
+            f"{store.root} has no partition", "run 'atoll launch' or 'atoll partition' first"
+        )
+    k = store.get_json("partition/partition.json")["k"]
+    present = [number for number in range(k) if published(store, f"islands/{number}/expert")]
+    if not present or not published(store, "router/expert"):
+        what = "no expert" if not present else "no router"
+        raise PartitionError(f"{store.root} has {what} yet", "train first: atoll launch")
+    parts = {f"experts/{n}": f"islands/{n}/expert" for n in present} | {"router": "router/expert"}
+    cards = {name: read_card(store, folder) for name, folder in parts.items()}
+    check_together(list(cards.values()))
+    wanted = {name: card.weights_sha256 for name, card in cards.items()}
+    if store.exists(MANIFEST) and store.get_json(MANIFEST).get("parts") == wanted:
+        say(f"ensemble: assembled already, experts {_listed(present)} of {k}")
+        return present
+    entries = []
+    for name, folder in parts.items():
+        for file in _FILES:
+            entries.append(write_file(store, "ensemble", f"{name}/{file}", store.get(f"{folder}/{file}")))
+    scheduler = flow_scheduler(1)
+    settings = {"_class_name": type(scheduler).__name__, **_plain(dict(scheduler.config))}
+    entries.append(write_file(store, "ensemble", "scheduler/scheduler_config.json", to_json(settings)))
+    content = {
+        "schema": SCHEMA,
+        "k": k,
+        "experts": present,
+        "partition": cards["router"].partition,
+        "parts": wanted,
+    }
+    store.put_json(MANIFEST, {**content, "files": [entry.model_dump() for entry in entries]})
+    missing = sorted(set(range(k)) - set(present))
+    say(f"ensemble: experts {_listed(present)} of {k} and the router")
+    if missing:
+        say(f"  warning: partial: experts {_listed(missing)} are missing; their share goes to the others")
+    return present
+
+
+def load_ensemble(store: Store) -> tuple[Ensemble, Card]:
+    """The ensemble of a campaign, every file verified, and the router's card.
+
+    Raises:
+        StoreError: not assembled, or a file is not what the manifest says.
+    """
+    if not store.exists(MANIFEST):
+        raise StoreError(f"{store.root} has no ensemble", "run 'atoll assemble' first")
+    content = store.get_json(MANIFEST)
+    if content.get("schema") != SCHEMA:
+        raise StoreError(
+            f"{MANIFEST} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}: assemble again"
+        )
+    for tree in content["files"]:
+        read_file(store, "ensemble", FileEntry.parse(tree, MANIFEST))
+    router = RouterModel.load(store, "ensemble/router")
+    experts: dict[int, Expert] = {n: Expert.load(store, f"ensemble/experts/{n}") for n in content["experts"]}
+    missing = [n for n in range(content["k"]) if n not in experts]
+    any_expert = next(iter(experts.values()))  # stands where one is missing; it never gets weight
+    return Ensemble([experts.get(n, any_expert) for n in range(content["k"])], router, missing), router.card
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _plain(settings: dict[str, object]) -> dict[str, object]:
+    return {
+        k: v
+        for k, v in settings.items()
+        if not k.startswith("_") and isinstance(v, str | int | float | bool | None)
+    }

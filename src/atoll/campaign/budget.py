@@ -1,0 +1,113 @@
+"""Who trains how long: equal training FLOPs for the experts with their router, and the monolith."""
+
+from dataclasses import dataclass
+
+from atoll.base.errors import ConfigError
+from atoll.campaign.config import CampaignConfig
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.flops import Flops, count
+from atoll.networks.router import Router
+
+
+@dataclass(frozen=True)
+class Share:
+    """One run's part of the budget.
+
+    Attributes:
+        steps: optimizer steps.
+        batch: samples per step.
+        flops: operations per sample.
+    """
+
+    steps: int
+    batch: int
+    flops: Flops
+
+    @property
+    def train_flops(self) -> float:
+        """Operations of the whole run."""
+        return self.steps * self.batch * self.flops.train
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All runs of a campaign."""
+
+    monolith: Share
+    router: Share
+    experts: list[Share]
+
+    def ratio(self) -> float:
+        """FLOPs of experts and router over the monolith's."""
+        spent = self.router.train_flops + sum(e.train_flops for e in self.experts)
+        return spent / self.monolith.train_flops
+
+
+def denoiser_flops(config: NetworkConfig, shape: DataShape) -> Flops:
+    """Operations per sample of a denoiser."""
+    adapter = family(config.family)
+    return count(lambda: adapter.build(config, shape), adapter.predict, shape)
+
+
+def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]:
+    """Arguments of `networks.router.Router`."""
+    own = config.router
+    if shape.size % own.patch:
+        raise ConfigError(
+            f"latents of {shape.size} px do not divide into patches of {own.patch}", "change router.patch"
+        )
+    return {
+        "num_experts": config.partition.k,
+        "in_channels": shape.channels,
+        "sample_size": shape.size,
+        "patch_size": own.patch,
+        "num_layers": own.depth,
+        "num_attention_heads": own.heads,
+        "attention_head_dim": own.head_width,
+        "caption_channels": shape.text_width if own.sees_condition else 0,
+        "num_classes": shape.classes if own.sees_condition else 0,
+    }
+
+
+def router_flops(config: CampaignConfig, shape: DataShape) -> Flops:
+    """Operations per sample of the router."""
+    arguments = router_arguments(config, shape)
+    return count(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape)
+
+
+def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
+    """Divide the budget.
+
+    The monolith sees `budget.samples` images. The router gets its share of the monolith's FLOPs, and the
+    experts the rest: in proportion to their cluster's size, or in equal parts at batch / K.
+
+    Args:
+        config: the campaign's settings.
+        shape: of the data.
+        sizes: training rows per cluster.
+    """
+    dense = denoiser_flops(config.network, shape)
+    batch = config.train.batch
+    monolith = Share(max(1, round(config.budget.samples / batch)), batch, dense)
+
+    routing = router_flops(config, shape)
+    router_batch = config.router.train.batch
+    wanted = config.router.share * monolith.train_flops / (routing.train * router_batch)
+    router = Share(max(1, round(wanted)), router_batch, routing)
+
+    left = monolith.train_flops - router.train_flops
+    experts: list[Share] = []
+    waiting = sum(sizes)
+    for number, size in enumerate(sizes):
+        network, train = config.island(number)
+        flops = dense if network == config.network else denoiser_flops(network, shape)
+        own_batch = train.batch
+        part = size / waiting  # of what is left, so rounding does not add up
+        if config.budget.compute == "equal":
+            own_batch = max(1, train.batch // len(sizes))
+            part = 1 / (len(sizes) - number)
+        steps = max(1, round(left * part / (flops.train * own_batch)))
+        experts.append(Share(steps, own_batch, flops))
+        left -= experts[-1].train_flops
+        waiting -= size
+    return Budget(monolith, router, experts)

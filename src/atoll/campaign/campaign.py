@@ -1,0 +1,150 @@
+"""A campaign on disk: opening it, freezing its settings, finding its parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atoll.base.config import set_value
+from atoll.base.errors import ConfigError, StoreError
+from atoll.base.version import code_version
+from atoll.campaign.config import CampaignConfig
+from atoll.data.dataset import DataSet
+from atoll.store.store import Conflict, Store
+
+SCHEMA = 1
+YAML, FROZEN = "campaign.yaml", "campaign.json"
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A campaign folder and its settings.
+
+    Attributes:
+        store: the folder.
+        config: settings; the frozen ones once there is a `campaign.json`.
+    """
+
+    store: Store
+    config: CampaignConfig
+
+    @classmethod
+    def open(cls, folder: str | Path, sets: Sequence[str] = ()) -> "Campaign":
+        """Open a campaign.
+
+        Args:
+            folder: with a `campaign.yaml` to start from, a `campaign.json` to go on from, or both.
+            sets: `a.b=value` overrides; after the campaign is frozen they must agree with it.
+
+        Raises:
+            StoreError: no such folder, or not a campaign.
+            ConfigError: a wrong setting, or one that differs from the frozen ones.
+        """
+        store = Store.open(folder)
+        frozen = _frozen(store)
+        tree: dict[str, Any] = dict(frozen) if frozen is not None else {}
+        if store.exists(YAML):
+            tree = _read_yaml(store)
+        elif frozen is None:
+            raise StoreError(f"{store.root} is not a campaign (no {YAML})", "make one with 'atoll new'")
+        for assignment in sets:
+            set_value(tree, assignment)
+        config = CampaignConfig.parse(tree, str(store.root / YAML))
+        if frozen is not None:
+            _must_agree(frozen, config.frozen(), store)
+        return cls(store, config)
+
+    def freeze(self) -> None:
+        """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
+        content = {"schema": SCHEMA, "code": code_version(), "config": self.config.frozen()}
+        try:
+            self.store.create_json(FROZEN, content)
+        except Conflict:
+            _must_agree(_frozen(self.store) or {}, self.config.frozen(), self.store)
+
+    def dataset(self) -> DataSet:
+        """The campaign's data set."""
+        return DataSet.open(Store.open(self.config.data_path(self.store.root)))
+
+
+def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
+    """Write a `campaign.yaml` from a recipe's text with overrides applied.
+
+    Raises:
+        ConfigError: a wrong setting.
+        Conflict: there is a campaign already.
+    """
+    tree = yaml.safe_load(recipe)
+    for assignment in sets:
+        set_value(tree, assignment)
+    for key in ("path", "source"):  # on the command line a path means what it means to the shell
+        if any(s.startswith(f"data.{key}=") for s in sets):
+            tree["data"][key] = _absolute(str(tree["data"][key]))
+    CampaignConfig.parse(tree, "the new campaign")
+    store = Store.open(folder, create=True)
+    text = (
+        recipe if not sets else _comment(recipe) + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    )
+    try:
+        store.create(YAML, text.encode())
+    except Conflict:
+        raise ConfigError(
+            f"{store.root / YAML} exists already", "edit it, or choose another folder"
+        ) from None
+    return store.root / YAML
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).expanduser().absolute()) if text != "glyphs" else text
+
+
+def _comment(recipe: str) -> str:
+    """The head of a recipe: its leading comment lines."""
+    return "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
+
+
+def _read_yaml(store: Store) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(store.get(YAML))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{store.root / YAML} is not valid YAML ({reason})", "correct it") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{store.root / YAML} holds no settings", "write 'key: value' lines")
+    return tree
+
+
+def _frozen(store: Store) -> dict[str, Any] | None:
+    if not store.exists(FROZEN):
+        return None
+    content = store.get_json(FROZEN)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"{store.root / FROZEN} has schema {schema}, this Atoll reads {SCHEMA}",
+            "use the version of Atoll that made the campaign, or start a new one",
+        )
+    config: dict[str, Any] = content["config"]
+    return config
+
+
+def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
+    old, new = _flat(frozen), _flat(wanted)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{key} is {new.get(key)!r}, but {store.root} was started with {old.get(key)!r}",
+                "put it back, or start a new campaign with 'atoll new'",
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,155 @@
+"""The compare stage: load what a campaign published, measure it, write `reports/`."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.hashing import digest
+from atoll.base.pictures import png
+from atoll.base.version import code_version
+from atoll.campaign.assemble import MANIFEST, load_ensemble
+from atoll.campaign.campaign import Campaign
+from atoll.data import partition as partitions
+from atoll.data.samples import Samples
+from atoll.encoders.vae import autoencoder
+from atoll.encoders.vision import vision_encoder
+from atoll.ensemble.card import Card, check_together
+from atoll.ensemble.ensemble import Trace
+from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.routing import Routing
+from atoll.evaluate.compare import SCHEMA, Conditions, Judge, Models, compare, heldout_conditions
+from atoll.networks.families import DataShape
+
+RESULT = "reports/compare.json"
+
+
+def compare_campaign(campaign: Campaign) -> dict[str, Any]:
+    """Measure monolith and strategies; a comparison of the same parts and settings is not repeated."""
+    store, config = campaign.store, campaign.config.compare
+    for name in config.strategies:
+        Routing.named(name)  # a wrong name is told before minutes of loading
+    ensemble, router = load_ensemble(store)
+    baseline = _baseline(campaign, router)
+    parts = store.get_json(MANIFEST)["parts"] | ({"monolith": baseline.weights_sha256} if baseline else {})
+    key = digest({"parts": parts, "config": config.model_dump(), "seed": campaign.config.seed})
+    if store.exists(RESULT) and store.get_json(RESULT).get("key") == key:
+        say("compare: finished already")
+        found: dict[str, Any] = store.get_json(RESULT)
+        return found
+    start = time.monotonic()
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    try:
+        result = _measure(campaign, ensemble, router, baseline)
+    finally:
+        torch.set_num_threads(before)
+    result = {
+        "schema": SCHEMA,
+        "key": key,
+        "code": code_version(),
+        "seconds": round(time.monotonic() - start, 1),
+        **result,
+    }
+    store.put_json(RESULT, result)
+    return result
+
+
+def _baseline(campaign: Campaign, router: Card) -> Card | None:
+    if not published(campaign.store, "monolith/expert"):
+        return None
+    card = read_card(campaign.store, "monolith/expert")
+    check_together([router, card])
+    return card
+
+
+def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | None) -> dict[str, Any]:
+    store, config, seed = campaign.store, campaign.config.compare, campaign.config.seed
+    dataset = campaign.dataset()
+    made = partitions.load(store)
+    if made.about["data"] != dataset.id_hash:
+        raise PartitionError(
+            f"{dataset.store.root} is not the data set of this campaign", "put the right one back"
+        )
+    experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
+    sizes = [made.sizes[card.island or 0] for card in experts]
+    expert_flops = float(np.average([card.forward_flops for card in experts], weights=sizes))
+    monolith = Expert.load(store, "monolith/expert") if baseline else None
+    vae = autoencoder(router.latents["name"])
+    models = Models(monolith, ensemble, expert_flops, router.forward_flops, vae)
+
+    shape, kind = DataShape(**router.shape), campaign.config.condition
+    train = Samples(dataset, dataset.split("train"), kind, shape)
+    heldout = Samples(dataset, dataset.split("heldout"), kind, shape)
+    conditions = heldout_conditions(heldout, made.clusters, config.samples, seed)
+    shown = _shown(train, made.clusters, config.prompts, config.shown)
+    say(f"compare: {config.samples} pictures each, {config.steps} steps, guidance {config.guidance:g}")
+    encoder = vision_encoder(config.extractor, config.extractor_size)
+    judge = Judge.make(encoder, dataset, config, seed)
+
+    traces: dict[str, Any] = {}
+
+    def keep(name: str, pictures: list[Image.Image], trace: Trace | None) -> None:
+        for number, picture in enumerate(pictures):
+            store.put(f"reports/compare/{name}/{number:02d}.png", png(picture))
+        if trace is not None:
+            traces[name] = np.round(trace.stacked().numpy().astype(float), 4).tolist()
+
+    rows = compare(models, conditions, shown, judge, config, seed, keep)
+    for number, index in enumerate(shown.index):
+        picture = dataset.image(int(train.rows[index]))
+        store.put(f"reports/compare/data/{number:02d}.png", png(picture))
+    return {
+        "metric": {
+            "name": f"Fréchet distance on {config.components} principal components of {config.extractor}",
+            **encoder.producer(),
+            "components": config.components,
+            "reference": "held-out pictures",
+            "reference_rows": len(judge.reference),
+            "samples": config.samples,
+            "conditions": "of held-out rows",
+            "steps": config.steps,
+            "guidance": config.guidance,
+            "sampler": "Euler",
+            "ema": True,
+            "seed": seed,
+            "same_features_as_partition": (made.about["encoder"] or {}).get("name") == config.extractor,
+            "real_training_pictures": judge.noise_floor(dataset, config.samples, seed),
+        },
+        "rows": rows,
+        "train_flops": {
+            "monolith": baseline.train_flops if baseline else None,
+            "experts": sum(card.train_flops for card in experts),
+            "router": router.train_flops,
+        },
+        "prompts": shown.captions(),
+        "clusters": shown.clusters.tolist(),
+        "routing": traces,
+    }
+
+
+def _shown(train: Samples, clusters: Any, prompts: list[str], count: int) -> Conditions:
+    """Rows whose captions are shown: those asked for, then training rows spread over the clusters."""
+    captions = [str(c) for c in train.dataset.take(train.rows).column("caption").to_pylist()]
+    where = {caption: number for number, caption in reversed(list(enumerate(captions)))}
+    chosen = []
+    for prompt in prompts[:count]:
+        if prompt not in where:
+            raise ConfigError(
+                f"compare.prompts: no training row has the caption {prompt!r}", "choose one that exists"
+            )
+        chosen.append(where[prompt])
+    own = clusters[train.rows]
+    order = np.random.default_rng(0).permutation(len(own))
+    for turn in range(count - len(chosen)):
+        wanted = turn % (int(clusters.max()) + 1)
+        chosen.append(
+            next((int(i) for i in order if own[i] == wanted and int(i) not in chosen), int(order[turn]))
+        )
+    index = np.array(chosen, dtype=np.int64)
+    return Conditions(train, index, own[index])

@@ -1,0 +1,130 @@
+"""The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from atoll.base.config import Config
+from atoll.data.ingest import IngestConfig
+from atoll.data.partition import PartitionConfig
+from atoll.data.samples import ConditionKind
+from atoll.evaluate.compare import CompareConfig
+from atoll.flow.objective import ObjectiveConfig
+from atoll.networks.families import NetworkConfig
+from atoll.train.settings import TrainConfig
+
+
+class DataConfig(Config):
+    """Where the data set is, and how it is made if it is not there yet."""
+
+    path: str
+    """Folder of the data set; relative to the folder of campaign.yaml."""
+    source: str | None = None
+    """What to ingest if `path` is empty: `glyphs`, a folder with captions, or a parquet file."""
+    ingest: IngestConfig = IngestConfig()
+    """Size, split and shards."""
+    text_encoder: str = "minilm"
+    """Frozen text encoder, for condition `text`."""
+    text_length: int = 77
+    """Most tokens of a caption; longer ones are cut."""
+    vae: str = "none"
+    """Frozen autoencoder; `none` trains on pixels."""
+
+
+class BudgetConfig(Config):
+    """How much is trained in all, and how the experts share it."""
+
+    samples: int = Field(default=100_000, ge=1)
+    """Training images that the monolith sees. Experts and router together cost what that costs."""
+    compute: Literal["proportional", "equal"] = "proportional"
+    """Steps in proportion to cluster size at one batch, or (the paper) equal steps at batch / K."""
+
+
+class RouterConfig(Config):
+    """The router's size and share."""
+
+    patch: int = 4
+    """Side of a patch, in latent pixels."""
+    depth: int = 2
+    """Blocks."""
+    heads: int = 2
+    """Attention heads."""
+    head_width: int = 32
+    """Width of a head."""
+    sees_condition: bool = True
+    """Whether it is given the text or label; without it, it can only return the prior near noise."""
+    share: float = Field(default=0.04, gt=0, lt=0.5)
+    """Share of the training FLOPs."""
+    pure_noise: float = Field(default=0.25, ge=0, le=1)
+    """Share of its samples trained at exactly t = 1, where `commit` asks it."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Times and dropout."""
+    train: TrainConfig = TrainConfig(lr=5e-4)
+    """Optimizer and loop."""
+
+
+class IslandConfig(Config):
+    """What one island does differently."""
+
+    network: dict[str, Any] = {}
+    """Network settings in place of the campaign's."""
+    train: dict[str, Any] = {}
+    """Training settings in place of the campaign's."""
+
+
+class SamplingConfig(Config):
+    """Defaults of `atoll sample`."""
+
+    steps: int = Field(default=50, ge=1)
+    """Euler steps."""
+    guidance: float = Field(default=2.0, ge=0)
+    """Classifier-free guidance scale; 1 is none."""
+    routing: str = "commit"
+    """Routing strategy."""
+
+
+class CampaignConfig(Config):
+    """One decentralized diffusion model from data set to ensemble."""
+
+    seed: int = 0
+    """Of everything that is drawn."""
+    data: DataConfig
+    """The data set."""
+    condition: ConditionKind = "text"
+    """What the model is conditioned on: text, class or none."""
+    partition: PartitionConfig = PartitionConfig()
+    """How the data set is cut."""
+    network: NetworkConfig = NetworkConfig()
+    """The experts' (and the monolith's) network."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What they learn."""
+    train: TrainConfig = TrainConfig()
+    """How they learn it."""
+    islands: dict[int, IslandConfig] = {}
+    """Overrides by island number."""
+    budget: BudgetConfig = BudgetConfig()
+    """Training compute."""
+    router: RouterConfig = RouterConfig()
+    """The router."""
+    monolith: bool = True
+    """Whether the baseline is trained too, at equal training FLOPs."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Defaults of sampling; may be changed at any time."""
+    compare: CompareConfig = CompareConfig()
+    """How models are compared; may be changed at any time."""
+
+    def frozen(self) -> dict[str, Any]:
+        """The part that is fixed once the campaign exists."""
+        return self.model_dump(mode="json", exclude={"sampling", "compare"})
+
+    def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of one island."""
+        own = self.islands.get(number, IslandConfig())
+        where = f"islands.{number}"
+        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
+
+    def data_path(self, folder: Path) -> Path:
+        """The data set's folder, for a campaign in `folder`."""
+        return (folder / Path(self.data.path).expanduser()).resolve()

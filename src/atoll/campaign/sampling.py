@@ -1,0 +1,136 @@
+"""The sample stage: prompts in, one PNG out."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atoll.base.condition import Condition
+from atoll.base.console import say
+from atoll.base.errors import AtollError, ConfigError
+from atoll.base.pictures import grid, png, to_images
+from atoll.campaign.assemble import load_ensemble
+from atoll.campaign.campaign import Campaign
+from atoll.encoders.text import text_encoder
+from atoll.encoders.vae import autoencoder
+from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import RoutedField, SingleField
+from atoll.ensemble.expert import Expert
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample, starting_noise
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to sample.
+
+    Attributes:
+        prompts: texts, or class labels as numbers; none for an unconditional model.
+        out: PNG to write.
+        model: `ensemble` or `monolith`.
+        routing: strategy; the campaign's default if None.
+        guidance: scale; the campaign's default if None.
+        steps: Euler steps; the campaign's default if None.
+        count: pictures of each prompt.
+        seed: of noise and routing.
+    """
+
+    prompts: tuple[str, ...]
+    out: Path
+    model: str = "ensemble"
+    routing: str | None = None
+    guidance: float | None = None
+    steps: int | None = None
+    count: int = 4
+    seed: int = 0
+
+
+def sample_campaign(campaign: Campaign, request: Request) -> None:
+    """Sample and write one PNG, a row of pictures for each prompt.
+
+    Raises:
+        ConfigError: prompts that do not fit the model's condition, an unknown strategy.
+    """
+    defaults = campaign.config.sampling
+    routing = Routing.named(request.routing or defaults.routing)
+    if routing.strategy == "oracle":
+        raise ConfigError("routing 'oracle' needs known clusters", "use it in 'atoll compare'")
+    _writable(request.out)
+    guidance = defaults.guidance if request.guidance is None else request.guidance
+    steps = request.steps or defaults.steps
+    torch.set_num_threads(os.cpu_count() or 1)
+    if request.model == "ensemble":
+        ensemble, card = load_ensemble(campaign.store)
+    else:
+        monolith = Expert.load(campaign.store, "monolith/expert")
+        assert monolith.card is not None
+        card = monolith.card
+    cond, null, labels = _conditions(card, request)
+    shape = (card.shape["channels"], card.shape["size"], card.shape["size"])
+    total = max(1, len(request.prompts)) * request.count
+    pictures = []
+    for first in range(0, total, BATCH):
+        rows = range(first, min(first + BATCH, total))
+        prompt = torch.tensor([row // request.count for row in rows])
+        own = cond.select(prompt)
+        field: RoutedField | SingleField
+        if request.model == "ensemble":
+            field = ensemble.field(own, null, guidance, routing, request.seed, rows)
+        else:
+            field = SingleField(monolith, own, null, guidance, len(rows))
+        latents = sample(field, starting_noise(request.seed, rows, shape), steps)
+        pictures += to_images(autoencoder(card.latents["name"]).decode(latents))
+    scale = max(1, 64 // pictures[0].width)
+    sheet = grid(
+        pictures,
+        columns=request.count,
+        scale=scale,
+        labels=[labels[i // request.count] for i in range(total)],
+    )
+    request.out.write_bytes(png(sheet))
+    say(
+        f"wrote {request.out}: {total} pictures, {steps} steps, guidance {guidance:g}, "
+        f"{routing if request.model == 'ensemble' else 'monolith'}"
+    )
+
+
+def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, list[str]]:
+    """Conditions of the prompts, the null condition, and what to write below the pictures."""
+    prompts = list(request.prompts)
+    if card.condition == "none":
+        if prompts:
+            raise ConfigError("this model is unconditional", "leave the prompts out")
+        return Condition(), Condition(), [""]
+    if not prompts:
+        raise ConfigError(f"this model needs prompts ({card.condition})", "give one or more")
+    if card.condition == "class":
+        classes = card.shape["classes"]
+        for prompt in prompts:
+            if not prompt.isdigit() or int(prompt) >= classes:
+                raise ConfigError(f"{prompt!r} is no class label", f"give a number from 0 to {classes - 1}")
+        return (
+            Condition(labels=torch.tensor([int(p) for p in prompts])),
+            Condition(labels=torch.tensor([classes])),
+            prompts,
+        )
+    assert card.text is not None
+    length = card.shape["text_length"]
+    encoder = text_encoder(card.text["name"], min(card.text["max_length"], length))
+    if encoder.producer()["hash"] != card.text["hash"]:
+        raise ConfigError(
+            f"the text encoder {encoder.name!r} is not the one of the training", "install that one"
+        )
+    states, mask = encoder.encode([*prompts, ""])
+    full = Condition(text=states, mask=mask)
+    return full.select(slice(0, len(prompts))), full.select(slice(len(prompts), None)), prompts
+
+
+def _writable(path: Path) -> None:
+    """Say before the work, not after it, that the result cannot be written."""
+    if path.is_dir():
+        raise AtollError(f"{path} is a folder", "give a file name such as samples.png")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise AtollError(f"{path.parent} is no folder that can be written to", "give another --out")

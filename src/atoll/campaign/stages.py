@@ -1,0 +1,138 @@
+"""The order of stages, each of which knows whether it is finished."""
+
+from atoll.base.console import Progress, say
+from atoll.base.errors import DataError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.config import CampaignConfig, DataConfig
+from atoll.campaign.islands import make_islands, run_folder
+from atoll.data.dataset import DataSet
+from atoll.data.embed import embed, features_column
+from atoll.data.encode import encode_latents, encode_text
+from atoll.data.ingest import ingest
+from atoll.data.partition import Partition
+from atoll.data.sources import open_source
+from atoll.encoders.text import text_encoder
+from atoll.encoders.vae import autoencoder
+from atoll.encoders.vision import vision_encoder
+from atoll.launch import local
+from atoll.launch.job import Job
+from atoll.store.store import Store
+from atoll.train.settings import RunPlan
+
+BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
+
+
+def ingest_stage(data: DataConfig, folder: str) -> DataSet:
+    """Make a data set from its source."""
+    if data.source is None:
+        raise DataError(
+            f"{folder} is not a data set and data.source is not set", "ingest one: atoll data ingest"
+        )
+    source = open_source(data.source, data.ingest)
+    store = Store.open(folder, create=True)
+    return ingest(source, store, "", data.ingest, Progress("ingest", len(source)))
+
+
+def describe(dataset: DataSet) -> list[str]:
+    """What a data set holds, in lines."""
+    manifest, columns = dataset.manifest, dataset.column_names()
+    size = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
+    lines = [f"{dataset.store.root}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
+    if "split" in columns:
+        lines.append(
+            f"  {len(dataset.split('train')):,} to train on, {len(dataset.split('heldout')):,} held out"
+        )
+    for reason, count in manifest.rejects.items():
+        lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
+    for name in columns:
+        meta = dataset.column(name).meta
+        lines.append(
+            f"  column {name}: {meta.dtype} {meta.kind} {'x'.join(map(str, meta.shape)) or 'scalar'}"
+        )
+    return lines
+
+
+def embed_stage(dataset: DataSet, encoder: str, size: int | None) -> None:
+    """Add the features column."""
+    progress = Progress(f"features by {encoder}", len(dataset.shards), unit="shards")
+    column = embed(dataset, vision_encoder(encoder, size), progress)
+    say(f"{features_column(encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
+
+
+def encode_stage(dataset: DataSet, vae: str, text: str | None, length: int) -> None:
+    """Add the latents column and, unless `text` is None, the text column."""
+    column = encode_latents(
+        dataset, autoencoder(vae), Progress("latents", len(dataset.shards), unit="shards")
+    )
+    say(f"latents: {len(dataset):,} rows of {'x'.join(map(str, column.meta.shape))}")
+    if text is not None:
+        progress = Progress(f"text by {text}", len(dataset.shards), unit="shards")
+        column = encode_text(dataset, text_encoder(text, length), progress)
+        say(f"text: {len(dataset):,} rows of at most {column.max_length} tokens of {column.meta.shape[-1]}")
+
+
+def prepare(campaign: Campaign) -> Partition:
+    """Everything before training: data set, columns, partition. Finished stages cost a look."""
+    config, store = campaign.config, campaign.store
+    if store.exists("partition/partition.json"):
+        return make_islands(campaign)
+    path = config.data_path(store.root)
+    if not (path / "manifest.json").exists():
+        ingest_stage(config.data, str(path))
+    dataset = campaign.dataset()
+    if config.partition.method == "kmeans" and not dataset.has_column(
+        features_column(config.partition.encoder)
+    ):
+        embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
+    wants_text = config.condition == "text"
+    if not dataset.has_column("latents") or (wants_text and not dataset.has_column("text")):
+        encode_stage(
+            dataset,
+            config.data.vae,
+            config.data.text_encoder if wants_text else None,
+            config.data.text_length,
+        )
+    return make_islands(campaign)
+
+
+def training_jobs(campaign: Campaign, k: int) -> list[Job]:
+    """Commands for all runs that are not finished."""
+    runs: list[tuple[str, int | None]] = [("expert", number) for number in range(k)]
+    runs += [("router", None)] + ([("monolith", None)] if campaign.config.monolith else [])
+    return [_job(campaign, role, island) for role, island in runs if not finished(campaign, role, island)]
+
+
+def finished(campaign: Campaign, role: str, island: int | None = None) -> bool:
+    """Whether a run has published its network."""
+    return campaign.store.exists(f"{run_folder(role, island)}/expert/card.json")
+
+
+def launch_local(campaign: Campaign) -> None:
+    """Prepare and train whatever is left, every run as a process of its own."""
+    made = prepare(campaign)
+    jobs = training_jobs(campaign, made.k)
+    if not jobs:
+        say("training: finished already")
+        return
+    local.run(jobs, gpus=_gpus())
+
+
+def _job(campaign: Campaign, role: str, island: int | None) -> Job:
+    plan = RunPlan.parse(campaign.store.get_json(f"{run_folder(role, island)}/island.json"), "island.json")
+    extra = ("--island", str(island)) if island is not None else ()
+    argv = local.command("train", role, campaign.store.root, *extra)
+    threads = _threads(campaign.config, role, island)
+    name = role if island is None else f"island {island}"
+    return Job(name, argv, threads, memory=BASE_MEMORY, work=plan.train_flops)
+
+
+def _threads(config: CampaignConfig, role: str, island: int | None) -> int:
+    if role == "router":
+        return config.router.train.threads
+    return config.island(island)[1].threads if island is not None else config.train.threads
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,247 @@
+"""The commands. Each is thin: it opens a campaign, calls one stage, and imports what it needs only then."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from atoll.base.console import say
+from atoll.base.errors import AtollError
+
+SETS = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
+)
+CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="atoll")
+def atoll() -> None:
+    """Train one diffusion model on isolated islands of compute, and sample them as one."""
+
+
+@atoll.command()
+@click.option(
+    "--dir", "folder", default="campaigns/quickstart", show_default=True, help="Folder of the campaign."
+)
+@SETS
+def quickstart(folder: str, sets: tuple[str, ...]) -> None:
+    """The whole way on embedded data: minutes on two CPU cores, ends with a page to look at."""
+    from atoll.recipes.quickstart import run
+
+    run(folder, sets, lambda argv: atoll.main(argv, standalone_mode=False))
+
+
+@atoll.command()
+@click.argument("folder", metavar="DIR")
+@click.option(
+    "--recipe",
+    default="cpu",
+    show_default=True,
+    help="Ready-made campaign to start from; see 'atoll recipes'.",
+)
+@SETS
+def new(folder: str, recipe: str, sets: tuple[str, ...]) -> None:
+    """Write DIR/campaign.yaml from a recipe, to edit."""
+    from atoll.campaign import campaign
+    from atoll.recipes import catalogue
+
+    say(f"wrote {campaign.new(folder, catalogue.text(recipe), sets)}")
+
+
+@atoll.command()
+def recipes() -> None:
+    """List the ready-made campaigns."""
+    from atoll.recipes import catalogue
+
+    for name in catalogue.names():
+        say(f"{name:<18} {catalogue.title(name)}")
+
+
+@atoll.group()
+def data() -> None:
+    """Make, extend and check the campaign's data set."""
+
+
+@data.command()
+@CAMPAIGN
+@SETS
+def ingest(campaign: str, sets: tuple[str, ...]) -> None:
+    """Turn data.source (glyphs, a folder with captions, parquet) into the data set at data.path."""
+    from atoll.campaign.stages import ingest_stage
+
+    opened = _open(campaign, sets)
+    _show(ingest_stage(opened.config.data, str(opened.config.data_path(opened.store.root))))
+
+
+@data.command()
+@CAMPAIGN
+@SETS
+def embed(campaign: str, sets: tuple[str, ...]) -> None:
+    """Add the features that the partition clusters."""
+    from atoll.campaign.stages import embed_stage
+
+    opened = _open(campaign, sets)
+    embed_stage(opened.dataset(), opened.config.partition.encoder, opened.config.partition.encoder_size)
+
+
+@data.command()
+@CAMPAIGN
+@SETS
+def encode(campaign: str, sets: tuple[str, ...]) -> None:
+    """Add the latents and text states that the networks train on."""
+    from atoll.campaign.stages import encode_stage
+
+    opened = _open(campaign, sets)
+    settings = opened.config.data
+    text = settings.text_encoder if opened.config.condition == "text" else None
+    encode_stage(opened.dataset(), settings.vae, text, settings.text_length)
+
+
+@data.command()
+@CAMPAIGN
+def show(campaign: str) -> None:
+    """Rows, splits, columns and rejects of the data set."""
+    _show(_open(campaign).dataset())
+
+
+@data.command()
+@CAMPAIGN
+def audit(campaign: str) -> None:
+    """Check every file of the data set against its size and hash."""
+    from atoll.data.audit import audit as check
+
+    problems = check(_open(campaign).dataset())
+    for problem in problems:
+        say(f"problem: {problem}")
+    if problems:
+        raise AtollError(f"{len(problems)} problems in the data set", "make the named files again")
+    say("no problems")
+
+
+@atoll.command()
+@CAMPAIGN
+@SETS
+def partition(campaign: str, sets: tuple[str, ...]) -> None:
+    """Cut the data set into clusters and write the islands' data sets."""
+    from atoll.campaign.islands import make_islands
+
+    make_islands(_open(campaign, sets))
+
+
+@atoll.command()
+@click.argument("what", type=click.Choice(["expert", "router", "monolith"]))
+@CAMPAIGN
+@click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
+def train(what: str, campaign: str, island: int | None) -> None:
+    """Train one network; the same command again goes on where it stopped."""
+    from atoll.campaign.runs import parse_role, train_run
+
+    opened = _open(campaign)
+    parse_role(what, island, opened.config.partition.k)
+    train_run(opened, what, island)
+
+
+@atoll.command()
+@CAMPAIGN
+@click.option(
+    "--on", "target", type=click.Choice(["local"]), default="local", show_default=True, help="Where to train."
+)
+@SETS
+def launch(campaign: str, target: str, sets: tuple[str, ...]) -> None:
+    """Do whatever is left: data, partition, all training runs as separate processes, assembly."""
+    from atoll.campaign.assemble import assemble as put_together
+    from atoll.campaign.stages import launch_local
+
+    opened = _open(campaign, sets)
+    launch_local(opened)
+    put_together(opened)
+
+
+@atoll.command()
+@CAMPAIGN
+def assemble(campaign: str) -> None:
+    """Write ensemble/ from what is published, complete or partial."""
+    from atoll.campaign.assemble import assemble as put_together
+
+    put_together(_open(campaign))
+
+
+@atoll.command()
+@CAMPAIGN
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("samples.png"),
+    show_default=True,
+    help="PNG to write.",
+)
+@click.option("--model", type=click.Choice(["ensemble", "monolith"]), default="ensemble", show_default=True)
+@click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
+@click.option(
+    "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+@click.option(
+    "--count", type=click.IntRange(1, 4096), default=4, show_default=True, help="Pictures of each prompt."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of noise and routing.")
+def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
+    """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
+    from atoll.campaign.sampling import Request, sample_campaign
+
+    sample_campaign(_open(campaign), Request(prompts=prompts, out=out, **options))
+
+
+@atoll.command()
+@CAMPAIGN
+@SETS
+def compare(campaign: str, sets: tuple[str, ...]) -> None:
+    """Measure the monolith and the ensemble under every strategy, at equal training FLOPs."""
+    from atoll.campaign.comparison import compare_campaign
+
+    compare_campaign(_open(campaign, sets))
+
+
+@atoll.command()
+@CAMPAIGN
+def report(campaign: str) -> None:
+    """Write reports/index.html, one self-contained page, and reports/summary.json."""
+    from atoll.report.page import write_report
+
+    say(f"wrote {write_report(_open(campaign).store)}")
+
+
+def main() -> None:
+    """Entry point: user mistakes are one line and exit code 2."""
+    _guard(lambda: atoll.main(standalone_mode=False))
+
+
+def _guard(run: Callable[[], Any]) -> None:
+    try:
+        run()
+    except AtollError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(getattr(error, "exit_code", 2))
+    except click.ClickException as error:
+        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; run the same command again to go on", err=True)
+        sys.exit(130)
+
+
+def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
+    from atoll.campaign.campaign import Campaign
+
+    return Campaign.open(campaign, sets)
+
+
+def _show(dataset: Any) -> None:
+    from atoll.campaign.stages import describe
+
+    for line in describe(dataset):
+        say(line)

@@ -1,0 +1,88 @@
+"""Image files of any origin, made into square pictures of one size."""
+
+import io
+import warnings
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""What is decoded; others that Pillow knows start programs (EPS) or are rarely tried."""
+MOST_PIXELS = 89_478_485
+"""Pixels above which a file counts as a decompression bomb; Pillow's own limit."""
+
+
+class BadImageError(Exception):
+    """A file that gives no picture: `reason` is one of a few words, `detail` says what exactly."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(f"{reason}: {detail}")
+
+
+def decode(data: bytes) -> Image.Image:
+    """The picture in the bytes of a file, upright, RGB or L, transparent parts over white.
+
+    Raises:
+        BadImageError: unreadable, truncated, or a decompression bomb.
+    """
+    Image.init()  # all of Pillow's formats; does nothing the second time
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's remarks on odd but readable files
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > MOST_PIXELS:
+                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels")
+            image.load()
+            return _flat(_upright(image))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImageError("decompression bomb", str(error)) from None
+    except UnidentifiedImageError:
+        raise BadImageError("unreadable", f"not one of {', '.join(FORMATS)}") from None
+    except Exception as error:  # decoders raise nearly anything on hostile bytes
+        reason = "truncated" if "truncated" in str(error).lower() else "unreadable"
+        raise BadImageError(reason, f"{type(error).__name__}: {error}") from None
+
+
+def square(image: Image.Image, size: int) -> Image.Image:
+    """The central square of a picture, resized with Lanczos's filter."""
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.LANCZOS, box)
+
+
+def is_gray(image: Image.Image) -> bool:
+    """Whether a picture has no colour, whatever its mode."""
+    if image.mode == "L":
+        return True
+    red, green, blue = (channel.tobytes() for channel in image.convert("RGB").split())
+    return red == green == blue
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged EXIF beside a sound picture
+        return image
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """RGB or L."""
+    if image.mode.startswith(("I", "F")):
+        return _from_deep(image)
+    if image.has_transparency_data:
+        colour = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        flat = Image.alpha_composite(white, colour).convert("RGB")
+        return flat.convert("L") if image.mode in ("L", "LA", "La") else flat
+    return image.convert("L" if image.mode in ("L", "1", "LA") else "RGB")
+
+
+def _from_deep(image: Image.Image) -> Image.Image:
+    """16-bit gray as 8-bit; Pillow's own conversion clips instead of scaling."""
+    if image.mode.startswith("F"):
+        raise BadImageError("unreadable", "floating-point pixels")
+    levels = np.asarray(image).astype(np.int64)
+    return Image.fromarray((levels.clip(0, 65535) // 257).astype(np.uint8))

@@ -1,0 +1,235 @@
+"""A source: a folder of image files with captions beside them.
+
+Captions stand in `metadata.jsonl` or `metadata.csv` (the layout of Hugging Face's imagefolder, in any
+subfolder, with file names relative to it), or, where there is no such file, in `NAME.txt` beside `NAME.png`.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from atoll.base.errors import DataError
+from atoll.base.hashing import digest
+from atoll.data.records import Record, Reject, RowOptions, clean, to_record
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+METADATA = ("metadata.jsonl", "metadata.csv")
+LARGEST = 512 * 2**20
+"""Bytes above which an image file is not read."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    key: str
+    row: dict[str, Any] | None
+    """Values of the metadata file; None where the caption lies in a text file."""
+
+
+class FolderSource:
+    """The images below a folder, in the order of their paths.
+
+    Args:
+        folder: the folder.
+        options: columns of the metadata files.
+
+    Raises:
+        DataError: the folder is missing, is a file, holds no images or no captions, or a metadata file
+            lacks a column.
+    """
+
+    def __init__(self, folder: Path, options: RowOptions | None = None) -> None:
+        if not folder.is_dir():
+            what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+            raise DataError(what, "give a folder of images with captions")
+        self.folder, self.options = folder, options or RowOptions()
+        files = _files(folder)
+        images = [path for path in files if path.suffix.lower() in SUFFIXES]
+        if not images:
+            raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
+        tables = [path for path in files if path.name in METADATA]
+        self._entries = self._from_tables(tables, images) if tables else self._from_texts(images)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def describe(self) -> dict[str, Any]:
+        """Name, fingerprint (paths, sizes, times of change, captions) and licence."""
+        state = [[entry.key, _stat(entry.path), *_described(entry)] for entry in self._entries_by_key()]
+        named = [self.options.caption, self.options.group, self.options.label, self.options.id]
+        return {
+            "name": clean(f"folder {self.folder.name}"),
+            "fingerprint": digest([state, named]),
+            "licence": self.options.licence,
+        }
+
+    def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
+        """The images of some positions."""
+        for entry in self._entries[start:stop]:
+            yield entry if isinstance(entry, Reject) else self._read(entry)
+
+    def _read(self, entry: _Entry) -> Record | Reject:
+        try:
+            if entry.path.stat().st_size > LARGEST:
+                return Reject(entry.key, "too large", f"over {LARGEST} bytes")
+            image = entry.path.read_bytes()
+            if entry.row is not None:
+                return to_record(entry.row, self.options, entry.key, image, entry.key)
+            caption = entry.path.with_suffix(".txt").read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            return Reject(entry.key, "missing file")
+        except UnicodeDecodeError:
+            return Reject(entry.key, "caption is not UTF-8")
+        except OSError as error:
+            return Reject(entry.key, "unreadable", error.strerror or str(error))
+        return to_record({"text": caption}, RowOptions(caption="text"), entry.key, image, entry.key)
+
+    def _from_texts(self, images: list[Path]) -> list[_Entry | Reject]:
+        if self.options.group or self.options.label or self.options.id:
+            what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
+            raise DataError(what, "leave out group, label and id")
+        entries: list[_Entry | Reject] = []
+        for path in images:
+            has_text = path.with_suffix(".txt").exists()
+            entries.append(_Entry(path, self._key(path), None) if has_text else self._uncaptioned(path))
+        if all(isinstance(entry, Reject) for entry in entries):
+            what = f"{self.folder} holds {len(images)} images but no captions"
+            raise DataError(what, f"write {METADATA[0]} (file_name, text), or NAME.txt beside each image")
+        return entries
+
+    def _from_tables(self, tables: list[Path], images: list[Path]) -> list[_Entry | Reject]:
+        folders = [table.parent for table in tables]
+        if len(set(folders)) < len(folders):
+            raise DataError(f"{folders[0]} holds both {' and '.join(METADATA)}", "keep one of them")
+        entries: list[_Entry | Reject] = []
+        for table in tables:
+            rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
+            found = _columns(rows, table)
+            if "file_name" not in found:
+                what = f"{table} has the columns {', '.join(found)}, but not file_name"
+                raise DataError(what, "name each row's image in file_name")
+            self.options = self.options.resolve(found, str(table))
+            entries += [self._entry(table, number, row) for number, row in rows]
+        captioned = {entry.path for entry in entries if isinstance(entry, _Entry)}
+        return entries + [self._uncaptioned(path) for path in images if path not in captioned]
+
+    def _entry(self, table: Path, number: int, row: dict[str, Any] | str) -> _Entry | Reject:
+        where = f"{self._key(table)}, line {number}"
+        if isinstance(row, str):
+            return Reject(where, "unreadable row", row)
+        name = row.get("file_name")
+        if not isinstance(name, str) or not name:
+            return Reject(where, "missing file", "file_name is empty")
+        parts = PurePosixPath(name).parts
+        if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name or not parts:
+            return Reject(where, "unsafe path", repr(name)[:200])
+        path = table.parent.joinpath(*parts)
+        try:
+            found = path.is_file()
+        except (OSError, ValueError):  # a name that is too long, or that the file system cannot hold
+            found = False
+        return (
+            _Entry(path, self._key(path), row) if found else Reject(where, "missing file", clean(name)[:200])
+        )
+
+    def _uncaptioned(self, path: Path) -> Reject:
+        return Reject(
+            self._key(path), "no caption", "neither a row of a metadata file nor a text file names it"
+        )
+
+    def _key(self, path: Path) -> str:
+        return clean(path.relative_to(self.folder).as_posix())
+
+    def _entries_by_key(self) -> list[_Entry]:
+        return [entry for entry in self._entries if isinstance(entry, _Entry)]
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder, sorted; hidden ones are left out."""
+    found = []
+    for base, folders, names in os.walk(folder, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(base, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions")
+
+
+def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
+    """Rows by line number; a string says why a line is not one."""
+    rows: list[tuple[int, dict[str, Any] | str]] = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            rows.append((number, row if isinstance(row, dict) else "not a JSON object"))
+        except UnicodeDecodeError:
+            rows.append((number, "not UTF-8"))
+        except (json.JSONDecodeError, RecursionError):
+            rows.append((number, "not JSON"))
+    return rows
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        _unreadable(error)
+        raise
+
+
+def _read_csv(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
+    rows: list[tuple[int, dict[str, Any] | str]] = []
+    before = csv.field_size_limit(LARGEST)
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                fields = {name: _text(value) for name, value in row.items() if name is not None}
+                rows.append((reader.line_num, fields if None not in row else "more fields than columns"))
+    except OSError as error:
+        _unreadable(error)
+    except csv.Error as error:
+        raise DataError(
+            f"{path} is not a readable CSV file ({error})", "mend it or write metadata.jsonl"
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+    return rows
+
+
+def _text(value: str | None) -> str | bytes | None:
+    """The value, or its bytes where they were not UTF-8."""
+    if value is not None and clean(value) != value:
+        return value.encode("utf-8", "surrogateescape")
+    return value
+
+
+def _columns(rows: list[tuple[int, dict[str, Any] | str]], table: Path) -> list[str]:
+    """Column names: those of the first 100 readable rows."""
+    readable = [row for _, row in rows if isinstance(row, dict)][:100]
+    if not readable:
+        raise DataError(f"{table} holds no readable row", "write one row per image: file_name and text")
+    return list(dict.fromkeys(name for row in readable for name in row))
+
+
+def _stat(path: Path) -> list[int]:
+    try:
+        state = path.stat()
+    except OSError:  # a link to nothing: the row is rejected when it is read
+        return []
+    return [state.st_size, state.st_mtime_ns]
+
+
+def _described(entry: _Entry) -> list[Any]:
+    """What a caption depends on: the row, or the state of the text file."""
+    if entry.row is None:
+        return _stat(entry.path.with_suffix(".txt"))
+    return [repr(sorted(entry.row.items())).encode("utf-8", "backslashreplace").decode()]

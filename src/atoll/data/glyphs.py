@@ -1,0 +1,228 @@
+"""A source that needs no download: characters of the type faces that matplotlib ships, with their names.
+
+Every picture is dark on light, centred, and scaled so that it fits; small signs are enlarged, but a small
+letter stays smaller than its capital. The caption is the character's Unicode name and the face, such as
+"greek small letter alpha, serif bold". The group is the character, so that no character is both trained
+on and held out.
+"""
+
+import logging
+import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from PIL import Image, ImageFont
+from pydantic import Field, field_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import DataError, nearest
+from atoll.base.hashing import digest, sha256
+from atoll.base.rng import seed_of
+from atoll.data.records import Record, Reject
+
+FACES = {
+    "DejaVuSans": "sans",
+    "DejaVuSans-Bold": "sans bold",
+    "DejaVuSans-Oblique": "sans oblique",
+    "DejaVuSans-BoldOblique": "sans bold oblique",
+    "DejaVuSerif": "serif",
+    "DejaVuSerif-Bold": "serif bold",
+    "DejaVuSerif-Italic": "serif italic",
+    "DejaVuSerif-BoldItalic": "serif bold italic",
+    "DejaVuSansMono": "mono",
+    "DejaVuSansMono-Bold": "mono bold",
+    "DejaVuSansMono-Oblique": "mono oblique",
+    "DejaVuSansMono-BoldOblique": "mono bold oblique",
+    "DejaVuSansDisplay": "sans display",
+    "DejaVuSerifDisplay": "serif display",
+    "STIXGeneral": "stix",
+    "STIXGeneralBol": "stix bold",
+    "STIXGeneralItalic": "stix italic",
+    "STIXGeneralBolIta": "stix bold italic",
+    "cmr10": "computer modern",
+    "cmb10": "computer modern bold",
+    "cmti10": "computer modern italic",
+    "cmss10": "computer modern sans",
+    "cmtt10": "computer modern typewriter",
+    "cmmi10": "computer modern math italic",
+    "cmsy10": "computer modern calligraphic",
+}
+"""File name and description of every face; the rest of matplotlib's hold bits of brackets, or no names."""
+
+PRESETS = {
+    "core": [
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+        "DejaVuSerif-Italic",
+        "DejaVuSansMono",
+        "DejaVuSansMono-Bold",
+    ],
+    "dejavu": [name for name in FACES if name.startswith("DejaVu")],
+    "all": list(FACES),
+}
+
+CANVAS = 64
+"""Height and width of a rendered picture in pixels; the ingest resizes it."""
+_LARGEST, _SMALLEST, _SIZE = 54.0, 26.0, 52.0
+_SAME_LETTER = {0x2206: 0x0394, 0x2126: 0x03A9, 0x00B5: 0x03BC}
+"""Names that Adobe's list gives to signs that look like Greek letters, and the letters."""
+
+
+class GlyphOptions(Config):
+    """Which pictures the source `glyphs` draws."""
+
+    faces: str | list[str] = "core"
+    """A preset (core: 8 faces, dejavu: 14, all: 25) or names of matplotlib's font files without `.ttf`."""
+    characters: Literal["basic", "letters", "all"] = "letters"
+    """basic: A-Z, a-z, 0-9, Greek and Russian; letters: every Latin, Greek and Cyrillic letter and 0-9;
+    all: every named sign."""
+    limit: int | None = Field(default=None, ge=1)
+    """At most so many pictures: whole characters, drawn by the seed from all alphabets, in every face."""
+    seed: int = 0
+    """Chooses the characters where there is a limit."""
+
+    @field_validator("faces")
+    @classmethod
+    def _known(cls, value: str | list[str]) -> str | list[str]:
+        known = PRESETS if isinstance(value, str) else FACES
+        for name in [value] if isinstance(value, str) else value:
+            if name not in known:
+                raise ValueError(f"there are no faces {name!r}; {nearest(name, known)}")
+        if not value:
+            raise ValueError("name at least one face")
+        return value
+
+
+class _Glyph(NamedTuple):
+    code: int
+    """The character it is."""
+    face: str
+    drawn: int
+    """The character that draws it; TeX's faces keep letters under other characters."""
+
+
+class GlyphSource:
+    """The source `glyphs`; the same options give the same rows in the same order."""
+
+    def __init__(self, options: GlyphOptions | None = None) -> None:
+        self.options = options or GlyphOptions()
+        chosen = self.options.faces
+        self.faces = PRESETS[chosen] if isinstance(chosen, str) else chosen
+        glyphs = [glyph for face in self.faces for glyph in _glyphs(face, self.options.characters)]
+        self.glyphs = self._limited(glyphs)
+
+    def __len__(self) -> int:
+        return len(self.glyphs)
+
+    def describe(self) -> dict[str, Any]:
+        """Name, fingerprint (type faces and characters) and licence."""
+        files = {face: sha256(_folder().joinpath(f"{face}.ttf").read_bytes()) for face in self.faces}
+        content = [files, [list(glyph) for glyph in self.glyphs], CANVAS, _LARGEST, _SMALLEST, _SIZE]
+        return {
+            "name": "glyphs",
+            "fingerprint": digest(content),
+            "licence": "Bitstream Vera / DejaVu, STIX and BaKoMa font licences, as shipped by matplotlib",
+        }
+
+    def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
+        """The pictures of some positions."""
+        labels = {face: number for number, face in enumerate(self.faces)}
+        for glyph in self.glyphs[start:stop]:
+            yield Record(
+                id=f"{glyph.code:05x}-{glyph.face}",
+                key=f"{glyph.face}.ttf U+{glyph.code:04X}",
+                image=render(glyph.face, chr(glyph.drawn)),
+                caption=f"{unicodedata.name(chr(glyph.code)).lower()}, {FACES[glyph.face]}",
+                label=labels[glyph.face],
+                group=f"U+{glyph.code:04X}",
+            )
+
+    def _limited(self, glyphs: list[_Glyph]) -> list[_Glyph]:
+        order = {face: number for number, face in enumerate(self.faces)}
+        rank = {code: seed_of(self.options.seed, "glyphs", code) for code in {g.code for g in glyphs}}
+        kept = sorted(glyphs, key=lambda g: (rank[g.code], g.code, order[g.face]))[: self.options.limit]
+        return sorted(kept, key=lambda g: (g.code, order[g.face]))
+
+
+def render(face: str, character: str) -> Image.Image:
+    """One character, L, `CANVAS` pixels square, dark on light, its ink in the middle."""
+    size = _SIZE
+    ink = _ink(face, size, character)
+    for _ in range(2):  # once more, since hinting moves outlines a little when the size changes
+        extent = max(ink.size)
+        if extent > _LARGEST:
+            size *= (_LARGEST - 0.5) / extent
+        elif extent < _SMALLEST - 1:
+            size *= _SMALLEST / extent
+        else:
+            break
+        ink = _ink(face, size, character)
+    canvas = Image.new("L", (CANVAS, CANVAS), 255)
+    canvas.paste(0, ((CANVAS - ink.width) // 2, (CANVAS - ink.height) // 2), ink)
+    return canvas
+
+
+def _ink(face: str, size: float, character: str) -> Image.Image:
+    """How much ink lies on every pixel of the smallest box that holds the character."""
+    mask = _font(face, size).getmask(character, mode="L")
+    box = mask.getbbox()
+    if box is None:
+        return Image.new("L", (1, 1), 0)
+    return Image.frombytes("L", mask.size, bytes(mask)).crop(box)
+
+
+def _folder() -> Path:
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+@lru_cache(maxsize=512)
+def _font(face: str, size: float) -> ImageFont.FreeTypeFont:
+    path = _folder() / f"{face}.ttf"
+    return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
+
+
+@lru_cache(maxsize=64)
+def _glyphs(face: str, characters: str) -> list[_Glyph]:
+    """The glyphs of a face that are not blank and whose character is asked for."""
+    from fontTools.agl import toUnicode
+    from fontTools.ttLib import TTFont
+
+    path = _folder() / f"{face}.ttf"
+    if not path.exists():
+        raise DataError(f"matplotlib has no type face {path}", "install matplotlib 3.9 or newer")
+    logging.getLogger("fontTools.ttLib.tables._h_e_a_d").setLevel(logging.ERROR)  # dates before 1970
+    found: dict[int, _Glyph] = {}
+    with TTFont(path, lazy=True) as font:
+        places = font["loca"]
+        for drawn, name in sorted(font.getBestCmap().items()):
+            number = font.getGlyphID(name)
+            blank = name == ".notdef" or places[number] == places[number + 1]
+            # TeX's faces use their character table as an encoding: there, a glyph's name tells what it is.
+            text = toUnicode(name) if face.startswith("cm") else chr(drawn)
+            if blank or len(text) != 1:
+                continue
+            code = _SAME_LETTER.get(ord(text), ord(text)) if face.startswith("cm") else drawn
+            if _wanted(chr(code), characters):
+                found.setdefault(code, _Glyph(code, face, drawn))
+    return list(found.values())
+
+
+def _wanted(character: str, characters: str) -> bool:
+    if characters == "all":
+        named = unicodedata.name(character, "")
+        return bool(named) and unicodedata.category(character)[0] in "LNPS"
+    if character in "0123456789":
+        return True
+    if unicodedata.category(character) not in ("Lu", "Ll"):
+        return False
+    if characters == "basic":
+        ranges = (("A", "Z"), ("a", "z"), ("Α", "Ω"), ("α", "ω"), ("А", "я"))
+        return any(first <= character <= last for first, last in ranges)
+    return unicodedata.name(character, "").startswith(("LATIN ", "GREEK ", "CYRILLIC "))

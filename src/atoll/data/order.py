@@ -1,0 +1,73 @@
+"""Which row a step sees: a pure function of (seed, epoch, hash of the row ids).
+
+The cursor is the number of samples consumed, so a run may stop anywhere and go on with any batch size
+or number of processes and see the same rows. The shuffle is a permutation computed per position, not
+stored: a Feistel network over the smallest power of four that holds the rows, walked until it lands on
+a row (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). No memory, no library whose
+stream may change between versions.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 6
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_U64 = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which rows are seen.
+
+    Attributes:
+        rows: number of rows of one epoch.
+        seed: seed of the campaign.
+        id_hash: hash of the row ids, so another data set has another order.
+    """
+
+    rows: int
+    seed: int
+    id_hash: str
+
+    def at(self, positions: Sequence[int] | range) -> NDArray[np.int64]:
+        """Row numbers `(B,)` at positions counted in samples since the start of the run."""
+        where = np.asarray(positions, dtype=np.int64)
+        epochs, offsets = np.divmod(where, self.rows)
+        result = np.empty_like(where)
+        for epoch in np.unique(epochs):
+            inside = epochs == epoch
+            result[inside] = self._permute(offsets[inside].astype(np.uint64), int(epoch)).astype(np.int64)
+        return result
+
+    def _permute(self, offsets: _U64, epoch: int) -> _U64:
+        half = max(1, ((self.rows - 1).bit_length() + 1) // 2)
+        keys = self._keys(epoch)
+        values = _feistel(offsets, keys, half)
+        while (outside := values >= self.rows).any():
+            values[outside] = _feistel(values[outside], keys, half)
+        return values
+
+    def _keys(self, epoch: int) -> _U64:
+        text = f"{self.seed}/{epoch}/{self.id_hash}".encode()
+        return np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+
+
+def _feistel(values: _U64, keys: _U64, half: int) -> _U64:
+    """One pass over 2 * half bits; invertible whatever the round function is."""
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_scramble(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def _scramble(values: _U64) -> _U64:
+    """The finaliser of splitmix64."""
+    values = values * _MIX
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

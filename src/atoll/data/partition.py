@@ -1,0 +1,172 @@
+"""The partition: which row belongs to which cluster, and what decided it, under one hash."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from atoll.base.config import Config
+from atoll.base.errors import PartitionError
+from atoll.base.hashing import digest, sha256
+from atoll.base.pictures import grid, png
+from atoll.base.rng import generator, seed_of
+from atoll.data import cluster
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
+from atoll.store.store import Store
+
+SCHEMA = 1
+CATCH_ALL = 0.4  # share of the rows above which a cluster is reported as a catch-all
+
+
+class PartitionConfig(Config):
+    """How the data set is cut into clusters."""
+
+    method: Literal["kmeans", "random"] = "kmeans"
+    """`kmeans` on features, or `random` as the comparison."""
+    k: int = 8
+    """Number of clusters, and of experts."""
+    fine: int = 1024
+    """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""
+    encoder: str = "facebook/dinov2-base"
+    """Vision encoder whose features decide."""
+    encoder_size: int | None = None
+    """Side in pixels that the encoder sees; its own default if not set."""
+    fit_rows: int = 1_000_000
+    """Most rows that the k-means is fitted on; the rest is assigned."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Clusters of all rows.
+
+    Attributes:
+        clusters: cluster number of every row, held-out rows too `(rows,)`.
+        centroids: `(K, D)`, empty for `random`.
+        sizes: training rows per cluster.
+        heldout: held-out rows per cluster.
+        about: what decided it: method, encoder, seed, data.
+        hash: of all of the above.
+    """
+
+    clusters: NDArray[np.int64]
+    centroids: NDArray[np.float32]
+    sizes: list[int]
+    heldout: list[int]
+    about: dict[str, Any]
+    hash: str
+
+    @property
+    def k(self) -> int:
+        """Number of clusters."""
+        return len(self.sizes)
+
+    def warnings(self) -> list[str]:
+        """What is odd about the balance."""
+        total, found = sum(self.sizes), []
+        for number, size in enumerate(self.sizes):
+            if self.k > 2 and size > CATCH_ALL * total:
+                found.append(f"cluster {number} holds {size / total:.0%} of the rows: a catch-all")
+            if size * self.k * 10 < total:
+                found.append(f"cluster {number} holds only {size} rows: under a tenth of an even share")
+        return found
+
+
+def make(dataset: DataSet, features: Column | None, config: PartitionConfig, seed: int) -> Partition:
+    """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
+
+    Args:
+        dataset: with a `split` column.
+        features: the encoder's column; None for `random`.
+        config: method and numbers.
+        seed: of the sample and the starts.
+
+    Raises:
+        PartitionError: K is larger than the rows, or a cluster stays empty.
+    """
+    train, heldout = dataset.split("train"), dataset.split("heldout")
+    if not 1 <= config.k <= len(train):
+        raise PartitionError(
+            f"K = {config.k} clusters for {len(train)} training rows", "choose 1 <= partition.k <= rows"
+        )
+    if config.method == "random":
+        clusters = np.array([seed_of(seed, "cluster/" + row) % config.k for row in dataset.ids])
+        centroids = np.empty((0, 0), dtype=np.float32)
+    else:
+        assert features is not None, "kmeans needs features"
+        centroids = _fit(features, train, config, seed)
+        clusters = np.concatenate(list(cluster.stream(_chunks(features, len(dataset)), centroids)))
+    sizes = np.bincount(clusters[train], minlength=config.k).tolist()
+    if min(sizes) == 0:
+        raise PartitionError(f"cluster {sizes.index(0)} of {config.k} is empty", "lower partition.k")
+    held = np.bincount(clusters[heldout], minlength=config.k).tolist()
+    encoder = features.meta.producer if features is not None else None
+    about = {
+        "schema": SCHEMA,
+        "method": config.method,
+        "k": config.k,
+        "seed": seed,
+        "encoder": encoder,
+        "rows": len(dataset),
+        "data": dataset.id_hash,
+    }
+    name = digest({**about, "clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())})
+    return Partition(clusters, centroids, sizes, held, about, name)
+
+
+def save(partition: Partition, store: Store, dataset: DataSet) -> None:
+    """Write `partition/`: contact sheets and centroids first, `partition.json` last."""
+    for number in range(partition.k):
+        store.put(f"partition/sheets/{number}.png", contact_sheet(partition, dataset, number))
+    tensors = {
+        "clusters": torch.from_numpy(partition.clusters),
+        "centroids": torch.from_numpy(partition.centroids),
+    }
+    store.put("partition/centroids.safetensors", save_tensors(tensors))
+    balance = {"sizes": partition.sizes, "heldout": partition.heldout, "warnings": partition.warnings()}
+    store.put_json("partition/partition.json", {**partition.about, **balance, "hash": partition.hash})
+
+
+def load(store: Store) -> Partition:
+    """Read `partition/` back."""
+    about = store.get_json("partition/partition.json")
+    if about.get("schema") != SCHEMA:
+        raise PartitionError(
+            f"partition of schema {about.get('schema')}, this Atoll reads {SCHEMA}", "make it again"
+        )
+    tensors = load_tensors(store.get("partition/centroids.safetensors"))
+    sizes, heldout, name = about.pop("sizes"), about.pop("heldout"), about.pop("hash")
+    about.pop("warnings")
+    return Partition(tensors["clusters"].numpy(), tensors["centroids"].numpy(), sizes, heldout, about, name)
+
+
+def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: int = 60) -> bytes:
+    """A PNG of some training pictures of one cluster, chosen by a seed."""
+    train = dataset.split("train")
+    rows = train[partition.clusters[train] == number]
+    shuffled = torch.randperm(len(rows), generator=generator(0, "sheet", number))[:cells].numpy()
+    pictures = [dataset.image(int(row)) for row in np.sort(rows[shuffled])]
+    scale = max(1, 48 // pictures[0].width)
+    return png(grid(pictures, columns=12, scale=scale))
+
+
+def _fit(
+    features: Column, train: NDArray[np.int64], config: PartitionConfig, seed: int
+) -> NDArray[np.float32]:
+    chosen = train
+    if len(train) > config.fit_rows:
+        chosen = np.sort(
+            train[torch.randperm(len(train), generator=generator(seed, "fit"))[: config.fit_rows].numpy()]
+        )
+    sample = cluster.normalise(features.read(chosen).numpy())
+    return cluster.fit(sample, config.k, config.fine, seed)
+
+
+def _chunks(features: Column, rows: int, size: int = 8192) -> Iterator[NDArray[np.float32]]:
+    for start in range(0, rows, size):
+        yield features.read(np.arange(start, min(start + size, rows))).float().numpy()

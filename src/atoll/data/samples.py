@@ -1,0 +1,84 @@
+"""Rows of a data set as a network sees them: latents and conditions."""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.base.condition import Condition
+from atoll.base.errors import DataError
+from atoll.data.dataset import DataSet
+from atoll.networks.families import DataShape
+
+ConditionKind = Literal["text", "class", "none"]
+
+
+class Samples:
+    """Some rows of a data set with the columns that training reads.
+
+    Args:
+        dataset: an ordinary data set with `latents` and, for text, `text`.
+        rows: row numbers that count, such as one split.
+        condition: what the network is conditioned on.
+        shape: what networks are built for; text is padded to its length.
+    """
+
+    def __init__(
+        self, dataset: DataSet, rows: NDArray[np.int64], condition: ConditionKind, shape: DataShape
+    ) -> None:
+        self.dataset, self.rows, self.condition, self.shape = dataset, rows, condition, shape
+        self._latents = dataset.column("latents")
+        self._text = dataset.column("text") if condition == "text" else None
+        self._labels = read_labels(dataset) if condition == "class" else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def latents(self, index: NDArray[np.int64]) -> Tensor:
+        """Latents `(B, C, H, W)` float32 of samples by their number within these rows."""
+        return self._latents.read(self.rows[index]).float()
+
+    def conditions(self, index: NDArray[np.int64]) -> Condition:
+        """Conditions of samples by their number within these rows."""
+        rows = self.rows[index]
+        if self._text is not None:
+            states, mask = self._text.read_ragged(rows, self.shape.text_length)
+            return Condition(text=states.float(), mask=mask)
+        if self._labels is not None:
+            return Condition(labels=self._labels[torch.from_numpy(rows)])
+        return Condition()
+
+    def null(self) -> Condition:
+        """The null condition: the stored encoding of "", the null label, or nothing. One row."""
+        if self._text is not None:
+            states = self._text.extra("null")["values"].float()[None]
+            return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))
+        if self._labels is not None:
+            return Condition(labels=torch.tensor([self.shape.classes]))
+        return Condition()
+
+
+def read_labels(dataset: DataSet) -> Tensor:
+    """Class labels `(rows,)` int64; `DataError` where a row has none."""
+    column = dataset.table(["label"]).column("label")
+    if column.null_count:
+        raise DataError(
+            f"{column.null_count} rows have no label", "set condition: text or none, or ingest labels"
+        )
+    return torch.from_numpy(column.to_numpy().astype(np.int64))
+
+
+def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
+    """What networks must fit, read from the columns."""
+    channels, height, width = dataset.column("latents").meta.shape
+    if height != width:
+        raise DataError(f"latents of {height}x{width} are not square", "ingest square images")
+    if condition == "text":
+        column = dataset.column("text")
+        null = column.extra("null")["values"]
+        return DataShape(channels, height, int(null.shape[-1]), max(column.max_length, int(null.shape[0])))
+    if condition == "class":
+        return DataShape(channels, height, classes=int(read_labels(dataset).max()) + 1)
+    return DataShape(channels, height)

@@ -1,0 +1,55 @@
+"""Where data comes from: `glyphs`, a folder of captioned images, or parquet files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from atoll.base.errors import DataError
+from atoll.data.folder import FolderSource
+from atoll.data.glyphs import GlyphOptions, GlyphSource
+from atoll.data.parquet import ParquetSource
+from atoll.data.records import Record, Reject, RowOptions, Source
+
+__all__ = ["Record", "Reject", "Source", "SourceOptions", "open_source"]
+
+
+class SourceOptions(RowOptions):
+    """How a source is read."""
+
+    glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
+    """Which pictures the source `glyphs` draws."""
+
+
+def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | None = None) -> Source:
+    """Open a source by what the user wrote.
+
+    Args:
+        text: `glyphs`, a folder of images, a parquet file, or a folder of parquet files.
+        options: `SourceOptions` (an `IngestConfig` is one), or plain data for them.
+
+    Raises:
+        DataError: there is no such source, or it cannot be read as one.
+        ConfigError: the options are wrong.
+    """
+    if not isinstance(options, SourceOptions):
+        options = SourceOptions.parse(options or {}, "the options of the source")
+    if text == "glyphs":
+        if options.caption or options.group or options.label or options.id:
+            raise DataError("the source glyphs has no columns", "leave out caption, group, label and id")
+        return GlyphSource(options.glyphs)
+    path = Path(text).expanduser()
+    if not str(text) or not path.exists():
+        what = f"there is no source {str(text)!r}"
+        raise DataError(
+            what, "give `glyphs`, a folder of captioned images, a .parquet file or a folder of them"
+        )
+    if path.is_dir():
+        has_parquet = next(path.rglob("*.parquet"), None) is not None
+        return ParquetSource(path, options) if has_parquet else FolderSource(path, options)
+    if path.suffix == ".parquet":
+        return ParquetSource(path, options)
+    raise DataError(
+        f"{path} is a file of unknown kind", "give a folder of captioned images or a .parquet file"
+    )

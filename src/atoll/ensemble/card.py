@@ -1,0 +1,79 @@
+"""What a published part says of itself, so that parts that do not belong together are refused."""
+
+from typing import Any, Literal
+
+from atoll.base.config import Config
+from atoll.base.errors import PartitionError
+from atoll.flow.prediction import Prediction
+
+SCHEMA = 1
+
+
+class Card(Config):
+    """`card.json` beside the weights of an expert, a router, a monolith or a student."""
+
+    schema_version: int = SCHEMA
+    """Version of this file's format."""
+    role: Literal["expert", "router", "monolith"]
+    """What the network is for."""
+    island: int | None = None
+    """Number of the cluster an expert was trained on."""
+    family: str
+    """Name of the network family, or `router`."""
+    prediction: Prediction = "v"
+    """What the network predicts: v, eps or x0."""
+    schedule: str = "rectified-flow"
+    """Noise schedule it was trained on."""
+    condition: str
+    """`text`, `class` or `none`."""
+    partition: str
+    """Hash of the partition; empty for a monolith trained without one."""
+    latents: dict[str, Any]
+    """What made the latents: name, hash, shift and scale."""
+    text: dict[str, Any] | None = None
+    """What made the text states."""
+    shape: dict[str, int]
+    """Channels, size, text_width, text_length, classes."""
+    parameters: int
+    """Number of trainable numbers."""
+    rows: int
+    """Training rows of its data."""
+    samples: int
+    """Training samples seen."""
+    batch: int
+    """Samples per step."""
+    train_flops: float
+    """Operations spent on training, forward and backward."""
+    forward_flops: float
+    """Operations of one evaluation of one sample."""
+    weights_sha256: str
+    """Digest of the weights (the averaged ones)."""
+    provenance: dict[str, Any]
+    """Code version, seed, initial weights, threads, machine, data."""
+
+
+def check_together(cards: list[Card]) -> None:
+    """Refuse parts of different partitions, latents, text encoders or conditions.
+
+    Raises:
+        PartitionError: names the first field that differs and both values.
+    """
+    first = cards[0]
+    for card in cards[1:]:
+        for field in ("partition", "latents", "text", "condition"):
+            mine, other = getattr(first, field), getattr(card, field)
+            if mine != other:
+                raise PartitionError(
+                    f"{_name(card)} was made with another {field} than {_name(first)}"
+                    f" ({_short(other)}, {_short(mine)})",
+                    "assemble parts of one campaign only",
+                )
+
+
+def _name(card: Card) -> str:
+    return card.role if card.island is None else f"{card.role} {card.island}"
+
+
+def _short(value: Any) -> str:
+    text = str(value.get("name", value) if isinstance(value, dict) else value)
+    return text[:12]

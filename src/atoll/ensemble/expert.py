@@ -1,0 +1,128 @@
+"""One expert: a diffusers network and its card, seen as a denoiser."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.errors import StoreError
+from atoll.base.hashing import digest_tensors
+from atoll.ensemble.card import SCHEMA, Card
+from atoll.flow.prediction import Prediction, flow_velocity
+from atoll.flow.schedule import schedule
+from atoll.networks.families import family
+from atoll.networks.router import Router
+from atoll.store.store import Store
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass
+class Expert:
+    """A denoiser: a network trained on any schedule and prediction type, converted at its edge.
+
+    Attributes:
+        network: the diffusers network.
+        family: name of its family.
+        prediction: what it predicts.
+        schedule: name of the noise schedule it was trained on.
+        card: what it is, once published.
+    """
+
+    network: nn.Module
+    family: str
+    prediction: Prediction
+    schedule: str
+    card: Card | None = None
+
+    def velocity(
+        self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
+    ) -> Float[Tensor, "B C H W"]:
+        """Rectified-flow velocity of this expert (see `base.condition.Denoiser`)."""
+        adapter = family(self.family)
+
+        def predict(x: Tensor, tau: Tensor) -> Tensor:
+            return adapter.predict(self.network, x, tau, cond)
+
+        return flow_velocity(predict, self.prediction, schedule(self.schedule), x_t, t)
+
+    @classmethod
+    def load(cls, store: Store, prefix: str) -> "Expert":
+        """Read what `write_part` wrote; `StoreError` if the weights are not those of the card."""
+        card, config, weights = read_part(store, prefix)
+        network = family(card.family).load(config)
+        network.load_state_dict(weights)
+        return cls(network.eval().requires_grad_(False), card.family, card.prediction, card.schedule, card)
+
+
+@dataclass
+class RouterModel:
+    """The router network and its card."""
+
+    network: Router
+    card: Card
+
+    def logits(
+        self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
+    ) -> Float[Tensor, "B K"]:
+        """Logits of `p(k | x_t, t, cond)`."""
+        result: Tensor = self.network(x_t, t, cond)
+        return result
+
+    @classmethod
+    def load(cls, store: Store, prefix: str) -> "RouterModel":
+        """Read what `write_part` wrote."""
+        card, config, weights = read_part(store, prefix)
+        network = Router.from_config(config)
+        network.load_state_dict(weights)
+        return cls(network.eval().requires_grad_(False), card)
+
+
+def write_part(
+    store: Store, prefix: str, network: nn.Module, weights: Mapping[str, Tensor], card: Card
+) -> None:
+    """Publish a network: config and weights first, verified, then `card.json` if-absent."""
+    config = dict(network.config)  # type: ignore[arg-type]
+    settings = {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}
+    store.put_json(f"{prefix}/config.json", settings)
+    data = save_tensors(
+        {k: v.detach().cpu().contiguous() for k, v in weights.items()}, metadata={"format": "pt"}
+    )
+    store.put(f"{prefix}/{WEIGHTS}", data)
+    if digest_tensors(load_tensors(store.get(f"{prefix}/{WEIGHTS}"))) != card.weights_sha256:
+        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} reads back differently", "check the disk")
+    store.create_json(f"{prefix}/card.json", card.model_dump())
+
+
+def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[str, Tensor]]:
+    """Card, config and verified weights of a published network."""
+    card = read_card(store, prefix)
+    try:
+        weights = load_tensors(store.get(f"{prefix}/{WEIGHTS}"))
+    except Exception as error:  # safetensors raises its own type for a damaged header
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} is damaged", "publish it again") from None
+    if digest_tensors(weights) != card.weights_sha256:
+        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} is not what its card says", "publish it again")
+    return card, store.get_json(f"{prefix}/config.json"), weights
+
+
+def read_card(store: Store, prefix: str) -> Card:
+    """The card of a published network; `StoreError` if there is none or of another version."""
+    content = json.loads(store.get(f"{prefix}/card.json"))
+    if content.get("schema_version") != SCHEMA:
+        raise StoreError(
+            f"{prefix}/card.json has schema {content.get('schema_version')}", f"this Atoll reads {SCHEMA}"
+        )
+    return Card.parse(content, f"{prefix}/card.json")
+
+
+def published(store: Store, prefix: str) -> bool:
+    """Whether a network was published here (its card exists)."""
+    return store.exists(f"{prefix}/card.json")

@@ -1,0 +1,256 @@
+"""Monolith against ensemble at equal training FLOPs: same conditions, same noise, every strategy."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from atoll.base.config import Config
+from atoll.base.console import say
+from atoll.base.errors import DataError
+from atoll.base.pictures import to_images
+from atoll.base.rng import generator
+from atoll.data.dataset import DataSet
+from atoll.data.samples import Samples
+from atoll.encoders.vae import Autoencoder
+from atoll.encoders.vision import VisionEncoder
+from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, Trace
+from atoll.ensemble.expert import Expert
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample, starting_noise
+from atoll.evaluate.frechet import Projection, frechet_distance
+
+SCHEMA = 1
+
+
+class CompareConfig(Config):
+    """How models of a campaign are compared."""
+
+    strategies: list[str] = ["commit", "top-1", "top-2", "full", "oracle"]
+    """Routing strategies of the ensemble."""
+    samples: int = Field(default=1000, ge=2)
+    """Pictures drawn from each."""
+    steps: int = Field(default=20, ge=1)
+    """Sampling steps."""
+    guidance: float = Field(default=2.0, ge=0)
+    """Guidance scale."""
+    batch: int = Field(default=250, ge=1)
+    """Pictures sampled at once; it does not change them."""
+    extractor: str = "efficientnet-lite2"
+    """Vision encoder whose features are compared: another one than the partition's."""
+    extractor_size: int = 64
+    """Side in pixels that it sees."""
+    components: int = Field(default=64, ge=1)
+    """Principal components that the distance is taken in."""
+    fit_rows: int = 2000
+    """Training pictures that fix the components."""
+    prompts: list[str] = []
+    """Captions to show side by side; training captions are added up to `shown`."""
+    shown: int = 12
+    """How many prompts are shown."""
+    threads: int = 0
+    """CPU threads; 0 uses all cores."""
+
+
+@dataclass
+class Models:
+    """What is compared.
+
+    Attributes:
+        monolith: the baseline; None leaves it out.
+        ensemble: experts and router.
+        expert_flops: of one evaluation of an expert.
+        router_flops: of one evaluation of the router.
+        vae: turns latents into pictures.
+    """
+
+    monolith: Expert | None
+    ensemble: Ensemble
+    expert_flops: float
+    router_flops: float
+    vae: Autoencoder
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures of one model and how they came about."""
+
+    pictures: list[Image.Image]
+    trace: Trace | None
+    seconds: float
+
+
+def draw(models: Models, name: str, conditions: "Conditions", seed: int, config: CompareConfig) -> Drawn:
+    """Sample one model or strategy (`monolith`, or the name of a routing) at given conditions.
+
+    Noise and routing draws of picture i depend on `(seed, i)` alone, so all models start alike.
+    """
+    start, pictures, traces = time.monotonic(), [], []
+    shape = conditions.latent_shape
+    for first in range(0, len(conditions), config.batch):
+        rows = range(first, min(first + config.batch, len(conditions)))
+        noise = starting_noise(seed, rows, shape)
+        field = _field(models, name, conditions, rows, seed, config.guidance)
+        latents = sample(field, noise, config.steps)
+        pictures += to_images(models.vae.decode(latents))
+        if isinstance(field, RoutedField):
+            traces.append(field.trace)
+    return Drawn(pictures, _join(traces), time.monotonic() - start)
+
+
+def _field(
+    models: Models, name: str, conditions: "Conditions", rows: range, seed: int, guidance: float
+) -> RoutedField | SingleField:
+    cond, null = conditions.of(rows), conditions.null()
+    if name == "monolith":
+        assert models.monolith is not None
+        return SingleField(models.monolith, cond, null, guidance, len(rows))
+    labels = conditions.labels(rows)
+    return models.ensemble.field(cond, null, guidance, Routing.named(name), seed, rows, labels)
+
+
+class Conditions:
+    """Conditions to sample at: rows of a data set, each with its cluster.
+
+    Args:
+        samples: the rows' columns.
+        index: numbers within `samples`, one per picture.
+        clusters: cluster of each picture.
+    """
+
+    def __init__(self, samples: Samples, index: NDArray[np.int64], clusters: NDArray[np.int64]) -> None:
+        self.samples, self.index, self.clusters = samples, index, clusters
+        shape = samples.shape
+        self.latent_shape = (shape.channels, shape.size, shape.size)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def of(self, rows: range) -> Any:
+        """Conditions of some pictures."""
+        return self.samples.conditions(self.index[rows.start : rows.stop])
+
+    def null(self) -> Any:
+        """The null condition."""
+        return self.samples.null()
+
+    def labels(self, rows: range) -> Tensor:
+        """Clusters of some pictures `(B,)`."""
+        return torch.from_numpy(self.clusters[rows.start : rows.stop])
+
+    def captions(self) -> list[str]:
+        """Caption of each picture."""
+        rows = self.samples.rows[self.index]
+        return [str(c) for c in self.samples.dataset.take(rows).column("caption").to_pylist()]
+
+
+def heldout_conditions(samples: Samples, clusters: NDArray[np.int64], count: int, seed: int) -> Conditions:
+    """Conditions of `count` held-out rows in a seeded order, repeated when there are fewer."""
+    if len(samples) == 0:
+        raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
+    order = torch.randperm(len(samples), generator=generator(seed, "compare")).numpy()
+    index = np.resize(order, count)
+    return Conditions(samples, index, clusters[samples.rows[index]])
+
+
+@dataclass
+class Judge:
+    """The extractor, its fixed components, and the reference it compares with."""
+
+    encoder: VisionEncoder
+    projection: Projection
+    reference: NDArray[np.float64]
+
+    @classmethod
+    def make(cls, encoder: VisionEncoder, dataset: DataSet, config: CompareConfig, seed: int) -> "Judge":
+        """Components from training pictures; the reference is every held-out picture."""
+        train, heldout = dataset.split("train"), dataset.split("heldout")
+        order = torch.randperm(len(train), generator=generator(seed, "judge")).numpy()
+        rows = np.sort(train[order[: config.fit_rows]])
+        projection = Projection.fit(_features(encoder, dataset, rows), config.components)
+        return cls(encoder, projection, projection(_features(encoder, dataset, heldout)))
+
+    def distance(self, pictures: Sequence[Image.Image]) -> float:
+        """Fréchet distance of pictures to the reference."""
+        return frechet_distance(self.projection(self.encoder.encode(pictures).numpy()), self.reference)
+
+    def noise_floor(self, dataset: DataSet, count: int, seed: int) -> float:
+        """Distance of real training pictures: what a perfect model would be given."""
+        train = dataset.split("train")
+        order = torch.randperm(len(train), generator=generator(seed, "floor")).numpy()
+        rows = np.sort(train[order[:count]])
+        return frechet_distance(self.projection(_features(self.encoder, dataset, rows)), self.reference)
+
+
+def _features(encoder: VisionEncoder, dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    chunks = [rows[i : i + 256] for i in range(0, len(rows), 256)]
+    found = [encoder.encode([dataset.image(int(row)) for row in chunk]).numpy() for chunk in chunks]
+    return np.concatenate(found) if found else np.empty((0, encoder.width), dtype=np.float32)
+
+
+def compare(
+    models: Models,
+    conditions: Conditions,
+    shown: Conditions,
+    judge: Judge,
+    config: CompareConfig,
+    seed: int,
+    keep: Callable[[str, list[Image.Image], Trace | None], None],
+) -> list[dict[str, Any]]:
+    """Draw from every model and measure.
+
+    Args:
+        models: what is compared.
+        conditions: of the measured pictures.
+        shown: of the pictures to look at.
+        judge: measures.
+        config: strategies and numbers.
+        seed: of noise and routing.
+        keep: called with name, shown pictures and their trace.
+
+    Returns:
+        One row per model: name, distance, GFLOPs per step, experts per step, share of the router, seconds.
+    """
+    names = (["monolith"] if models.monolith is not None else []) + config.strategies
+    rows = []
+    for name in names:
+        drawn = draw(models, name, conditions, seed, config)
+        few = draw(models, name, shown, seed + 1, config)
+        keep(name, few.pictures, few.trace)
+        row = {"name": name, "distance": judge.distance(drawn.pictures), "seconds": round(drawn.seconds, 1)}
+        row |= _cost(models, drawn, len(conditions), config)
+        rows.append(row)
+        say(
+            f"  {name:<12} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
+            f"   {drawn.seconds:.0f} s"
+        )
+    return rows
+
+
+def _cost(models: Models, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
+    """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
+    experts, router = 1.0, 0.0
+    if drawn.trace is not None:
+        branches = 2 if config.guidance != 1.0 else 1
+        experts = drawn.trace.expert_calls / (count * config.steps * branches)
+        router = drawn.trace.router_calls / (count * config.steps)
+    flops = experts * models.expert_flops + router * models.router_flops
+    return {"gflops_per_step": flops / 1e9, "experts_per_step": experts, "router_calls_per_step": router}
+
+
+def _join(traces: list[Trace]) -> Trace | None:
+    if not traces:
+        return None
+    steps = zip(*(t.weights for t in traces), strict=True)
+    return Trace(
+        [torch.cat(parts) for parts in steps],
+        sum(t.router_calls for t in traces),
+        sum(t.expert_calls for t in traces),
+    )

@@ -1,0 +1,80 @@
+"""What a denoiser is trained on: noisy states, targets, and their loss (flow matching, DDM eq. 6).
+
+All of it is a function of draws that the caller makes, so that a sample's noise, time and dropout
+depend on nothing but its position in the run.
+"""
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from atoll.base.condition import Condition
+from atoll.base.config import Config
+from atoll.flow.prediction import Prediction
+from atoll.flow.schedule import Schedule, ScheduleName, expand
+from atoll.flow.timesteps import TimeConfig
+
+
+class ObjectiveConfig(Config):
+    """What a denoiser predicts, at which times, and how often without its condition."""
+
+    schedule: ScheduleName = "rectified-flow"
+    """How data and noise are mixed."""
+    prediction: Prediction = "v"
+    """What the network gives."""
+    time: TimeConfig = TimeConfig()
+    """Distribution of the training times."""
+    condition_dropout: float = Field(default=0.1, ge=0, le=1)
+    """Probability of training on the null condition (classifier-free guidance, arXiv 2207.12598)."""
+
+
+def noisy(
+    x0: Float[Tensor, "B C H W"], eps: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], schedule: Schedule
+) -> Float[Tensor, "B C H W"]:
+    """The state `x_t = alpha(t) x0 + sigma(t) eps`."""
+    return expand(schedule.alpha(t), x0) * x0 + expand(schedule.sigma(t), eps) * eps
+
+
+def target(
+    x0: Float[Tensor, "B C H W"],
+    eps: Float[Tensor, "B C H W"],
+    t: Float[Tensor, "B"],
+    schedule: Schedule,
+    prediction: Prediction,
+) -> Float[Tensor, "B C H W"]:
+    """What the network should give at `noisy(x0, eps, t)`; its mean over x0 given x_t is the exact network.
+
+    The score, `-eps / sigma`, is infinite where sigma = 0.
+    """
+    if prediction == "v":
+        return expand(schedule.d_alpha(t), x0) * x0 + expand(schedule.d_sigma(t), eps) * eps
+    if prediction == "score":
+        return -eps / expand(schedule.sigma(t), eps)
+    return eps if prediction == "eps" else x0
+
+
+def per_sample_loss(output: Float[Tensor, "B C H W"], target: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
+    """Mean squared error of every sample, in float32 (float64 if an input is)."""
+    dtype = torch.promote_types(torch.promote_types(output.dtype, target.dtype), torch.float32)
+    return (output.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
+
+
+def weighted_mean(losses: Float[Tensor, "B"], weights: Float[Tensor, "B"] | None) -> Float[Tensor, ""]:
+    """`sum(w l) / sum(w)`, the plain mean without weights, 0 where all weights are 0.
+
+    Experts and router must see the same weights: a cluster's prior is the sum of its weights.
+    """
+    if weights is None:
+        return losses.mean()
+    return (weights * losses).sum() / weights.sum().clamp(min=torch.finfo(losses.dtype).tiny)
+
+
+def drop_condition(cond: Condition, null: Condition, u: Float[Tensor, "B"], probability: float) -> Condition:
+    """The null condition where `u (B,)`, uniform on [0, 1), is below `probability`; else the sample's own.
+
+    Args:
+        cond: conditions of B samples.
+        null: the null condition, one row or B rows.
+    """
+    return cond.where(u >= probability, null)

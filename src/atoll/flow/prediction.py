@@ -1,0 +1,164 @@
+"""What a network predicts, and exact conversion between predictions and between schedules.
+
+Every prediction is a mixture `a x0 + b eps`; so is the state, `x_t = alpha x0 + sigma eps`. Two
+mixtures determine any third, so each conversion is `f(t) x_t + g(t) value` with two numbers per
+sample, computed in float64 whatever the dtype of the images.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from atoll.flow.schedule import RectifiedFlow, Schedule, expand
+
+Prediction = Literal["v", "eps", "x0", "score"]
+Predict = Callable[[Tensor, Tensor], Tensor]
+Pair = tuple[Tensor, Tensor]
+
+RECTIFIED = RectifiedFlow()
+
+NOISE_EDGE = 0.995
+"""Last rectified-flow time at which an eps or score network is asked: beyond it `v = (eps - x_t) / (1 - t)`
+would magnify the network's error more than 200 times."""
+
+DATA_EDGE = 1e-4
+"""Smallest t that `v = (x_t - x0) / t` divides by; in float32 it costs about 1e-3 of rounding."""
+
+
+def convert(
+    value: Float[Tensor, "B C H W"],
+    x_t: Float[Tensor, "B C H W"],
+    t: Float[Tensor, "B"],
+    schedule: Schedule,
+    source: Prediction,
+    target: Prediction,
+) -> Float[Tensor, "B C H W"]:
+    """Turn one prediction at (x_t, t) into another of the same schedule, exactly.
+
+    Singular where the source does not determine the target (the result is then inf or NaN): eps and
+    score say nothing of x0 and v where alpha = 0, x0 says nothing of eps and v where sigma = 0, and
+    the score itself is infinite there. Rounding grows as 1 / alpha and 1 / sigma.
+
+    Args:
+        value: the prediction of kind `source`.
+        x_t: the state it was made at.
+        t: times of `schedule`.
+    """
+    if source == target:
+        return value
+    now = t.double()
+    f, g = _conversion(now, schedule, source, _mixture(target, now, schedule))
+    if target == "score":
+        f, g = f / -schedule.sigma(now), g / -schedule.sigma(now)
+    return _combine(f, x_t, g, value)
+
+
+def same_snr_time(t: Float[Tensor, "B"], source: Schedule, target: Schedule) -> Float[Tensor, "B"]:
+    """The time of `target` at which its SNR is that of `source` at `t`; at most the end of its range."""
+    return t if source == target else target.time_of_log_snr(source.log_snr(t))
+
+
+def same_snr_state(
+    x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], source: Schedule, target: Schedule
+) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B"]]:
+    """The same x0 and eps as another schedule would mix them: `(x_tau, tau)`.
+
+    Exact where `target` reaches the SNR. Outside, tau is the end of its range, and the scale keeps
+    what dominates: the data at the data end, the noise at the noise end.
+    """
+    if source == target:
+        return x_t, t
+    now = t.double()
+    tau = same_snr_time(now, source, target)
+    return x_t * _like(_rescale(now, tau, source, target), x_t), tau.to(t.dtype)
+
+
+@lru_cache(maxsize=64)
+def exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, float]:
+    """The rectified-flow times between which `flow_velocity` is exact for such a network.
+
+    The whole of [0, 1] for v on a schedule that covers it; cut at `DATA_EDGE` for x0, at `NOISE_EDGE`
+    for eps and score, and at the range of the schedule (ddpm-linear: 0.0099 to 0.9937).
+    """
+    ends = torch.tensor(schedule.t_range, dtype=torch.float64)
+    lo, hi = same_snr_time(ends, schedule, RECTIFIED).tolist()
+    lo = max(lo, DATA_EDGE) if prediction == "x0" else lo
+    hi = min(hi, NOISE_EDGE) if prediction in ("eps", "score") else hi
+    return lo, hi
+
+
+def flow_velocity(
+    predict: Predict,
+    prediction: Prediction,
+    schedule: Schedule,
+    x_t: Float[Tensor, "B C H W"],
+    t: Float[Tensor, "B"],
+) -> Float[Tensor, "B C H W"]:
+    """The rectified-flow velocity at (x_t, t) of a network trained on another schedule or prediction.
+
+    The network is asked at the time and scale of equal SNR, and its answer is turned into v (Heterogeneous
+    DDM, arXiv 2603.06741). A network with prediction "v" on rectified flow is passed through untouched.
+
+    Within `exact_range` the result is exact: rounding is about 1e-16 / (1 - t) for eps and score and
+    1e-16 / t for x0 in float64. Outside, the network is asked at the end of its range and its x0 gives
+    `v = (x_t - x0) / max(t, DATA_EDGE)`: finite for every t in [0, 1], and a step from t >= DATA_EDGE to 0
+    lands on that x0. With an exact network the error is then at most `D tanh(w / 4) / t`, where D is the
+    diameter of the data and w the spread over the data of the change in log-likelihood: about `r |x_t| D`
+    at the noise end, r = (1 - hi) / hi; at the data end the error is negligible where the data are further
+    apart than the noise.
+
+    Args:
+        predict: the network, `(x (B, C, H, W), tau (B,)) -> (B, C, H, W)`, in its own schedule's time.
+        x_t: the state on the rectified-flow path.
+        t: rectified-flow times in [0, 1].
+    """
+    if schedule == RECTIFIED and prediction == "v":
+        return predict(x_t, t)
+    lo, hi = exact_range(schedule, prediction)
+    now = t.double()
+    tau = same_snr_time(now.clamp(lo, hi), RECTIFIED, schedule)
+    scale = _rescale(now, tau, RECTIFIED, schedule)
+    answer = predict(x_t * _like(scale, x_t), tau.to(t.dtype))
+
+    one, nil = torch.ones_like(now), torch.zeros_like(now)
+    f, g = _conversion(tau, schedule, prediction, (-one, one))  # straight to eps - x0
+    f_x0, g_x0 = _conversion(tau, schedule, prediction, (one, nil))
+    below, inside = now.clamp(min=DATA_EDGE), (now >= lo) & (now <= hi)
+    f = torch.where(inside, f * scale, (1 - f_x0 * scale) / below)
+    g = torch.where(inside, g, -g_x0 / below)
+    return _combine(f, x_t, g, answer)
+
+
+def _mixture(prediction: Prediction, t: Tensor, schedule: Schedule) -> Pair:
+    """(a, b) with value = a x0 + b eps. A score, -eps / sigma, is handled as its eps: finite at sigma = 0."""
+    one, nil = torch.ones_like(t), torch.zeros_like(t)
+    if prediction == "v":
+        return schedule.d_alpha(t), schedule.d_sigma(t)
+    return (one, nil) if prediction == "x0" else (nil, one)
+
+
+def _conversion(t: Tensor, schedule: Schedule, source: Prediction, target: Pair) -> Pair:
+    """(f, g) with f x_t + g value = target (Cramer's rule on the state and the value)."""
+    alpha, sigma = schedule.alpha(t), schedule.sigma(t)
+    (a, b), (p, q) = _mixture(source, t, schedule), target
+    determinant = alpha * b - sigma * a
+    f, g = (p * b - q * a) / determinant, (alpha * q - sigma * p) / determinant
+    return (f, -sigma * g) if source == "score" else (f, g)
+
+
+def _rescale(t: Tensor, tau: Tensor, source: Schedule, target: Schedule) -> Tensor:
+    """x_tau / x_t: the ratio of the larger of the two parts, so never a division by little."""
+    alpha, sigma = source.alpha(t), source.sigma(t)
+    return torch.where(alpha > sigma, target.alpha(tau) / alpha, target.sigma(tau) / sigma)
+
+
+def _combine(f: Tensor, x: Tensor, g: Tensor, value: Tensor) -> Tensor:
+    return _like(f, x) * x + _like(g, value) * value
+
+
+def _like(values: Tensor, x: Tensor) -> Tensor:
+    return expand(values, x).to(x.dtype)

@@ -1,0 +1,213 @@
+"""The denoiser families: diffusers classes by name, one adapter each, and their sizes.
+
+An adapter knows what its class does not say: the time scale, what stands for "no condition", and
+which shapes it gets silently wrong. Nothing here trains or samples.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, nearest
+
+FamilyName = Literal["dit", "pixart"]
+
+# depth, heads, width of a head. nano is for a CPU; S, B, XL are the published DiT sizes
+# (arXiv 2212.09748, table 1), which PixArt shares.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "nano": (6, 3, 48),
+    "micro": (6, 4, 48),
+    "tiny": (8, 4, 64),
+    "S": (12, 6, 64),
+    "B": (12, 12, 64),
+    "XL": (28, 16, 72),
+}
+
+
+class NetworkConfig(Config):
+    """Which denoiser, how large. The image shape comes from the data."""
+
+    family: FamilyName = "pixart"
+    """`dit` (class labels or none) or `pixart` (text)."""
+    size: str = "nano"
+    """Preset: nano, micro, tiny, S, B, XL."""
+    patch: int = 2
+    """Side of a patch, in latent pixels."""
+    depth: int | None = None
+    """Number of blocks, in place of the preset's."""
+    heads: int | None = None
+    """Number of attention heads, in place of the preset's."""
+    head_width: int | None = None
+    """Width of one head, in place of the preset's."""
+
+    def dimensions(self) -> tuple[int, int, int]:
+        """Depth, heads and width of a head."""
+        if self.size not in SIZES:
+            raise ConfigError(f"unknown network size {self.size!r}", nearest(self.size, SIZES))
+        depth, heads, width = SIZES[self.size]
+        return self.depth or depth, self.heads or heads, self.head_width or width
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What a network must fit: the latents' shape and the conditions' size.
+
+    Attributes:
+        channels: C of a latent.
+        size: H = W of a latent.
+        text_width: D of the text states, 0 without text.
+        text_length: L that text states are padded to, 0 without text.
+        classes: number of class labels, 0 without labels.
+    """
+
+    channels: int
+    size: int
+    text_width: int = 0
+    text_length: int = 0
+    classes: int = 0
+
+
+class Family:
+    """One diffusers class: how to build it and how to call it with `t` in [0, 1]."""
+
+    name: FamilyName
+    time_scale = 1000.0
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        """Arguments of the diffusers class."""
+        raise NotImplementedError
+
+    def network_class(self) -> type[nn.Module]:
+        """The diffusers class."""
+        raise NotImplementedError
+
+    def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
+        """An uninitialised network (the class's own defaults; see `networks/init.py`)."""
+        if shape.size % config.patch:
+            raise ConfigError(
+                f"latents of {shape.size} px do not divide into patches of {config.patch}", "change patch"
+            )
+        return self.adapt(self.network_class()(**self.arguments(config, shape)))
+
+    def adapt(self, network: nn.Module) -> nn.Module:
+        """Switch off what a class does by itself that must not happen; returns the network."""
+        return network
+
+    def load(self, config: Mapping[str, Any]) -> nn.Module:
+        """A network from the `config.json` that diffusers wrote, without its weights."""
+        return self.adapt(cast(Any, self.network_class()).from_config(dict(config)))
+
+    def predict(
+        self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
+    ) -> Float[Tensor, "B C H W"]:
+        """The network's output at time `t (B,)` in [0, 1] of its own schedule."""
+        raise NotImplementedError
+
+
+class DiT(Family):
+    """`DiTTransformer2DModel`: class labels, square images only; the null label is `num_classes`."""
+
+    name: FamilyName = "dit"
+
+    def network_class(self) -> type[nn.Module]:
+        from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+        return cast(type[nn.Module], DiTTransformer2DModel)
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        depth, heads, width = config.dimensions()
+        return {
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "num_layers": depth,
+            "in_channels": shape.channels,
+            "out_channels": shape.channels,
+            "sample_size": shape.size,
+            "patch_size": config.patch,
+            "num_embeds_ada_norm": max(shape.classes, 1),
+        }
+
+    def adapt(self, network: nn.Module) -> nn.Module:
+        # LabelEmbedding drops labels in train mode from the global generator, in every block apart.
+        # Dropout is the objective's; the embedding keeps its null row.
+        for module in network.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = cast(Any, 0.0)
+        return network
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if x.shape[-1] != x.shape[-2]:
+            raise ConfigError(
+                f"DiT takes square images, not {x.shape[-2]}x{x.shape[-1]}", "use the pixart family"
+            )
+        config = cast(Any, network).config
+        labels = cond.labels
+        if labels is None:
+            labels = torch.full((x.shape[0],), config.num_embeds_ada_norm, device=x.device, dtype=torch.long)
+        output = network(x, timestep=t * self.time_scale, class_labels=labels).sample
+        return cast(Tensor, output[:, : config.in_channels])
+
+
+class PixArt(Family):
+    """`PixArtTransformer2DModel`: text through cross-attention (arXiv 2310.00426)."""
+
+    name: FamilyName = "pixart"
+
+    def network_class(self) -> type[nn.Module]:
+        from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+
+        return cast(type[nn.Module], PixArtTransformer2DModel)
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        if not shape.text_width:
+            raise ConfigError("the pixart family needs text states", "set condition: text, or family: dit")
+        depth, heads, width = config.dimensions()
+        return {
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "num_layers": depth,
+            "cross_attention_dim": heads * width,
+            "in_channels": shape.channels,
+            "out_channels": shape.channels,
+            "sample_size": shape.size,
+            "patch_size": config.patch,
+            "caption_channels": shape.text_width,
+            "use_additional_conditions": False,
+        }
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if cond.text is None or cond.mask is None:
+            raise ConfigError(
+                "PixArt was called without text states", 'pass the stored encoding of "" for no text'
+            )
+        output = network(
+            x,
+            encoder_hidden_states=cond.text.to(x.dtype),
+            encoder_attention_mask=cond.mask,
+            timestep=t * self.time_scale,
+        ).sample
+        return cast(Tensor, output[:, : cast(Any, network).config.in_channels])
+
+
+FAMILIES: dict[str, Family] = {"dit": DiT(), "pixart": PixArt()}
+_CLASS_NAMES = {"DiTTransformer2DModel": "dit", "PixArtTransformer2DModel": "pixart"}
+
+
+def family(name: str) -> Family:
+    """The adapter of a family by its name or by the name of its diffusers class."""
+    key = _CLASS_NAMES.get(name, name)
+    if key not in FAMILIES:
+        raise ConfigError(f"unknown network family {name!r}", nearest(name, FAMILIES))
+    return FAMILIES[key]
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Number of trainable numbers."""
+    return sum(math.prod(p.shape) for p in network.parameters())

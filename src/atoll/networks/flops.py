@@ -1,0 +1,63 @@
+"""Floating-point operations, counted on torch's meta device.
+
+Meta tensors have shapes and no data, so any size is counted at once. On the CPU torch's counter sees
+none of the attention, because the fused kernel is one opaque operation there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from atoll.base.condition import Condition
+from atoll.networks.families import DataShape
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations per sample (a multiply-add counts as 2).
+
+    Attributes:
+        forward: one evaluation.
+        train: forward and backward.
+    """
+
+    forward: float
+    train: float
+
+
+def count(
+    build: Callable[[], nn.Module],
+    call: Callable[[nn.Module, Tensor, Tensor, Condition], Tensor],
+    shape: DataShape,
+    batch: int = 2,
+) -> Flops:
+    """Count a network at the given data shape.
+
+    Args:
+        build: makes the network; called under the meta device.
+        call: evaluates it at `(network, x, t, condition)`.
+        shape: latents and conditions.
+        batch: B to count at; the result is per sample.
+    """
+    with torch.device("meta"):
+        network = build()
+        x = torch.empty(batch, shape.channels, shape.size, shape.size)
+        t = torch.empty(batch)
+        cond = _condition(shape, batch)
+    with FlopCounterMode(display=False) as counter:
+        output = call(network, x, t, cond)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+        train = counter.get_total_flops()
+    return Flops(forward / batch, train / batch)
+
+
+def _condition(shape: DataShape, batch: int) -> Condition:
+    labels = torch.zeros(batch, dtype=torch.long) if shape.classes else None
+    if not shape.text_width:
+        return Condition(labels=labels)
+    text = torch.empty(batch, shape.text_length, shape.text_width)
+    return Condition(labels=labels, text=text, mask=torch.ones(batch, shape.text_length, dtype=torch.bool))

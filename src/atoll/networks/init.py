@@ -1,0 +1,58 @@
+"""The published initialisation of each family, drawn from one seed.
+
+diffusers builds networks with torch's defaults: no adaLN-zero, no Xavier. These rules are those of the
+papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3).
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from atoll.base.rng import generator
+
+
+def initialise(network: nn.Module, seed: int) -> None:
+    """Draw all weights anew, in place, from `seed` alone (the same on every machine and device)."""
+    source = generator(seed, "init")
+    with torch.no_grad():
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                _xavier(module, source)
+            elif isinstance(module, nn.Embedding):
+                _normal(module.weight, 0.02, source)
+            for own, parameter in module.named_parameters(recurse=False):
+                if own in ("scale_shift_table", "cls_token"):
+                    std = 0.02 if own == "cls_token" else parameter.shape[-1] ** -0.5
+                    _normal(parameter, std, source)
+            if name.endswith(("timestep_embedder", "caption_projection")):
+                _normal(cast(Any, module).linear_1.weight, 0.02, source)
+                _normal(cast(Any, module).linear_2.weight, 0.02, source)
+        _zero_gates(network)
+
+
+def _zero_gates(network: nn.Module) -> None:
+    """Every block starts as the identity and the output as zero, so v = 0 at the first step."""
+    parts = dict(network.named_modules())
+    zero = [name for name in parts if name in ("proj_out", "proj_out_2", "proj_out_1", "norm_out.linear")]
+    for name in parts:
+        if name.startswith("transformer_blocks.") and name.endswith(("norm1.linear", "attn2.to_out.0")):
+            zero.append(name)
+    for name in zero:
+        layer = parts[name]
+        assert isinstance(layer, nn.Linear), name
+        layer.weight.zero_()
+        layer.bias.zero_()
+
+
+def _xavier(layer: nn.Linear | nn.Conv2d, source: torch.Generator) -> None:
+    flat = layer.weight.view(layer.weight.shape[0], -1)
+    bound = (6.0 / (flat.shape[0] + flat.shape[1])) ** 0.5
+    values = torch.rand(layer.weight.shape, generator=source) * (2 * bound) - bound
+    layer.weight.copy_(values)
+    if layer.bias is not None:
+        layer.bias.zero_()
+
+
+def _normal(weight: torch.Tensor, std: float, source: torch.Generator) -> None:
+    weight.copy_(torch.randn(weight.shape, generator=source) * std)

@@ -1,0 +1,52 @@
+"""The whole way, as the commands that a user would type."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from atoll.base.console import duration, say
+from atoll.store.store import Store
+
+STAGES = "reports/stages.json"
+
+
+def commands(folder: str) -> list[list[str]]:
+    """The commands of the quickstart after `atoll new`."""
+    return [
+        ["data", "ingest", folder],
+        ["data", "embed", folder],
+        ["data", "encode", folder],
+        ["partition", folder],
+        ["launch", folder, "--on", "local"],
+        ["compare", folder],
+        ["report", folder],
+    ]
+
+
+def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object]) -> None:
+    """Run every command, printed as it runs; finished stages say so and cost nothing.
+
+    Args:
+        folder: of the campaign.
+        sets: overrides for `atoll new`.
+        invoke: runs one command.
+    """
+    start = time.monotonic()
+    store = Store.open(folder, create=True)
+    if not store.exists("campaign.yaml"):
+        overrides = [part for assignment in sets for part in ("--set", assignment)]
+        _step(["new", folder, "--recipe", "quickstart", *overrides], invoke)
+    done_before = store.exists("reports/index.html")
+    seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}
+    for argv in commands(folder):
+        name = " ".join(part for part in argv[:2] if part != folder)
+        began = time.monotonic()
+        if argv[0] == "report" and not done_before:
+            store.put_json(STAGES, seconds)
+        _step(argv, invoke)
+        seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 1)
+    say(f"\nquickstart: {duration(time.monotonic() - start)}. Open {store.root}/reports/index.html")
+
+
+def _step(argv: list[str], invoke: Callable[[list[str]], object]) -> None:
+    say(f"\n$ atoll {' '.join(argv)}")
+    invoke(argv)

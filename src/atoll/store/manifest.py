@@ -1,0 +1,72 @@
+"""Publishing: blobs first, then the manifest. What has no manifest does not exist."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from atoll.base.config import Config
+from atoll.base.errors import StoreError
+from atoll.base.hashing import sha256
+from atoll.store.store import Store
+
+
+class FileEntry(Config):
+    """One file as a manifest names it."""
+
+    path: str
+    """Key, relative to the folder that the manifest describes."""
+    bytes: int
+    """Size."""
+    sha256: str
+    """Hex digest of the bytes."""
+
+
+def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
+    """Write one blob below `prefix` and return the entry that names it."""
+    store.put(f"{prefix}/{path}", data)
+    return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
+
+
+def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
+    """Read one blob; `StoreError` unless its size and hash are what the entry says."""
+    data = store.get(f"{prefix}/{entry.path}")
+    check(data, entry, store, prefix)
+    return data
+
+
+def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
+    """Raise `StoreError` unless the bytes are those of the entry."""
+    name = store.path(f"{prefix}/{entry.path}")
+    if len(data) != entry.bytes:
+        raise StoreError(
+            f"{name} has {len(data)} bytes instead of {entry.bytes}", "it is torn: write it again"
+        )
+    if sha256(data) != entry.sha256:
+        raise StoreError(f"{name} does not match its SHA-256", "it is damaged: write it again")
+
+
+def publish(
+    store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, content: Mapping[str, Any]
+) -> None:
+    """Write blobs, verify them, then create the manifest `name`, which must not exist yet.
+
+    The manifest is `content` plus `files`, the list of entries.
+
+    Raises:
+        Conflict: somebody published here before.
+        StoreError: a blob could not be written or reads back differently.
+    """
+    entries = [write_file(store, prefix, path, data) for path, data in blobs.items()]
+    for entry in entries:
+        read_file(store, prefix, entry)
+    store.create_json(f"{prefix}/{name}", {**content, "files": [e.model_dump() for e in entries]})
+
+
+def read_published(store: Store, prefix: str, name: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest `name` and all its blobs, verified.
+
+    Raises:
+        StoreError: there is no manifest, or a blob is missing, torn or damaged.
+    """
+    content = store.get_json(f"{prefix}/{name}")
+    entries = [FileEntry.parse(e, f"{prefix}/{name}") for e in content.get("files", [])]
+    return content, {entry.path: read_file(store, prefix, entry) for entry in entries}

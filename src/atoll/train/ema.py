@@ -1,0 +1,53 @@
+"""The moving average of the weights, with a half-life in samples."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """An exponential moving average whose memory is a fraction of the run.
+
+    The half-life is also at most a fraction of the samples seen so far, so that early on the average
+    forgets the random start (as in EDM2's warm-up, arXiv 2312.02696).
+
+    Args:
+        network: whose parameters are averaged.
+        half_life: samples after which a weight's share has halved; 0 copies the weights.
+        ramp: the half-life is at most this fraction of the samples seen.
+    """
+
+    def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
+        self.half_life, self.ramp = half_life, ramp
+        self.weights: dict[str, Tensor] = {n: p.detach().clone() for n, p in network.named_parameters()}
+
+    def decay(self, samples: int, batch: int) -> float:
+        """Share of the old average that stays in the step that ends at `samples`."""
+        half_life = min(self.half_life, self.ramp * samples)
+        return float(0.5 ** (batch / half_life)) if half_life > 0 else 0.0
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, samples: int, batch: int) -> None:
+        """Move the average towards the weights after a step of `batch` samples that ends at `samples`."""
+        parameters = dict(network.named_parameters())
+        average = [self.weights[name] for name in parameters]
+        torch._foreach_lerp_(average, list(parameters.values()), 1.0 - self.decay(samples, batch))
+
+    @contextmanager
+    def in_place(self, network: nn.Module) -> Iterator[None]:
+        """Let the network hold the averaged weights for a while; the bits of its own come back after."""
+        parameters = dict(network.named_parameters())
+        own = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            _copy(parameters, self.weights)
+            yield
+        finally:
+            _copy(parameters, own)
+
+
+@torch.no_grad()
+def _copy(into: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    for name, parameter in into.items():
+        parameter.copy_(values[name])

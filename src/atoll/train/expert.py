@@ -1,0 +1,160 @@
+"""Training a denoiser: an expert on its cluster, or the monolith on everything. Same code, other data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError
+from atoll.base.pictures import grid, png, to_images
+from atoll.base.rng import normals, uniforms
+from atoll.data.order import Order
+from atoll.data.samples import Samples
+from atoll.encoders.vae import Autoencoder, autoencoder
+from atoll.ensemble.ensemble import SingleField
+from atoll.ensemble.expert import Expert, write_part
+from atoll.ensemble.sample import sample, starting_noise
+from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
+from atoll.flow.schedule import schedule
+from atoll.networks.families import family
+from atoll.store.store import Store
+from atoll.train.publish import card_of
+from atoll.train.settings import Recipe
+
+VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the samples of one step bring, on the CPU.
+
+    Attributes:
+        x0: latents `(B, C, H, W)`.
+        cond: conditions, dropped ones replaced by the null condition.
+        eps: noise like `x0`.
+        t: times `(B,)`.
+        clusters: cluster of each sample `(B,)`, for the router.
+    """
+
+    x0: Tensor
+    cond: Condition
+    eps: Tensor
+    t: Tensor
+    clusters: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        clusters = None if self.clusters is None else self.clusters.to(device)
+        return Batch(
+            self.x0.to(device), self.cond.to(device), self.eps.to(device), self.t.to(device), clusters
+        )
+
+
+def draw_batch(samples: Samples, order: Order, recipe: Recipe, positions: range) -> tuple[Batch, Any]:
+    """The samples at these positions of the run, with noise, times and dropout of their own.
+
+    Returns:
+        The batch, and the numbers of its samples within `samples`.
+    """
+    index = order.at(positions)
+    seed, where = recipe.plan.seed, list(positions)
+    x0 = samples.latents(index)
+    cond = drop_condition(
+        samples.conditions(index),
+        samples.null(),
+        uniforms(seed, "dropout", where),
+        recipe.objective.condition_dropout,
+    )
+    t = recipe.objective.time.times(uniforms(seed, "time", where))
+    return Batch(x0, cond, normals(seed, "noise", where, x0.shape[1:]), t), index
+
+
+class DenoiserTask:
+    """The task of `train.loop.train` for experts and monoliths.
+
+    Args:
+        network: initialised, on its device.
+        family_name: its family.
+        train: training rows.
+        heldout: held-out rows; may be empty.
+        recipe: settings and numbers.
+        latents: what made the latents (for previews and the card).
+        text: what made the text states.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        family_name: str,
+        train: Samples,
+        heldout: Samples,
+        recipe: Recipe,
+        latents: dict[str, Any],
+        text: dict[str, Any] | None,
+    ) -> None:
+        self.network, self.family = network, family(family_name)
+        self.train, self.heldout, self.recipe = train, heldout, recipe
+        self.latents, self.text = latents, text
+        self.order = Order(len(train), recipe.plan.seed, train.dataset.id_hash)
+        self.schedule = schedule(recipe.objective.schedule)
+        self.device = next(network.parameters()).device
+
+    def batch(self, positions: range) -> Batch:
+        """Latents, conditions, noise and times of these positions."""
+        return draw_batch(self.train, self.order, self.recipe, positions)[0]
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Mean squared error of the prediction."""
+        return self._losses(batch.to(self.device)).mean(), {}
+
+    def validate(self) -> dict[str, Any]:
+        """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
+        rows = min(len(self.heldout), self.recipe.train.validation_rows)
+        if rows == 0:
+            return {}
+        index = np.arange(rows)
+        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
+        eps = normals(0, "validation", range(rows), x0.shape[1:])
+        losses = []
+        for time in VALIDATION_TIMES:
+            batch = Batch(x0, cond, eps, torch.full((rows,), time))
+            losses.append(float(self._losses(batch.to(self.device)).mean()))
+        return {"validation": losses, "validation_loss": sum(losses) / len(losses)}
+
+    def preview(self) -> bytes:
+        """Twelve training conditions sampled in 12 steps with guidance 2."""
+        index = np.arange(min(12, len(self.train)))
+        cond = self.train.conditions(index).to(self.device)
+        null = self.train.null().to(self.device)
+        denoiser = Expert(
+            self.network, self.family.name, self.recipe.objective.prediction, self.recipe.objective.schedule
+        )
+        shape = (self.train.shape.channels, self.train.shape.size, self.train.shape.size)
+        noise = starting_noise(0, index.tolist(), shape).to(self.device)
+        guidance = 2.0 if self.train.condition != "none" else 1.0
+        latents = sample(SingleField(denoiser, cond, null, guidance, len(index)), noise, steps=12)
+        return png(grid(to_images(_decode(self.latents, latents)), columns=6, scale=max(1, 64 // shape[-1])))
+
+    def publish(self, store: Store, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write `expert/`."""
+        card = card_of(self, self.recipe, weights, self.family.name, seconds)
+        write_part(store, "expert", self.network, weights, card)
+
+    def _losses(self, batch: Batch) -> Tensor:
+        prediction = self.recipe.objective.prediction
+        x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
+        output = self.family.predict(self.network, x_t, batch.t, batch.cond)
+        return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
+
+
+def _decode(latents: dict[str, Any], values: Tensor) -> Tensor:
+    """Pixels of latents; false colours of the first channels where the VAE is not at hand."""
+    try:
+        return autoencoder(latents["name"]).decode(values)
+    except ConfigError:
+        channels: Sequence[int] = (0, 1, 2) if values.shape[1] >= 3 else (0,)
+        return Autoencoder("none").decode(values[:, list(channels)].cpu() / 2)

@@ -1,0 +1,98 @@
+"""Training the router: which cluster does the data under this noise come from (DDM, eq. 5)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.base.rng import normals, uniforms
+from atoll.data.order import Order
+from atoll.data.samples import Samples
+from atoll.ensemble.expert import write_part
+from atoll.flow.objective import noisy
+from atoll.flow.schedule import RectifiedFlow
+from atoll.networks.router import Router
+from atoll.store.store import Store
+from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch
+from atoll.train.publish import card_of
+from atoll.train.settings import Recipe
+
+
+class RouterTask:
+    """The task of `train.loop.train` for the router.
+
+    Args:
+        network: initialised, on its device.
+        train: training rows of the whole data set.
+        heldout: held-out rows.
+        clusters: cluster of every row of the data set `(rows,)`.
+        recipe: settings and numbers.
+        pure_noise: share of the samples trained at exactly t = 1, where `commit` asks.
+        latents: what made the latents.
+        text: what made the text states.
+    """
+
+    def __init__(
+        self,
+        network: Router,
+        train: Samples,
+        heldout: Samples,
+        clusters: Tensor,
+        recipe: Recipe,
+        pure_noise: float,
+        latents: dict[str, Any],
+        text: dict[str, Any] | None,
+    ) -> None:
+        self.network, self.train, self.heldout = network, train, heldout
+        self.clusters, self.recipe, self.pure_noise = clusters, recipe, pure_noise
+        self.latents, self.text = latents, text
+        self.order = Order(len(train), recipe.plan.seed, train.dataset.id_hash)
+        self.schedule = RectifiedFlow()
+        self.device = next(network.parameters()).device
+
+    def batch(self, positions: range) -> Batch:
+        """Latents, conditions, noise, times and clusters of these positions."""
+        batch, index = draw_batch(self.train, self.order, self.recipe, positions)
+        pure = uniforms(self.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
+        t = torch.where(pure, torch.ones_like(batch.t), batch.t)
+        return Batch(batch.x0, batch.cond, batch.eps, t, self._clusters(self.train, index))
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy of the cluster."""
+        logits, clusters = self._classify(batch.to(self.device))
+        accuracy = float((logits.detach().argmax(1) == clusters).float().mean())
+        return torch.nn.functional.cross_entropy(logits, clusters), {"accuracy": accuracy}
+
+    def validate(self) -> dict[str, Any]:
+        """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
+        rows = min(len(self.heldout), self.recipe.train.validation_rows)
+        if rows == 0:
+            return {}
+        index = np.arange(rows)
+        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
+        eps = normals(0, "validation", range(rows), x0.shape[1:])
+        losses, hits = [], []
+        for time in (*VALIDATION_TIMES, 1.0):
+            batch = Batch(x0, cond, eps, torch.full((rows,), time), self._clusters(self.heldout, index))
+            logits, clusters = self._classify(batch.to(self.device))
+            losses.append(float(torch.nn.functional.cross_entropy(logits, clusters)))
+            hits.append(float((logits.argmax(1) == clusters).float().mean()))
+        return {"validation": losses, "accuracy_by_time": hits, "validation_loss": sum(losses) / len(losses)}
+
+    def preview(self) -> None:
+        """A router draws nothing."""
+
+    def publish(self, store: Store, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write `expert/`, as every run does."""
+        write_part(
+            store, "expert", self.network, weights, card_of(self, self.recipe, weights, "router", seconds)
+        )
+
+    def _clusters(self, samples: Samples, index: Any) -> Tensor:
+        return self.clusters[torch.from_numpy(samples.rows[index])]
+
+    def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.clusters is not None
+        logits = self.network(noisy(batch.x0, batch.eps, batch.t, self.schedule), batch.t, batch.cond)
+        return logits, batch.clusters

@@ -1,0 +1,110 @@
+"""How a network is trained: what the user sets, and the numbers of one run."""
+
+import math
+from typing import Any, Literal
+
+from atoll.base.config import Config
+from atoll.flow.objective import ObjectiveConfig
+
+
+class TrainConfig(Config):
+    """Settings of the one loop. Amounts are in samples, so they mean the same for any batch size."""
+
+    batch: int = 256
+    """Samples per step."""
+    lr: float = 1e-4
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Shape after warm-up; `cosine` falls to `lr_floor` times the peak at the end of the run."""
+    lr_floor: float = 0.0
+    """Fraction of the peak that `cosine` ends at."""
+    warmup: int = 0
+    """Samples over which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient; none if not set."""
+    ema_half_life: float = 0.05
+    """Half-life of the weight average, as a fraction of the run; 0 for none."""
+    ema_ramp: float = 0.05
+    """The half-life is at most this fraction of the samples seen so far (warm-up)."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """`bf16` autocasts; `auto` does so on an accelerator (on a CPU it was measured not to help)."""
+    threads: int = 1
+    """CPU threads of the process; results are bit-identical for equal threads only."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    validations: int = 10
+    """Validations over the run, evenly spaced, the last at its end."""
+    validation_rows: int = 128
+    """Most held-out rows that a validation uses."""
+    previews: int = 2
+    """Preview pictures over the run, the last at its end."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between checkpoints; there is one at the end in any case."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+
+    def learning_rate(self, samples: float, total: int) -> float:
+        """Learning rate after `samples` of `total` samples."""
+        warm = min(1.0, samples / self.warmup) if self.warmup else 1.0
+        if self.lr_schedule == "constant":
+            return self.lr * warm
+        part = min(1.0, max(0.0, (samples - self.warmup) / max(1, total - self.warmup)))
+        return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+class RunPlan(Config):
+    """`island.json`: the numbers of one run, written by the partition."""
+
+    role: Literal["expert", "router", "monolith"]
+    """What is trained."""
+    island: int | None = None
+    """Number of the cluster, for an expert."""
+    rows: int
+    """Training rows."""
+    steps: int
+    """Optimizer steps."""
+    batch: int
+    """Samples per step."""
+    partition: str
+    """Hash of the partition."""
+    seed: int
+    """Of order, noise, times and dropout."""
+    init_seed: int
+    """Of the initial weights; all experts of a campaign share it."""
+    init_sha256: str
+    """Digest of the initial weights."""
+    train_flops: float
+    """Operations of the whole run."""
+    forward_flops: float
+    """Operations of one evaluation of one sample."""
+    shape: dict[str, int]
+    """Channels, size, text_width, text_length, classes of the data."""
+
+    @property
+    def samples(self) -> int:
+        """Training samples of the whole run."""
+        return self.steps * self.batch
+
+
+class Recipe(Config):
+    """Everything about how one network learns: what a checkpoint must agree with to be resumed."""
+
+    objective: ObjectiveConfig
+    """Schedule, prediction, times and dropout."""
+    train: TrainConfig
+    """Optimizer and loop."""
+    network: dict[str, Any]
+    """Network settings."""
+    plan: RunPlan
+    """Numbers of the run."""
+
+    def learned(self) -> dict[str, Any]:
+        """The part that decides the weights; how often it is logged or saved is left out."""
+        tree = self.model_dump()
+        for name in ("log_every", "validations", "validation_rows", "previews", "checkpoint_minutes", "keep"):
+            del tree["train"][name]
+        return tree

@@ -1,0 +1,33 @@
+"""Set before anything of the package is imported: no model hub, one thread, types checked at run time."""
+
+import os
+from pathlib import Path
+
+# Child processes inherit these. Sums on a CPU depend on the number of threads, so bits do too.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    MPLBACKEND="agg",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import jaxtyping
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# Every annotated function of these packages checks its arguments and its result from here on.
+jaxtyping.install_import_hook(["atoll.flow", "atoll.ensemble", "atoll.networks"], "typecheck.check")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with larger real data sets, `shared/data` beside the checkout."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no folder shared/data beside the checkout")
+    return folder

@@ -1,0 +1,195 @@
+"""Conversions between predictions and schedules, and the edge at which a network becomes a velocity."""
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from atoll.flow.objective import noisy, target
+from atoll.flow.prediction import (
+    DATA_EDGE,
+    NOISE_EDGE,
+    Prediction,
+    convert,
+    exact_range,
+    flow_velocity,
+    same_snr_state,
+    same_snr_time,
+)
+from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand
+
+SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear()]
+PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
+each_schedule = pytest.mark.parametrize("curve", SCHEDULES, ids=lambda s: s.name)
+each_prediction = pytest.mark.parametrize("prediction", PREDICTIONS)
+SHAPE = (4, 2, 3, 4)  # B == W on purpose
+
+
+def draw(seed: int, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(shape, generator=source, dtype=torch.float64),
+        torch.randn(shape, generator=source, dtype=torch.float64),
+    )
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the size of the second."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1))
+
+
+@each_schedule
+@pytest.mark.parametrize(("source", "goal"), list(itertools.product(PREDICTIONS, PREDICTIONS)))
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(times=st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4), seed=st.integers(0, 2**31))
+def test_conversion_is_exact_and_returns(
+    curve: Schedule, source: Prediction, goal: Prediction, times: list[float], seed: int
+) -> None:
+    (x0, eps), t = draw(seed), torch.tensor(times, dtype=torch.float64)
+    x_t = noisy(x0, eps, t, curve)
+    given_value = target(x0, eps, t, curve, source)
+    there = convert(given_value, x_t, t, curve, source, goal)
+    back = convert(there, x_t, t, curve, goal, source)
+    assert error(there, target(x0, eps, t, curve, goal)) < 1e-12
+    assert error(back, given_value) < 1e-12
+
+
+def test_conversion_to_itself_is_the_same_tensor() -> None:
+    value, x_t = draw(0)
+    t = torch.full((4,), 0.3, dtype=torch.float64)
+    for prediction in PREDICTIONS:
+        assert convert(value, x_t, t, VPCosine(), prediction, prediction) is value
+
+
+@each_schedule
+@pytest.mark.parametrize(("source", "goal"), list(itertools.permutations(PREDICTIONS, 2)))
+def test_a_sample_does_not_see_its_batch(curve: Schedule, source: Prediction, goal: Prediction) -> None:
+    value, x_t = draw(1)
+    t = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
+    together = convert(value, x_t, t, curve, source, goal)
+    alone = [convert(value[i : i + 1], x_t[i : i + 1], t[i : i + 1], curve, source, goal) for i in range(4)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_conversions_at_the_ends_where_they_exist() -> None:
+    value, x_t = draw(2)
+    for end in (0.0, 1.0):
+        t = torch.full((4,), end, dtype=torch.float64)
+        assert error(convert(value, x_t, t, RectifiedFlow(), "v", "x0"), x_t - end * value) == 0
+        assert error(convert(value, x_t, t, RectifiedFlow(), "v", "eps"), x_t + (1 - end) * value) == 0
+    t = torch.zeros(4, dtype=torch.float64)
+    assert torch.equal(convert(value, x_t, t, RectifiedFlow(), "score", "x0"), x_t)
+    assert not convert(value, x_t, t, RectifiedFlow(), "x0", "eps").isfinite().any()  # nothing to know
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.product(SCHEDULES, SCHEDULES)), ids=lambda s: s.name
+)
+def test_the_same_state_on_another_schedule(first: Schedule, second: Schedule) -> None:
+    x0, eps = draw(3, (12, 2, 3, 12))
+    rectified = torch.linspace(0.01, 0.99, 12, dtype=torch.float64)
+    t = same_snr_time(rectified, RectifiedFlow(), first)
+    x_tau, tau = same_snr_state(noisy(x0, eps, t, first), t, first, second)
+    torch.testing.assert_close(second.log_snr(tau), first.log_snr(t), rtol=1e-12, atol=1e-11)
+    assert error(x_tau, noisy(x0, eps, tau, second)) < 1e-12
+    back, t_back = same_snr_state(x_tau, tau, second, first)
+    assert error(back, noisy(x0, eps, t, first)) < 1e-12
+    assert error(t_back, t) < 1e-12
+
+
+def test_outside_its_range_a_schedule_is_met_at_its_end() -> None:
+    x0, eps = draw(4)
+    t = torch.tensor([0.0, 0.004, 0.997, 1.0], dtype=torch.float64)
+    x_tau, tau = same_snr_state(noisy(x0, eps, t, RectifiedFlow()), t, RectifiedFlow(), DDPMLinear())
+    assert torch.equal(tau, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    curve = DDPMLinear()
+    data, noise = x0[:2] + eps[:2] * expand(t[:2] / (1 - t[:2]), eps[:2]), eps[2:]
+    assert error(x_tau[:2], data * expand(curve.alpha(tau[:2]), data)) < 1e-15
+    expected = expand(curve.sigma(tau[2:]), noise) * (noise + expand((1 - t[2:]) / t[2:], noise) * x0[2:])
+    assert error(x_tau[2:], expected) < 1e-15
+
+
+def test_exact_range_is_the_documented_one() -> None:
+    assert exact_range(VPCosine(), "v") == (0.0, 1.0)
+    assert exact_range(RectifiedFlow(), "x0") == (DATA_EDGE, 1.0)
+    assert exact_range(VPCosine(), "eps") == (0.0, NOISE_EDGE)
+    assert exact_range(DDPMLinear(), "eps") == pytest.approx((0.0099, 0.9937), abs=5e-5)
+
+
+def test_a_rectified_flow_network_is_passed_through_untouched() -> None:
+    x_t, answer = draw(5)
+    t = torch.rand(4, dtype=torch.float64)
+    seen = []
+
+    def network(x: Tensor, tau: Tensor) -> Tensor:
+        seen.append((x, tau))
+        return answer
+
+    assert flow_velocity(network, "v", RectifiedFlow(), x_t, t) is answer
+    assert seen[0][0] is x_t and seen[0][1] is t
+
+
+@each_schedule
+@each_prediction
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 3e-4)])
+def test_velocity_of_one_known_image(
+    curve: Schedule, prediction: Prediction, dtype: torch.dtype, bound: float
+) -> None:
+    """A network that knows x0 gives the straight path to it, at the right time and scale."""
+    x0, eps = (part.to(dtype) for part in draw(6, (9, 2, 3, 9)))
+    t = torch.linspace(0.01, 0.99, 9, dtype=dtype)
+
+    def network(x: Tensor, tau: Tensor) -> Tensor:
+        noise = (x - expand(curve.alpha(tau), x) * x0) / expand(curve.sigma(tau), x)
+        return target(x0, noise, tau, curve, prediction)
+
+    x_t = noisy(x0, eps, t, RectifiedFlow())
+    kept = x_t.clone()
+    v = flow_velocity(network, prediction, curve, x_t, t)
+    assert v.dtype == dtype
+    assert torch.equal(x_t, kept)
+    assert error(v, eps - x0) < bound
+
+
+@each_schedule
+@each_prediction
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_velocity_is_finite_up_to_both_ends(
+    curve: Schedule, prediction: Prediction, dtype: torch.dtype
+) -> None:
+    x_t = draw(7, (8, 2, 3, 8))[0].to(dtype)
+    t = torch.tensor([0.0, 1e-6, 1e-4, 0.005, 0.5, 0.9945, 0.9999, 1.0], dtype=dtype)
+    v = flow_velocity(lambda x, tau: torch.tanh(x) + expand(tau, x), prediction, curve, x_t, t)
+    assert v.isfinite().all()
+    assert float(v.abs().max()) < 5 / DATA_EDGE
+
+
+@each_schedule
+@each_prediction
+def test_velocity_is_continuous_across_the_edges(curve: Schedule, prediction: Prediction) -> None:
+    x_t = draw(8)[0]
+    for edge in exact_range(curve, prediction):
+        if not 0 < edge < 1:
+            continue
+        values = []
+        for step in (-1e-10, 1e-10):
+            t = torch.full((4,), edge + step, dtype=torch.float64)
+            values.append(flow_velocity(lambda x, tau: torch.tanh(x), prediction, curve, x_t, t))
+        assert error(*values) < 1e-5  # slopes reach 1 / edge^2, so 1e-10 of time moves v by a little
+
+
+@pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
+def test_a_step_from_below_the_range_lands_on_the_predicted_image(prediction: Prediction) -> None:
+    x0, eps = draw(9)
+    curve, t = DDPMLinear(), torch.full((4,), 0.003, dtype=torch.float64)
+
+    def network(x: Tensor, tau: Tensor) -> Tensor:
+        noise = (x - expand(curve.alpha(tau), x) * x0) / expand(curve.sigma(tau), x)
+        return target(x0, noise, tau, curve, prediction)
+
+    x_t = noisy(x0, eps, t, RectifiedFlow())
+    assert error(x_t - 0.003 * flow_velocity(network, prediction, curve, x_t, t), x0) < 1e-13

@@ -1,0 +1,59 @@
+"""Training times: quantiles, the shift, and safety at the ends."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from atoll.base.errors import ConfigError
+from atoll.flow.schedule import RectifiedFlow
+from atoll.flow.timesteps import MARGIN, TimeConfig, shift
+
+
+def test_uniform_times_are_the_uniforms() -> None:
+    u = torch.linspace(0.01, 0.99, 33)
+    assert torch.equal(TimeConfig().times(u), u)
+
+
+def test_logit_normal_quantiles() -> None:
+    normal = torch.distributions.Normal(0.0, 1.0)
+    z = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+    times = TimeConfig(distribution="logit-normal", mean=0.5, std=0.8).times(normal.cdf(z))
+    torch.testing.assert_close(torch.logit(times), 0.5 + 0.8 * z, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
+def test_shift_takes_away_log_snr(distribution: str) -> None:
+    u = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+    plain = TimeConfig.parse({"distribution": distribution}, "test").times(u)
+    moved = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 3}, "test").times(u)
+    log_snr = RectifiedFlow().log_snr
+    torch.testing.assert_close(log_snr(moved), log_snr(plain) - 3, rtol=1e-12, atol=1e-12)
+    assert (moved > plain).all()  # positive = more noise
+
+
+def test_shift_is_the_one_of_sd3() -> None:
+    t, s = torch.linspace(0, 1, 11, dtype=torch.float64), 3.0
+    torch.testing.assert_close(shift(t, 2 * math.log(s)), s * t / (1 + (s - 1) * t), rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_times_stay_inside(distribution: str, dtype: torch.dtype) -> None:
+    config = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 8.0, "std": 4}, "test")
+    last = 1 - torch.finfo(dtype).eps / 2  # the largest uniform there is
+    times = config.times(torch.tensor([0.0, 1e-9, 0.5, last], dtype=dtype))
+    assert times.dtype == dtype
+    assert (times > 0).all() and (1 - times > MARGIN / 2).all()
+    assert (times.diff() >= 0).all()
+    assert RectifiedFlow().log_snr(times).isfinite().all()
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="'std' in test"):
+        TimeConfig.parse({"std": 0}, "test")
+    with pytest.raises(ConfigError, match="did you mean 'distribution'"):
+        TimeConfig.parse({"distributon": "uniform"}, "test")
+    with pytest.raises(ValidationError):
+        TimeConfig().mean = 2.0  # type: ignore[misc]
