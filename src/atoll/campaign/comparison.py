@@ -106,9 +106,9 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
         store.put(f"reports/compare/data/{number:02d}.png", png(picture))
     return {
         "metric": {
-            "name": f"Fréchet distance on {config.components} principal components of {config.extractor}",
+            "name": f"Fréchet distance on {judge.components} principal components of {config.extractor}",
             **encoder.producer(),
-            "components": config.components,
+            "components": judge.components,
             "reference": "held-out pictures",
             "reference_rows": len(judge.reference),
             "samples": config.samples,

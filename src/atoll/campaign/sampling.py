@@ -109,7 +109,7 @@ def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, lis
     if card.condition == "class":
         classes = card.shape["classes"]
         for prompt in prompts:
-            if not prompt.isdigit() or int(prompt) >= classes:
+            if not prompt.isdecimal() or int(prompt) >= classes:
                 raise ConfigError(f"{prompt!r} is no class label", f"give a number from 0 to {classes - 1}")
         return (
             Condition(labels=torch.tensor([int(p) for p in prompts])),

@@ -37,6 +37,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
             "the features hold NaN or infinity", "embed again: atoll data audit names the shard"
         )
     distinct = len(np.unique(features[: 64 * k + 4096], axis=0))
+    if distinct < k:  # the first rows may be alike; all of them are looked at only then
+        distinct = len(np.unique(features, axis=0))
     if distinct < k:
         raise PartitionError(
             f"{distinct} different feature vectors cannot make {k} clusters", "lower partition.k"

@@ -21,8 +21,8 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest
-from atoll.data.files import Shard, is_valid, join, read_versioned, verified, versioned
-from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.data.files import Shard, is_valid, join, read_verified, read_versioned, verified, versioned
+from atoll.store.manifest import FileEntry, write_file
 from atoll.store.store import Store
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Column:
         lengths = lengths.clip(max=longest)
         mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
         out = torch.zeros((len(rows), longest, *self.meta.shape), dtype=self.dtype)
-        flat = out.view(-1, *self.meta.shape)
+        flat = out.flatten(0, 1)
         for shard, where, local in parts:
             counts = lengths[where]
             position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -148,7 +148,7 @@ class Column:
         if name not in self.meta.extras:
             what = f"column {self.meta.name!r} in {self.store.path(self.folder)} has no {name!r}"
             raise DataError(what, "write the column again with the encoder that provides it")
-        return safetensors.torch.load(read_file(self.store, self.folder, self.meta.extras[name]))
+        return safetensors.torch.load(read_verified(self.store, self.folder, self.meta.extras[name]))
 
     def path(self, entry: FileEntry) -> Path:
         """Local path of one of the column's files."""
@@ -358,10 +358,12 @@ def _pick(values: Tensor, index: Rows) -> Tensor:
 
 def _row_numbers(rows: ArrayLike, count: int) -> Rows:
     array = np.asarray(rows)
-    array = array.astype(np.int64, casting="same_kind" if array.size else "unsafe", copy=False)
-    if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= count)):
-        raise IndexError(f"row numbers must be a list of numbers between 0 and {count - 1}")
-    return array
+    if array.size == 0:
+        array = array.astype(np.int64)
+    bad = array.ndim != 1 or array.dtype.kind not in "iu"
+    if bad or (array.size and (array.min() < 0 or array.max() >= count)):
+        raise IndexError(f"row numbers must be a list of integers between 0 and {count - 1}")
+    return array.astype(np.int64, copy=False)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -18,9 +18,9 @@ from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.columns import Column, ColumnMeta, finish_column, read_meta, shard_bounds, write_column
-from atoll.data.files import Shard, join, read_versioned, relative, verified, versioned
+from atoll.data.files import Shard, join, read_verified, read_versioned, relative, verified, versioned
 from atoll.data.images import ImageReader
-from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.store.manifest import FileEntry, write_file
 from atoll.store.store import Store
 
 Rows = NDArray[np.int64]
@@ -88,7 +88,7 @@ class DataSet:
             DataError: there is none, or it was written under another schema version.
         """
         key = join(prefix, MANIFEST)
-        if not store.exists(key):
+        if not store.path(key).exists():
             what = f"{store.path(prefix)} is not a data set (no {MANIFEST})"
             raise DataError(what, "run `atoll data ingest`")
         manifest = read_versioned(store, key, Manifest)
@@ -111,7 +111,7 @@ class DataSet:
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The same for one shard."""
         names = None if columns is None else list(columns)
-        data = read_file(self.store, self.prefix or ".", self.shards[shard].files["rows"])
+        data = read_verified(self.store, self.prefix, self.shards[shard].files["rows"])
         return pq.read_table(io.BytesIO(data), columns=names)
 
     @cached_property
@@ -161,7 +161,7 @@ class DataSet:
         """
         if name not in self._columns:
             folder = join(self.prefix, f"columns/{name}")
-            if not self.store.exists(f"{folder}/column.json"):
+            if not self.store.path(f"{folder}/column.json").exists():
                 what = f"{self.store.path(self.prefix)} has no column {name!r}"
                 raise DataError(what, "run the stage that writes it")
             meta = read_meta(self.store, folder)

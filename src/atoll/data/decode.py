@@ -49,8 +49,9 @@ def square(image: Image.Image, size: int) -> Image.Image:
     """The central square of a picture, resized with Lanczos's filter."""
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.LANCZOS, box)
+    # Cropped first: resizing with a box lets the filter see pixels beyond it.
+    middle = image.crop((left, top, left + side, top + side))
+    return middle.resize((size, size), Image.Resampling.LANCZOS)
 
 
 def is_gray(image: Image.Image) -> bool:

@@ -1,10 +1,11 @@
 """Files that a manifest names: where they lie, and whether they are what it says.
 
 Readers go through local paths and streamed hashes, not through obstore: they run in forked loader
-workers, where obstore's threads do not exist, and on files larger than memory.
+workers, where obstore waits for ever for threads that were not forked, and on files larger than memory.
 """
 
 import hashlib
+import json
 import posixpath
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,7 @@ from pydantic import Field
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.hashing import digest
-from atoll.store.manifest import FileEntry
+from atoll.store.manifest import FileEntry, check
 from atoll.store.store import Store
 
 SCHEMA = 1
@@ -66,6 +67,13 @@ def verified(store: Store, prefix: str, entry: FileEntry) -> Path:
     return path
 
 
+def read_verified(store: Store, prefix: str, entry: FileEntry) -> bytes:
+    """Bytes of a file that a manifest names; `StoreError` if it is missing, torn or damaged."""
+    data = _read(store, join(prefix, entry.path))
+    check(data, entry, store, prefix or ".")
+    return data
+
+
 def is_valid(store: Store, prefix: str, entry: FileEntry) -> bool:
     """Whether the file of an entry is there, whole and undamaged."""
     try:
@@ -82,7 +90,10 @@ def read_versioned(store: Store, key: str, model: type[Model]) -> Model:
         DataError: it was written under another schema version, or is not what it should be.
         StoreError: it is missing or is not JSON.
     """
-    content = store.get_json(key)
+    try:
+        content = json.loads(_read(store, key))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise StoreError(f"{store.path(key)} is not valid JSON", "it is damaged: write it again") from None
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA:
         what = f"{store.path(key)} has schema version {version} instead of {SCHEMA}"
@@ -91,6 +102,14 @@ def read_versioned(store: Store, key: str, model: type[Model]) -> Model:
         return model.parse({k: v for k, v in content.items() if k != "schema"}, str(store.path(key)))
     except ConfigError as error:
         raise DataError(error.what, "it is damaged or of a newer Atoll: write it again") from None
+
+
+def _read(store: Store, key: str) -> bytes:
+    path = store.path(key)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}", "run the stage that writes it") from None
 
 
 def versioned(model: Config) -> dict[str, object]:

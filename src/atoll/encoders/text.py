@@ -85,6 +85,7 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
     location = _minilm() if name == "minilm" else name
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(location)
         tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))

@@ -100,6 +100,7 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
 def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     try:
         network = transformers.AutoModel.from_pretrained(name).eval().requires_grad_(False).to(device)
     except (OSError, ValueError) as error:

@@ -108,6 +108,10 @@ class Ensemble:
                 f"the router knows {logits.shape[1]} experts, the ensemble has {len(self.experts)}",
                 "assemble again",
             )
+        return self.without_missing(logits)
+
+    def without_missing(self, logits: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+        """The logits with minus infinity for experts that do not exist."""
         if self.missing:
             logits = logits.clone()
             logits[:, list(self.missing)] = -torch.inf
@@ -189,7 +193,8 @@ class RoutedField:
 
     def _logits(self, x_t: Tensor, t: float, cond: Condition) -> Tensor:
         if self.routing.strategy == "oracle":
-            return x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
+            even = x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
+            return self.ensemble.without_missing(even)
         self.trace.router_calls += x_t.shape[0]
         return self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
 

@@ -48,7 +48,7 @@ class CompareConfig(Config):
     extractor_size: int = 64
     """Side in pixels that it sees."""
     components: int = Field(default=64, ge=1)
-    """Principal components that the distance is taken in."""
+    """Most principal components that the distance is taken in; half the pictures at hand if that is less."""
     fit_rows: int = 2000
     """Training pictures that fix the components."""
     prompts: list[str] = []
@@ -168,13 +168,21 @@ class Judge:
     projection: Projection
     reference: NDArray[np.float64]
 
+    @property
+    def components(self) -> int:
+        """Number of principal components in use."""
+        return self.projection.axes.shape[1]
+
     @classmethod
     def make(cls, encoder: VisionEncoder, dataset: DataSet, config: CompareConfig, seed: int) -> "Judge":
         """Components from training pictures; the reference is every held-out picture."""
         train, heldout = dataset.split("train"), dataset.split("heldout")
         order = torch.randperm(len(train), generator=generator(seed, "judge")).numpy()
         rows = np.sort(train[order[: config.fit_rows]])
-        projection = Projection.fit(_features(encoder, dataset, rows), config.components)
+        components = min(config.components, min(len(heldout), config.samples, len(rows)) // 2)
+        if components < 1:
+            raise DataError(f"{len(heldout)} held-out rows cannot judge", "hold out more: data.ingest.heldout")
+        projection = Projection.fit(_features(encoder, dataset, rows), components)
         return cls(encoder, projection, projection(_features(encoder, dataset, heldout)))
 
     def distance(self, pictures: Sequence[Image.Image]) -> float:

@@ -36,7 +36,7 @@ class Projection:
                 f"{len(values)} pictures cannot fix {components} components", "give more, or fewer components"
             )
         mean = values.mean(0)
-        _, vectors = np.linalg.eigh(np.cov(values, rowvar=False))
+        _, vectors = np.linalg.eigh(_covariance(values))
         return cls(mean, np.ascontiguousarray(vectors[:, ::-1][:, :components]))
 
     def __call__(self, features: NDArray[np.floating]) -> F64:
@@ -58,7 +58,7 @@ def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) 
             raise DataError(
                 f"{len(values)} samples for {values.shape[1]} dimensions: the covariance is singular", fix
             )
-    (m1, c1), (m2, c2) = ((v.mean(0), np.cov(v, rowvar=False)) for v in sets)
+    (m1, c1), (m2, c2) = ((v.mean(0), _covariance(v)) for v in sets)
     return frechet_of_moments(m1, c1, m2, c2)
 
 
@@ -70,6 +70,11 @@ def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
     middle = np.linalg.eigvalsh(root @ c2 @ root)
     trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
     return float(((m1 - m2) ** 2).sum() + trace)
+
+
+def _covariance(values: F64) -> F64:
+    """Covariance `(D, D)` of `(N, D)`, for D = 1 too."""
+    return np.atleast_2d(np.cov(values, rowvar=False))
 
 
 def _finite(features: NDArray[np.floating]) -> F64:

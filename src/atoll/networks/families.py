@@ -122,6 +122,10 @@ class DiT(Family):
         return cast(type[nn.Module], DiTTransformer2DModel)
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        if shape.text_width:
+            raise ConfigError(
+                "the dit family takes no text", "set condition: class or none, or family: pixart"
+            )
         depth, heads, width = config.dimensions()
         return {
             "num_attention_heads": heads,

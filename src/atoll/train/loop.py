@@ -31,6 +31,8 @@ INTERRUPTED = 75
 class Interrupted(AtollError):
     """The run was told to leave; its state is saved."""
 
+    exit_code = INTERRUPTED
+
 
 class Task(Protocol):
     """What differs between the networks that are trained."""

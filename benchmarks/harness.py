@@ -1,0 +1,88 @@
+"""What every benchmark shares: the machine, the table, the JSON."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def row(
+    case: str,
+    metric: str,
+    value: float,
+    unit: str = "",
+    spread: Sequence[float] | None = None,
+    target: tuple[str, float] | None = None,
+) -> dict[str, Any]:
+    """One line of a result.
+
+    Args:
+        case: what was measured.
+        metric: which number of it.
+        value: the number, a median where there are several.
+        unit: of the number.
+        spread: smallest and largest of several.
+        target: an operator (`<=`, `>=`) and a bound; a missed one stays in the table as missed.
+    """
+    bound = {"op": target[0], "value": target[1]} if target else None
+    met = None if target is None else (value <= target[1] if target[0] == "<=" else value >= target[1])
+    wide = list(spread) if spread else None
+    return {
+        "case": case, "metric": metric, "value": value, "unit": unit, "spread": wide, "target": bound, "met": met
+    }  # fmt: skip
+
+
+def median_row(case: str, metric: str, values: Sequence[float], unit: str = "", **target: Any) -> dict[str, Any]:
+    """The median of several values with their range."""
+    return row(case, metric, statistics.median(values), unit, (min(values), max(values)), **target)
+
+
+def finish(name: str, rows: list[dict[str, Any]], path: Path | None, notes: dict[str, Any] | None = None) -> None:
+    """Print the table and write the JSON."""
+    for line in rows:
+        target = f"{line['target']['op']} {line['target']['value']:g}" if line["target"] else ""
+        verdict = {True: "met", False: "MISSED", None: ""}[line["met"]]
+        print(f"{line['case']:<24} {line['metric']:<34} {line['value']:>12.4g} {line['unit']:<8} {target:<10} {verdict}")
+    result = {
+        "benchmark": name,
+        "command": "python " + " ".join(sys.argv),
+        "machine": machine(),
+        "versions": {package: version(package) for package in ("atoll", "torch", "diffusers", "numpy")},
+        "rows": rows,
+        **(notes or {}),
+    }
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    print(f"wrote {path}")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and memory."""
+    model = platform.processor() or platform.machine()
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0")
+    return {
+        "system": platform.system(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory) / 2**20, 1),
+        "python": platform.python_version(),
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

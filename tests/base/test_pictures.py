@@ -1,0 +1,67 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from atoll.base.pictures import grid, png, to_images
+
+
+def test_to_images_maps_the_range() -> None:
+    tensor = torch.tensor([-1.0, 1.0, 0.0, 3.0, -3.0, float("nan")]).view(6, 1, 1, 1)
+    assert [image.getpixel((0, 0)) for image in to_images(tensor)] == [0, 255, 128, 255, 0, 128]
+    colour = to_images(torch.tensor([1.0, -1.0, 0.0]).view(1, 3, 1, 1).expand(1, 3, 2, 5).bfloat16())[0]
+    assert (colour.mode, colour.size, colour.getpixel((4, 1))) == ("RGB", (5, 2), (255, 0, 128))
+    with pytest.raises(ValueError, match="1 or 3"):
+        to_images(torch.zeros(1, 4, 2, 2))
+
+
+def test_every_picture_lies_in_its_cell() -> None:
+    images = [Image.new("RGB", (4, 4), (n, n, n)) for n in range(1, 8)]
+    sheet = grid(images, columns=3, pad=2, background="red", scale=3)
+    assert sheet.size == (3 * 14 + 2, 3 * 14 + 2)
+    pixels = np.asarray(sheet)
+    for n in range(7):
+        x, y = 2 + n % 3 * 14, 2 + n // 3 * 14
+        assert (pixels[y : y + 12, x : x + 12] == n + 1).all()
+    assert tuple(pixels[-1, -1]) == (255, 0, 0)
+
+
+def test_nearest_neighbours_and_mixed_sizes() -> None:
+    image = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    sheet = np.asarray(grid([image, Image.new("L", (1, 3))], columns=5, pad=0, scale=4))
+    assert sheet.shape == (12, 16, 3)
+    assert set(np.unique(sheet)) == {0, 255}
+
+
+@pytest.mark.parametrize(
+    "label", ["short", "x" * 100_000, "two\nlines\0", "🙂" * 50, "", "\u202eabc", "αβγ, serif"]
+)
+def test_labels_stay_below_their_cell(label: str) -> None:
+    images = [Image.new("RGB", (32, 16), "black")] * 3
+    plain = np.asarray(grid(images, columns=3, pad=4, labels=["", "", ""]))
+    sheet = np.asarray(grid(images, columns=3, pad=4, labels=["", label]))
+    assert sheet.shape == plain.shape
+    changed = np.argwhere((sheet != plain).any(-1))
+    if label.startswith(("short", "x", "two", "α")):
+        assert len(changed)
+    if len(changed):
+        top, left = changed.min(0)
+        _, right = changed.max(0)
+        assert top >= 4 + 16
+        assert left >= 4 + 36 - 1
+        assert right <= 4 + 36 + 32 + 1
+
+
+def test_png_round_trip() -> None:
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    assert Image.open(io.BytesIO(png(image))).tobytes() == image.tobytes()
+
+
+def test_nonsense_is_refused() -> None:
+    for arguments in ({"columns": 0}, {"columns": 1, "scale": 0}):
+        with pytest.raises(ValueError, match="at least"):
+            grid([Image.new("L", (1, 1))], **arguments)
+    with pytest.raises(ValueError, match="at least one picture"):
+        grid([], columns=1)

@@ -1,0 +1,237 @@
+import multiprocessing
+import pickle
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from atoll.base.errors import DataError, StoreError
+from atoll.data.columns import write_column
+from atoll.data.dataset import DataSet
+from atoll.store.store import Store
+
+PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
+
+
+class Counting:
+    """Values that say which row they belong to, and how often they were computed."""
+
+    def __init__(self, dataset: DataSet, add: float = 0.0, ragged: bool = False) -> None:
+        self.dataset, self.add, self.ragged = dataset, add, ragged
+        self.calls: list[int] = []
+
+    def __call__(self, shard: int) -> Mapping[str, Tensor]:
+        self.calls.append(shard)
+        rows = torch.arange(int(self.dataset.bounds[shard]), int(self.dataset.bounds[shard + 1]))
+        if self.ragged:
+            lengths = rows % 4
+            values = torch.repeat_interleave(rows, lengths)
+            return {"values": values[:, None] + torch.tensor([self.add, 0.5]), "lengths": lengths}
+        return {"values": rows[:, None, None].float() + self.add + torch.zeros(2, 3)}
+
+
+def test_fixed_round_trip(glyphs: DataSet, store: Store) -> None:
+    column = write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    rows = np.array([39, 0, 17, 17, 15, 16, 31, 32, 3])
+    values = column.read(rows)
+    assert values.shape == (9, 2, 3)
+    assert values[:, 1, 2].tolist() == rows.tolist()
+    assert (column.meta.shape, column.meta.dtype, column.meta.kind) == ([2, 3], "float32", "fixed")
+    assert column.meta.producer == PRODUCER
+    assert column.read([]).shape == (0, 2, 3)
+    assert column.read(torch.tensor([5])).shape == (1, 2, 3)
+    assert not [key for key in store.list("glyphs/columns/x") if key.endswith("0.json")]
+    assert safetensors.torch.load_file(store.path("glyphs/columns/x/00000.safetensors"))["values"].shape == (
+        16,
+        2,
+        3,
+    )
+
+
+@pytest.mark.parametrize("rows", [[-1], [40], [[1]], [1.5], [True]])
+def test_wrong_rows(glyphs: DataSet, rows: list[object]) -> None:
+    with pytest.raises(IndexError):
+        glyphs.column("split").read(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool])
+def test_types_stay(glyphs: DataSet, dtype: torch.dtype) -> None:
+    column = write_column(
+        glyphs, "x", PRODUCER, lambda i: {"values": torch.ones(glyphs.shards[i].rows, 2).to(dtype)}
+    )
+    assert column.read([1, 30]).dtype == dtype
+
+
+def test_ragged_round_trip(glyphs: DataSet) -> None:
+    null = {"null": {"values": torch.ones(2, 2)}}
+    column = write_column(glyphs, "text", PRODUCER, Counting(glyphs, ragged=True), null, "ragged")
+    rows = np.array([39, 4, 17, 33, 2, 2])
+    values, mask = column.read_ragged(rows)
+    assert (values.shape, mask.shape, mask.dtype) == ((6, 3, 2), (6, 3), torch.bool)
+    assert mask.sum(1).tolist() == (rows % 4).tolist()
+    for row, value, real in zip(rows, values, mask, strict=True):
+        assert value[real].tolist() == [[row, row + 0.5]] * int(row % 4)
+        assert value[~real].abs().sum() == 0
+    assert column.max_length == 3
+    longer, wide = column.read_ragged(rows, 5)
+    assert torch.equal(longer[:, :3], values)
+    assert not wide[:, 3:].any()
+    short, narrow = column.read_ragged(rows, 2)
+    assert torch.equal(short, values[:, :2])
+    assert torch.equal(narrow, mask[:, :2])
+    assert column.read_ragged([4, 8])[0].shape == (2, 0, 2)
+    assert column.read_ragged([])[0].shape == (0, 0, 2)
+    assert torch.equal(column.extra("null")["values"], torch.ones(2, 2))
+    with pytest.raises(DataError, match="no 'nil'"):
+        column.extra("nil")
+    lengths = safetensors.torch.load_file(column.path(column.meta.shards[0]))["lengths"]
+    assert lengths.dtype == torch.int32
+
+
+def test_complete_means_nothing_is_computed(glyphs: DataSet) -> None:
+    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    again = Counting(glyphs)
+    write_column(glyphs, "x", dict(reversed(PRODUCER.items())), again, lambda: pytest.fail("called"))
+    assert again.calls == []
+    write_column(glyphs, "x", PRODUCER, again, {"null": {"a": torch.ones(1)}})
+    assert again.calls == []
+    assert glyphs.column("x").extra("null")["a"].tolist() == [1]
+
+
+def test_killed_and_called_again_keeps_what_is_valid(glyphs: DataSet, store: Store) -> None:
+    first = Counting(glyphs)
+
+    def killed(shard: int) -> Mapping[str, Tensor]:
+        if shard == 2:
+            raise KeyboardInterrupt
+        return first(shard)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_column(glyphs, "x", PRODUCER, killed)
+    assert not glyphs.has_column("x")
+    store.put("glyphs/columns/x/00000.safetensors", store.get("glyphs/columns/x/00000.safetensors")[:-1])
+    second = Counting(glyphs)
+    write_column(glyphs, "x", PRODUCER, second)
+    assert second.calls == [0, 2]
+    assert glyphs.column("x").read(np.arange(40))[:, 0, 0].tolist() == list(range(40))
+
+
+def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:
+    old = write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    fresh = Counting(glyphs, add=100)
+
+    def killed(shard: int) -> Mapping[str, Tensor]:
+        if shard == 1:
+            raise KeyboardInterrupt
+        return fresh(shard)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_column(glyphs, "x", {**PRODUCER, "hash": "2"}, killed)
+    with pytest.raises(DataError, match="no column 'x'"):
+        DataSet.open(store, "glyphs").column("x")
+    column = write_column(glyphs, "x", {**PRODUCER, "hash": "2"}, fresh)
+    assert fresh.calls == [0, 1, 2]
+    assert column.read([0, 39])[:, 0, 0].tolist() == [100, 139]
+    assert column.meta.producer["hash"] == "2"
+    back = Counting(glyphs)
+    write_column(glyphs, "x", PRODUCER, back)
+    assert back.calls == [0, 1, 2]
+    assert old.read([39])[0, 0, 0] == 39
+
+
+def test_a_failing_producer_leaves_the_old_column(glyphs: DataSet) -> None:
+    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+
+    def fails(shard: int) -> Mapping[str, Tensor]:
+        raise DataError("no weights")
+
+    with pytest.raises(DataError, match="no weights"):
+        write_column(glyphs, "x", {"name": "other"}, fails)
+    assert glyphs.column("x").read([7])[0, 0, 0] == 7
+
+
+def test_rows_that_changed_make_a_column_stale(glyphs: DataSet, store: Store) -> None:
+    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    shard = glyphs.shards[1]
+    changed = shard.files["images"].model_copy(update={"sha256": "0" * 64})
+    shards = [*glyphs.shards]
+    shards[1] = shard.model_copy(update={"files": {**shard.files, "images": changed}})
+    other = DataSet(store, "glyphs", glyphs.manifest.model_copy(update={"shards": shards}))
+    assert not other.has_column("x")
+    with pytest.raises(DataError, match="other rows"):
+        other.column("x")
+    compute = Counting(glyphs)
+    write_column(other, "x", PRODUCER, compute)
+    assert compute.calls == [1]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_damage_is_found_on_read_and_mended_by_the_stage(glyphs: DataSet, store: Store, damage: str) -> None:
+    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    key = "glyphs/columns/x/00001.safetensors"
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    if damage == "missing":
+        store.delete(key)
+    else:
+        store.put(key, bytes(data) if damage == "flip" else bytes(data[:-4]))
+    column = DataSet.open(store, "glyphs").column("x")
+    assert column.read([0, 39]).shape == (2, 2, 3)
+    with pytest.raises(StoreError, match="00001"):
+        column.read([20])
+    mended = Counting(glyphs)
+    write_column(glyphs, "x", PRODUCER, mended)
+    assert mended.calls == [1]
+    assert glyphs.column("x").read([20])[0, 0, 0] == 20
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"values": torch.zeros(3, 2)},
+        {"values": torch.tensor(1.0)},
+        {"value": torch.zeros(16, 2)},
+        {"values": torch.zeros(16, 2), "lengths": torch.ones(16)},
+    ],
+)
+def test_wrong_tensors_are_refused(glyphs: DataSet, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(DataError, match="column 'x', shard 0"):
+        write_column(glyphs, "x", PRODUCER, lambda shard: tensors)
+    assert not glyphs.has_column("x")
+
+
+def test_shards_of_different_form_and_bad_names(glyphs: DataSet) -> None:
+    with pytest.raises(DataError, match="different form"):
+        write_column(glyphs, "x", PRODUCER, lambda i: {"values": torch.zeros(glyphs.shards[i].rows, i + 1)})
+    for name in ["../x", "", "a/b", ".x"]:
+        with pytest.raises(DataError, match="cannot name"):
+            write_column(glyphs, name, PRODUCER, Counting(glyphs))
+
+
+def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[float]") -> None:
+    fresh = DataSet.open(dataset.store, dataset.prefix)
+    assert fresh.ids == dataset.ids
+    assert fresh.column("x").extra("null")["a"].tolist() == [1]
+    assert fresh.image(3).size == (8, 8)
+    queue.put(float(fresh.column("x").read([39, 20])[0, 0, 0]))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_workers_can_read(glyphs: DataSet, method: str) -> None:
+    write_column(glyphs, "x", PRODUCER, Counting(glyphs), {"null": {"a": torch.ones(1)}}).read([39])
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    target = _read_in_child if method == "fork" else _spawned
+    argument = glyphs if method == "fork" else pickle.dumps(glyphs)
+    process = context.Process(target=target, args=(argument, queue))
+    process.start()
+    assert queue.get(timeout=60) == 39
+    process.join()
+
+
+def _spawned(data: bytes, queue: "multiprocessing.Queue[float]") -> None:
+    _read_in_child(pickle.loads(data), queue)  # noqa: S301, our own

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from PIL import ImageOps
+
+from atoll.base.errors import ConfigError
+from atoll.data.glyphs import CANVAS, FACES, PRESETS, GlyphOptions, GlyphSource, render
+from atoll.data.records import Record
+
+
+def rows(source: GlyphSource, start: int = 0, stop: int = 10**6) -> list[Record]:
+    found = list(source.records(start, stop))
+    assert all(isinstance(row, Record) for row in found)
+    return found  # type: ignore[return-value]
+
+
+def test_captions_name_character_and_face() -> None:
+    source = GlyphSource(
+        GlyphOptions(faces=["DejaVuSerif-Bold", "DejaVuSansMono-Oblique"], characters="basic")
+    )
+    captions = {row.id: row.caption for row in rows(source)}
+    assert captions["003b1-DejaVuSerif-Bold"] == "greek small letter alpha, serif bold"
+    assert captions["00037-DejaVuSansMono-Oblique"] == "digit seven, mono oblique"
+    assert captions["0042f-DejaVuSerif-Bold"] == "cyrillic capital letter ya, serif bold"
+    assert len(set(captions.values())) == len(captions) == len(source)
+
+
+def test_tex_faces_are_named_by_their_glyphs_not_by_their_encoding() -> None:
+    captions = {
+        row.caption for row in rows(GlyphSource(GlyphOptions(faces=["cmmi10", "cmr10"], characters="all")))
+    }
+    assert "greek small letter alpha, computer modern math italic" in captions
+    assert "greek capital letter delta, computer modern" in captions
+    assert "registered sign, computer modern math italic" not in captions
+
+
+def test_the_whole_supply() -> None:
+    source = GlyphSource(GlyphOptions(faces="all", characters="all"))
+    assert len(source) > 50_000
+    assert set(PRESETS["all"]) == set(FACES)
+    assert not any("LastResort" in glyph.face for glyph in source.glyphs)
+    default = GlyphSource()
+    assert len(PRESETS["core"]) == 8
+    assert 10_000 < len(default) < 14_000
+
+
+def test_pictures_fit_and_lie_in_the_middle() -> None:
+    source = GlyphSource(GlyphOptions(faces="all", characters="all", limit=600, seed=3))
+    for row in rows(source):
+        box = ImageOps.invert(row.image).getbbox()  # type: ignore[arg-type]
+        assert box is not None, row.caption
+        left, top, right, bottom = box
+        assert max(right - left, bottom - top) <= CANVAS - 8, row.caption
+        assert max(right - left, bottom - top) >= 22, row.caption
+        assert abs(left + right - CANVAS) <= 1, row.caption
+        assert abs(top + bottom - CANVAS) <= 1, row.caption
+
+
+def test_dark_on_light_and_small_letters_stay_smaller() -> None:
+    capital, small = render("DejaVuSans", "C"), render("DejaVuSans", "c")
+    assert capital.getpixel((0, 0)) == 255
+    assert capital.getextrema()[0] == 0
+    assert np.asarray(small).sum() > np.asarray(capital).sum()
+
+
+def test_the_same_options_give_the_same_rows() -> None:
+    first, second = (GlyphSource(GlyphOptions(limit=50, seed=1)) for _ in range(2))
+    assert first.describe() == second.describe()
+    assert [row.image.tobytes() for row in rows(first)] == [row.image.tobytes() for row in rows(second)]  # type: ignore[union-attr]
+    assert first.describe() != GlyphSource(GlyphOptions(limit=50, seed=2)).describe()
+    assert [row.id for row in rows(first, 10, 20)] == [row.id for row in rows(first)][10:20]
+
+
+def test_a_limit_is_spread_over_alphabets_and_faces() -> None:
+    found = rows(GlyphSource(GlyphOptions(limit=400)))
+    assert len(found) == 400
+    assert {caption.split()[0] for caption in (row.caption for row in found)} >= {
+        "latin",
+        "greek",
+        "cyrillic",
+    }
+    assert {row.label for row in found} == set(range(8))
+    assert len({row.group for row in found}) < 80
+
+
+def test_unknown_faces_are_answered_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'dejavu'"):
+        GlyphOptions.parse({"faces": "dejavuu"}, "campaign.yaml")
+    with pytest.raises(ConfigError, match="LastResort"):
+        GlyphOptions.parse({"faces": ["LastResortHE-Regular"]}, "campaign.yaml")
+    with pytest.raises(ConfigError, match="at least one"):
+        GlyphOptions.parse({"faces": []}, "campaign.yaml")
