@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError, nearest
 class Config(BaseModel):
     """A group of settings. Immutable; unknown keys are errors; docstrings describe the fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any], where: str) -> Self:
@@ -46,11 +46,16 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
         raise ConfigError(f"--set {assignment!r}: the value is not valid YAML", "quote it") from None
     *groups, last = key.strip().split(".")
     for group in groups:
-        below = tree.setdefault(group, {})
+        below = tree.setdefault(_key_in(tree, group), {})
         if not isinstance(below, dict):
             raise ConfigError(f"--set {assignment!r}: {group!r} is not a group of settings", "check the key")
         tree = below
-    tree[last] = value
+    tree[_key_in(tree, last)] = value
+
+
+def _key_in(tree: dict[Any, Any], name: str) -> Any:
+    """The key of this name, which YAML may have read as a number (`islands: {0: ...}`)."""
+    return next((key for key in tree if str(key) == name), name)
 
 
 def _explain(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:

@@ -1,13 +1,13 @@
 """The ensemble from what has been published, complete or partial."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
 from atoll.campaign.campaign import Campaign
 from atoll.ensemble.card import Card, check_together
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card
+from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, read_part
 from atoll.ensemble.sample import flow_scheduler
 from atoll.store.manifest import FileEntry, read_file, write_file
 from atoll.store.store import Store, to_json
@@ -39,12 +39,14 @@ def assemble(campaign: Campaign) -> list[int]:
     parts = {f"experts/{n}": f"islands/{n}/expert" for n in present} | {"router": "router/expert"}
     cards = {name: read_card(store, folder) for name, folder in parts.items()}
     check_together(list(cards.values()))
+    _check_places(present, cards)
     wanted = {name: card.weights_sha256 for name, card in cards.items()}
-    if store.exists(MANIFEST) and store.get_json(MANIFEST).get("parts") == wanted:
+    if _is_assembled(store, wanted):
         say(f"ensemble: assembled already, experts {_listed(present)} of {k}")
         return present
     entries = []
     for name, folder in parts.items():
+        read_part(store, folder)  # damaged weights are told here, not when somebody samples
         for file in _FILES:
             entries.append(write_file(store, "ensemble", f"{name}/{file}", store.get(f"{folder}/{file}")))
     scheduler = flow_scheduler(1)
@@ -85,6 +87,31 @@ def load_ensemble(store: Store) -> tuple[Ensemble, Card]:
     missing = [n for n in range(content["k"]) if n not in experts]
     any_expert = next(iter(experts.values()))  # stands where one is missing; it never gets weight
     return Ensemble([experts.get(n, any_expert) for n in range(content["k"])], router, missing), router.card
+
+
+def _check_places(present: Sequence[int], cards: Mapping[str, Card]) -> None:
+    """Refuse an expert that lies where another one belongs: the router would send it the wrong samples."""
+    for number in present:
+        card = cards[f"experts/{number}"]
+        if card.role != "expert" or card.island != number:
+            raise PartitionError(
+                f"islands/{number} holds {card.role} {card.island}", f"publish expert {number} there"
+            )
+
+
+def _is_assembled(store: Store, parts: Mapping[str, str]) -> bool:
+    """Whether `ensemble/` is of these parts and undamaged."""
+    if not store.exists(MANIFEST):
+        return False
+    content = store.get_json(MANIFEST)
+    if content.get("schema") != SCHEMA or content.get("parts") != parts:
+        return False
+    try:
+        for tree in content["files"]:
+            read_file(store, "ensemble", FileEntry.parse(tree, MANIFEST))
+    except StoreError:
+        return False
+    return True
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -79,7 +79,7 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     """Divide the budget.
 
     The monolith sees `budget.samples` images. The router gets its share of the monolith's FLOPs, and the
-    experts the rest: in proportion to their cluster's size, or in equal parts at batch / K.
+    experts the rest: steps in proportion to their cluster's size, or the same steps for all.
 
     Args:
         config: the campaign's settings.
@@ -96,17 +96,20 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     router = Share(max(1, round(wanted)), router_batch, routing)
 
     left = monolith.train_flops - router.train_flops
+    equal = config.budget.compute == "equal"
+    kinds: list[tuple[int, Flops]] = []
+    for number in range(len(sizes)):
+        network, train = config.island(number)
+        own_batch = config.budget.expert_batch or (max(1, train.batch // len(sizes)) if equal else train.batch)
+        kinds.append((own_batch, dense if network == config.network else denoiser_flops(network, shape)))
+    if equal:
+        steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
+        return Budget(monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds])
     experts: list[Share] = []
     waiting = sum(sizes)
-    for number, size in enumerate(sizes):
-        network, train = config.island(number)
-        flops = dense if network == config.network else denoiser_flops(network, shape)
-        own_batch = train.batch
-        part = size / waiting  # of what is left, so rounding does not add up
-        if config.budget.compute == "equal":
-            own_batch = max(1, train.batch // len(sizes))
-            part = 1 / (len(sizes) - number)
-        steps = max(1, round(left * part / (flops.train * own_batch)))
+    for size, (own_batch, flops) in zip(sizes, kinds, strict=True):
+        # A part of what is left, so rounding does not add up.
+        steps = max(1, round(left * size / waiting / (flops.train * own_batch)))
         experts.append(Share(steps, own_batch, flops))
         left -= experts[-1].train_flops
         waiting -= size

@@ -26,10 +26,12 @@ class Campaign:
     Attributes:
         store: the folder.
         config: settings; the frozen ones once there is a `campaign.json`.
+        overrides: `a.b=value` assignments that `campaign.yaml` does not hold.
     """
 
     store: Store
     config: CampaignConfig
+    overrides: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, folder: str | Path, sets: Sequence[str] = ()) -> "Campaign":
@@ -45,25 +47,30 @@ class Campaign:
         """
         store = Store.open(folder)
         frozen = _frozen(store)
-        tree: dict[str, Any] = dict(frozen) if frozen is not None else {}
         if store.exists(YAML):
             tree = _read_yaml(store)
-        elif frozen is None:
+        elif frozen is not None:
+            tree = dict(frozen["config"])
+        else:
             raise StoreError(f"{store.root} is not a campaign (no {YAML})", "make one with 'atoll new'")
-        for assignment in sets:
+        # What the campaign was started with counts for every later command, without repeating it.
+        overrides = (*(frozen or {}).get("overrides", ()), *sets)
+        for assignment in overrides:
             set_value(tree, assignment)
         config = CampaignConfig.parse(tree, str(store.root / YAML))
         if frozen is not None:
-            _must_agree(frozen, config.frozen(), store)
-        return cls(store, config)
+            _must_agree(frozen["config"], config.frozen(), store)
+        return cls(store, config, overrides)
 
     def freeze(self) -> None:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
-        content = {"schema": SCHEMA, "code": code_version(), "config": self.config.frozen()}
+        config = self.config.frozen()
+        fixed = [o for o in self.overrides if o.partition("=")[0].strip().split(".")[0] in config]
+        content = {"schema": SCHEMA, "code": code_version(), "overrides": fixed, "config": config}
         try:
             self.store.create_json(FROZEN, content)
         except Conflict:
-            _must_agree(_frozen(self.store) or {}, self.config.frozen(), self.store)
+            _must_agree((_frozen(self.store) or content)["config"], config, self.store)
 
     def dataset(self) -> DataSet:
         """The campaign's data set."""
@@ -81,8 +88,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
     for assignment in sets:
         set_value(tree, assignment)
     for key in ("path", "source"):  # on the command line a path means what it means to the shell
-        if any(s.startswith(f"data.{key}=") for s in sets):
-            tree["data"][key] = _absolute(str(tree["data"][key]))
+        if any(s.startswith(f"data.{key}=") for s in sets) and isinstance(tree["data"][key], str):
+            tree["data"][key] = _absolute(tree["data"][key])
     CampaignConfig.parse(tree, "the new campaign")
     store = Store.open(folder, create=True)
     text = (
@@ -118,6 +125,7 @@ def _read_yaml(store: Store) -> dict[str, Any]:
 
 
 def _frozen(store: Store) -> dict[str, Any] | None:
+    """What `campaign.json` holds, if there is one."""
     if not store.exists(FROZEN):
         return None
     content = store.get_json(FROZEN)
@@ -127,8 +135,9 @@ def _frozen(store: Store) -> dict[str, Any] | None:
             f"{store.root / FROZEN} has schema {schema}, this Atoll reads {SCHEMA}",
             "use the version of Atoll that made the campaign, or start a new one",
         )
-    config: dict[str, Any] = content["config"]
-    return config
+    if not isinstance(content.get("config"), dict):
+        raise ConfigError(f"{store.root / FROZEN} holds no settings", "it is damaged: restore it")
+    return dict(content)
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.version import code_version
@@ -23,7 +23,7 @@ from atoll.ensemble.card import Card, check_together
 from atoll.ensemble.ensemble import Trace
 from atoll.ensemble.expert import Expert, published, read_card
 from atoll.ensemble.routing import Routing
-from atoll.evaluate.compare import SCHEMA, Conditions, Judge, Models, compare, heldout_conditions
+from atoll.evaluate.compare import SCHEMA, Conditions, Judge, Models, compare, drawn_conditions
 from atoll.networks.families import DataShape
 
 RESULT = "reports/compare.json"
@@ -86,7 +86,10 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
     shape, kind = DataShape(**router.shape), campaign.config.condition
     train = Samples(dataset, dataset.split("train"), kind, shape)
     heldout = Samples(dataset, dataset.split("heldout"), kind, shape)
-    conditions = heldout_conditions(heldout, made.clusters, config.samples, seed)
+    if len(heldout) == 0:
+        raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
+    asked = heldout if config.conditions == "heldout" else train
+    conditions = drawn_conditions(asked, made.clusters, config.samples, seed)
     shown = _shown(train, made.clusters, config.prompts, config.shown)
     say(f"compare: {config.samples} pictures each, {config.steps} steps, guidance {config.guidance:g}")
     encoder = vision_encoder(config.extractor, config.extractor_size)
@@ -112,7 +115,7 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
             "reference": "held-out pictures",
             "reference_rows": len(judge.reference),
             "samples": config.samples,
-            "conditions": "of held-out rows",
+            "conditions": f"of {config.conditions} rows",
             "steps": config.steps,
             "guidance": config.guidance,
             "sampler": "Euler",

@@ -1,14 +1,16 @@
 """The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
+from atoll.base.errors import ConfigError
 from atoll.data.ingest import IngestConfig
 from atoll.data.partition import PartitionConfig
 from atoll.data.samples import ConditionKind
+from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.networks.families import NetworkConfig
@@ -26,7 +28,7 @@ class DataConfig(Config):
     """Size, split and shards."""
     text_encoder: str = "minilm"
     """Frozen text encoder, for condition `text`."""
-    text_length: int = 77
+    text_length: int = Field(default=77, ge=1)
     """Most tokens of a caption; longer ones are cut."""
     vae: str = "none"
     """Frozen autoencoder; `none` trains on pixels."""
@@ -38,19 +40,21 @@ class BudgetConfig(Config):
     samples: int = Field(default=100_000, ge=1)
     """Training images that the monolith sees. Experts and router together cost what that costs."""
     compute: Literal["proportional", "equal"] = "proportional"
-    """Steps in proportion to cluster size at one batch, or (the paper) equal steps at batch / K."""
+    """Steps in proportion to cluster size, or (the paper) the same steps for every expert."""
+    expert_batch: int | None = Field(default=None, ge=1)
+    """Samples per step of an expert; by default `train.batch`, and for `equal` that divided by K."""
 
 
 class RouterConfig(Config):
     """The router's size and share."""
 
-    patch: int = 4
+    patch: int = Field(default=4, ge=1)
     """Side of a patch, in latent pixels."""
-    depth: int = 2
+    depth: int = Field(default=2, ge=1)
     """Blocks."""
-    heads: int = 2
+    heads: int = Field(default=2, ge=1)
     """Attention heads."""
-    head_width: int = 32
+    head_width: int = Field(default=32, ge=1)
     """Width of a head."""
     sees_condition: bool = True
     """Whether it is given the text or label; without it, it can only return the prior near noise."""
@@ -113,6 +117,20 @@ class CampaignConfig(Config):
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Tell now what would otherwise be found out after minutes of work."""
+        for number in self.islands:
+            if not 0 <= number < self.partition.k:
+                raise ConfigError(
+                    f"islands.{number}: there is no such island", f"use 0 to {self.partition.k - 1}"
+                )
+        for network, _ in [(self.network, None), *map(self.island, self.islands)]:
+            network.dimensions()
+        for name in (self.sampling.routing, *self.compare.strategies):
+            Routing.named(name)
+        return self
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""

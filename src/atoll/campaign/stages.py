@@ -1,5 +1,7 @@
 """The order of stages, each of which knows whether it is finished."""
 
+from typing import Any
+
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
@@ -80,19 +82,29 @@ def prepare(campaign: Campaign) -> Partition:
     if not (path / "manifest.json").exists():
         ingest_stage(config.data, str(path))
     dataset = campaign.dataset()
-    if config.partition.method == "kmeans" and not dataset.has_column(
-        features_column(config.partition.encoder)
-    ):
-        embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
-    wants_text = config.condition == "text"
-    if not dataset.has_column("latents") or (wants_text and not dataset.has_column("text")):
-        encode_stage(
-            dataset,
-            config.data.vae,
-            config.data.text_encoder if wants_text else None,
-            config.data.text_length,
-        )
+    made = dataset.manifest.config
+    if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
+        fix = "put data.ingest back, or choose another data.path"
+        raise DataError(f"{path} was ingested with other settings than data.ingest has now", fix)
+    encoder, size = config.partition.encoder, config.partition.encoder_size
+    asked = {"name": encoder} | ({"size": size} if size is not None else {})
+    if config.partition.method == "kmeans" and not _made_by(dataset, features_column(encoder), asked):
+        embed_stage(dataset, encoder, size)
+    text = config.data.text_encoder if config.condition == "text" else None
+    has_text = text is None or _made_by(
+        dataset, "text", {"name": text, "max_length": config.data.text_length}
+    )
+    if not has_text or not _made_by(dataset, "latents", {"name": config.data.vae}):
+        encode_stage(dataset, config.data.vae, text, config.data.text_length)
     return make_islands(campaign)
+
+
+def _made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
+    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
+    if not dataset.has_column(column):
+        return False
+    producer = dataset.column(column).meta.producer
+    return all(producer.get(key) == value for key, value in asked.items())
 
 
 def training_jobs(campaign: Campaign, k: int) -> list[Job]:

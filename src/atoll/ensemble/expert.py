@@ -1,6 +1,5 @@
 """One expert: a diffusers network and its card, seen as a denoiser."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -115,11 +114,10 @@ def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[
 
 def read_card(store: Store, prefix: str) -> Card:
     """The card of a published network; `StoreError` if there is none or of another version."""
-    content = json.loads(store.get(f"{prefix}/card.json"))
-    if content.get("schema_version") != SCHEMA:
-        raise StoreError(
-            f"{prefix}/card.json has schema {content.get('schema_version')}", f"this Atoll reads {SCHEMA}"
-        )
+    content = store.get_json(f"{prefix}/card.json")
+    schema = content.get("schema_version") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise StoreError(f"{prefix}/card.json has schema {schema}", f"this Atoll reads {SCHEMA}")
     return Card.parse(content, f"{prefix}/card.json")
 
 

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 from torch import Tensor
 
 from atoll.base.config import Config
@@ -36,6 +36,8 @@ _GRAMMAR = re.compile(
 
 class Routing(Config):
     """A routing strategy (DDM table 1, and `commit`), and how often the router is asked."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # refused below, by the name of the strategy
 
     strategy: Strategy = "commit"
     """full, top-k, threshold, sample-k, nucleus, oracle, or commit (drawn once per sample and kept)."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class CompareConfig(Config):
 
     strategies: list[str] = ["commit", "top-1", "top-2", "full", "oracle"]
     """Routing strategies of the ensemble."""
+    conditions: Literal["heldout", "train"] = "heldout"
+    """Whose captions or labels are sampled: those of held-out rows, or of as many training rows. The reference
+    is the held-out pictures in any case."""
     samples: int = Field(default=1000, ge=2)
     """Pictures drawn from each."""
     steps: int = Field(default=20, ge=1)
@@ -151,10 +154,8 @@ class Conditions:
         return [str(c) for c in self.samples.dataset.take(rows).column("caption").to_pylist()]
 
 
-def heldout_conditions(samples: Samples, clusters: NDArray[np.int64], count: int, seed: int) -> Conditions:
-    """Conditions of `count` held-out rows in a seeded order, repeated when there are fewer."""
-    if len(samples) == 0:
-        raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
+def drawn_conditions(samples: Samples, clusters: NDArray[np.int64], count: int, seed: int) -> Conditions:
+    """Conditions of `count` of these rows in a seeded order, repeated when there are fewer."""
     order = torch.randperm(len(samples), generator=generator(seed, "compare")).numpy()
     index = np.resize(order, count)
     return Conditions(samples, index, clusters[samples.rows[index]])
@@ -181,7 +182,9 @@ class Judge:
         rows = np.sort(train[order[: config.fit_rows]])
         components = min(config.components, min(len(heldout), config.samples, len(rows)) // 2)
         if components < 1:
-            raise DataError(f"{len(heldout)} held-out rows cannot judge", "hold out more: data.ingest.heldout")
+            raise DataError(
+                f"{len(heldout)} held-out rows cannot judge", "hold out more: data.ingest.heldout"
+            )
         projection = Projection.fit(_features(encoder, dataset, rows), components)
         return cls(encoder, projection, projection(_features(encoder, dataset, heldout)))
 

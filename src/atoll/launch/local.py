@@ -41,9 +41,10 @@ class _Running:
 
     def _forward(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.tail.append(line.rstrip())
-            say(f"  {line.rstrip()}")
+        with self.process.stdout as lines:
+            for line in lines:
+                self.tail.append(line.rstrip())
+                say(f"  {line.rstrip()}")
 
 
 def run(jobs: Sequence[Job], gpus: int = 0) -> None:
@@ -120,6 +121,7 @@ def _stop(running: list[_Running]) -> None:
         except subprocess.TimeoutExpired:
             one.process.kill()
             one.process.wait()
+        one.thread.join(GRACE)  # its last lines
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
@@ -38,13 +39,13 @@ class NetworkConfig(Config):
     """`dit` (class labels or none) or `pixart` (text)."""
     size: str = "nano"
     """Preset: nano, micro, tiny, S, B, XL."""
-    patch: int = 2
+    patch: int = Field(default=2, ge=1)
     """Side of a patch, in latent pixels."""
-    depth: int | None = None
+    depth: int | None = Field(default=None, ge=1)
     """Number of blocks, in place of the preset's."""
-    heads: int | None = None
+    heads: int | None = Field(default=None, ge=1)
     """Number of attention heads, in place of the preset's."""
-    head_width: int | None = None
+    head_width: int | None = Field(default=None, ge=1)
     """Width of one head, in place of the preset's."""
 
     def dimensions(self) -> tuple[int, int, int]:

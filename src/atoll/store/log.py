@@ -49,10 +49,21 @@ class Log:
         try:
             self._append(kind, fields)
         except Conflict:
-            taker = self.entries()[-1]["holder"]
-            raise Fenced(f"this run was taken over by {taker}", "let that one finish") from None
+            raise self._fenced() from None
+
+    def check(self) -> None:
+        """`Fenced` if somebody else acquired the island: to be asked before a file that all holders share."""
+        if self.store.exists(self._key()):
+            raise self._fenced()
+
+    def _fenced(self) -> Fenced:
+        taker = [entry["holder"] for entry in self.entries() if entry["kind"] == "acquire"][-1]
+        return Fenced(f"this run was taken over by {taker}", "let that one finish")
+
+    def _key(self) -> str:
+        return f"log/{self._next:06d}.json"
 
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         entry = {"kind": kind, "holder": self.holder, "time": round(time.time(), 3), **fields}
-        self.store.create_json(f"log/{self._next:06d}.json", entry)
+        self.store.create_json(self._key(), entry)
         self._next += 1

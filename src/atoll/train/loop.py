@@ -86,7 +86,11 @@ def train(task: Task, recipe: Recipe, store: Store, name: str) -> None:
     device = next(task.network.parameters()).device
     autocast = settings.precision == "bf16" or (settings.precision == "auto" and device.type != "cpu")
     optimizer = torch.optim.AdamW(
-        task.network.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        task.network.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=True,  # one pass over the weights: on a CPU at small batches a third of a step's time
     )
     ema = Ema(task.network, settings.ema_half_life * plan.samples, settings.ema_ramp)
     state = TrainState(task.network, ema, optimizer)
@@ -148,12 +152,12 @@ def train(task: Task, recipe: Recipe, store: Store, name: str) -> None:
                     }
                 )
                 progress(state.samples, note=f"loss {state.metrics[-1]['loss']:.4f}")
-            _look(task, state, run, settings.validations, settings.previews, plan.steps)
+            _look(task, state, run, log, settings.validations, settings.previews, plan.steps)
 
             # Save.
             due = time.monotonic() - saved > 60 * settings.checkpoint_minutes
             if due or last or told:
-                _write_metrics(run, state)
+                _write_metrics(run, log, state)
                 checkpoint.save(run, log, state, learned, settings.keep)
                 saved = time.monotonic()
             if told and not last:
@@ -167,7 +171,9 @@ def train(task: Task, recipe: Recipe, store: Store, name: str) -> None:
     say(f"{name}: finished, {plan.samples:,} images in {duration(state.seconds)}")
 
 
-def _look(task: Task, state: TrainState, run: Store, validations: int, previews: int, steps: int) -> None:
+def _look(
+    task: Task, state: TrainState, run: Store, log: Log, validations: int, previews: int, steps: int
+) -> None:
     """Validate and draw with the averaged weights where it is time to."""
     validate, draw = _due(state.step, steps, validations), _due(state.step, steps, previews)
     if not validate and not draw:
@@ -177,9 +183,9 @@ def _look(task: Task, state: TrainState, run: Store, validations: int, previews:
         if validate:
             state.metrics.append({"step": state.step, "samples": state.samples, **task.validate()})
         picture = task.preview() if draw else None
+    _write_metrics(run, log, state)
     if picture is not None:
         run.put(f"previews/{state.step:08d}.png", picture)
-    _write_metrics(run, state)
 
 
 def _due(step: int, steps: int, times: int) -> bool:
@@ -187,7 +193,8 @@ def _due(step: int, steps: int, times: int) -> bool:
     return times > 0 and (step * times) // steps > ((step - 1) * times) // steps
 
 
-def _write_metrics(run: Store, state: TrainState) -> None:
+def _write_metrics(run: Store, log: Log, state: TrainState) -> None:
+    log.check()  # the file is the run's: a holder that was overtaken must not put its own over it
     run.put("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.metrics).encode())
 
 

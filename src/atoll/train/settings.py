@@ -1,50 +1,54 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.flow.objective import ObjectiveConfig
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Config):
     """Settings of the one loop. Amounts are in samples, so they mean the same for any batch size."""
 
-    batch: int = 256
+    batch: int = Field(default=256, ge=1)
     """Samples per step."""
-    lr: float = 1e-4
+    lr: float = Field(default=1e-4, gt=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """Shape after warm-up; `cosine` falls to `lr_floor` times the peak at the end of the run."""
-    lr_floor: float = 0.0
+    lr_floor: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the peak that `cosine` ends at."""
-    warmup: int = 0
+    warmup: int = Field(default=0, ge=0)
     """Samples over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's moment decays."""
-    weight_decay: float = 0.0
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
-    clip: float | None = 1.0
+    clip: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; none if not set."""
-    ema_half_life: float = 0.05
+    ema_half_life: float = Field(default=0.05, ge=0)
     """Half-life of the weight average, as a fraction of the run; 0 for none."""
-    ema_ramp: float = 0.05
+    ema_ramp: float = Field(default=0.05, ge=0)
     """The half-life is at most this fraction of the samples seen so far (warm-up)."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """`bf16` autocasts; `auto` does so on an accelerator (on a CPU it was measured not to help)."""
-    threads: int = 1
+    threads: int = Field(default=1, ge=1)
     """CPU threads of the process; results are bit-identical for equal threads only."""
-    log_every: int = 10
+    log_every: int = Field(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
-    validations: int = 10
+    validations: int = Field(default=10, ge=0)
     """Validations over the run, evenly spaced, the last at its end."""
-    validation_rows: int = 128
+    validation_rows: int = Field(default=128, ge=0)
     """Most held-out rows that a validation uses."""
-    previews: int = 2
+    previews: int = Field(default=2, ge=0)
     """Preview pictures over the run, the last at its end."""
-    checkpoint_minutes: float = 5.0
+    checkpoint_minutes: float = Field(default=5.0, ge=0)
     """Minutes between checkpoints; there is one at the end in any case."""
-    keep: int = 2
+    keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
 
     def learning_rate(self, samples: float, total: int) -> float:

@@ -78,8 +78,7 @@ class TrainState:
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
             # a copy: mapped bytes may be unaligned, which changes how kernels sum
-            device = "cpu" if key == "step" else parameter.device
-            self.optimizer.state[parameter][key] = value.clone().to(device)
+            self.optimizer.state[parameter][key] = value.clone().to(parameter.device)
 
 
 def save(store: Store, log: Log, state: TrainState, learned: dict[str, Any], keep: int) -> None:
@@ -98,10 +97,21 @@ def save(store: Store, log: Log, state: TrainState, learned: dict[str, Any], kee
     content = {"schema": SCHEMA, **state.counters(), "recipe": digest(learned)}
     publish(store, name, state.blobs(), "COMMIT.json", content)
     log.append("commit", checkpoint=name, **state.counters())
-    commits = [entry["checkpoint"] for entry in log.entries() if entry["kind"] == "commit"]
-    kept = set(commits[-keep:])
+    _prune(store, log, keep)
+
+
+def _prune(store: Store, log: Log, keep: int) -> None:
+    """Remove what this holder and those before it left, but for the newest commits.
+
+    What later holders wrote is never touched: this process may have been overtaken without knowing it yet.
+    """
+    entries = log.entries()
+    kept = {entry["checkpoint"] for entry in [e for e in entries if e["kind"] == "commit"][-keep:]}
+    holders = [entry["holder"] for entry in entries if entry["kind"] == "acquire"]
+    ours = set(holders[: holders.index(log.holder) + 1])
     for key in store.list("checkpoints"):
-        if not any(key.startswith(name + "/") for name in kept):
+        folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
+        if folder not in kept and name.partition("-")[2] in ours:
             store.delete(key)
 
 

@@ -1,0 +1,434 @@
+"""What each section of the page says, worked out from the collected campaign."""
+
+import math
+from typing import Any
+
+from markupsafe import Markup
+
+from atoll.base.console import duration
+from atoll.report import figures
+from atoll.report.collect import Campaign, Comparison, Measured, Run
+from atoll.report.figures import Axis, Series
+from atoll.report.wording import NONE, clean, finite, flops, percent, ratio, significant, whole
+
+Section = dict[str, Any]
+
+STRIPS = ("commit", "top-1", "full")
+WHAT = {
+    "monolith": "one model, trained on everything",
+    "commit": "one expert drawn at the start of each picture, and kept",
+    "top-1": "at every step, the expert that the router finds likeliest",
+    "full": "at every step, all experts, weighted by the router",
+    "oracle": "told the cluster of the real picture, so it does not compete",
+}
+
+
+def header(campaign: Campaign) -> Section:
+    """Lead, key figures, and what is still to do."""
+    made, compared = campaign.partition, campaign.comparison
+    unfinished = [_status(run) for run in campaign.runs if not run.finished]
+    return {
+        "lead": _lead(campaign),
+        "ring": figures.ring(made.sizes),
+        "tiles": _tiles(campaign),
+        "unfinished": unfinished,
+        "verdict": _verdict(compared) if compared else None,
+    }
+
+
+def _lead(campaign: Campaign) -> str:
+    k = campaign.partition.k
+    what = (
+        f"A decentralized diffusion model: the data set is cut into {k} clusters, one expert trains on each "
+        "without any contact with the others, and a small router joins them into one model"
+    )
+    if not campaign.wants_monolith:
+        return what + "."
+    return what + "; a monolith of the same training cost stands beside it as the measure."
+
+
+def _verdict(compared: Comparison) -> str | None:
+    best = compared.best
+    value = compared.ratio(best)
+    if best is None or value is None:
+        return None
+    if value < 0.995:
+        return f"The ensemble ({best.name}) is closer to real pictures than the monolith: {ratio(value)} its distance."
+    if value <= 1.005:
+        return f"The ensemble ({best.name}) is as close to real pictures as the monolith."
+    return f"The ensemble ({best.name}) is further from real pictures than the monolith: {ratio(value)} its distance."
+
+
+def _tiles(campaign: Campaign) -> list[dict[str, str]]:
+    made, compared = campaign.partition, campaign.comparison
+    tiles = [
+        _tile("Pictures", whole(made.rows), f"{sum(made.sizes):,} to train, {sum(made.heldout):,} held out"),
+        _tile("Islands", str(made.k), f"{min(made.sizes):,} to {max(made.sizes):,} rows each"),
+    ]
+    if compared:
+        base = compared.row("monolith")
+        if base:
+            tiles.append(_tile("Monolith", significant(base.distance, 4), "distance, lower is better"))
+        best, default = compared.best, compared.row(campaign.default)
+        if best and default and best.name == default.name:
+            tiles.append(_distance_tile("Ensemble", best, compared, ", the best and the default"))
+        else:
+            tiles += [_distance_tile("Best routing", best, compared)] if best else []
+            tiles += [_distance_tile("Default routing", default, compared)] if default else []
+    spent = campaign.flops_ratio
+    done = all(run.finished for run in campaign.runs)
+    note = "of the monolith’s training FLOPs, router included"
+    tiles.append(_tile("Training cost", ratio_exact(spent), note if done else note + "; as planned"))
+    if campaign.seconds is not None:
+        tiles.append(_tile("Time", duration(campaign.seconds), "all stages, on one machine"))
+    return tiles
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _distance_tile(label: str, row: Measured, compared: Comparison, more: str = "") -> dict[str, str]:
+    share = compared.ratio(row)
+    note = row.name + more + (f": {ratio(share)} the monolith’s" if share is not None else "")
+    return _tile(label, significant(row.distance, 4), note)
+
+
+def ratio_exact(value: float | None) -> str:
+    """A ratio that ought to be 1, with three decimals."""
+    return NONE if value is None else f"{value:.3f}×"
+
+
+def _status(run: Run) -> str:
+    if not run.seen or not run.samples:
+        return f"{run.name}: not started"
+    return f"{run.name}: {run.seen:,} of {run.samples:,} images"
+
+
+def samples(campaign: Campaign) -> Section | None:
+    """Pictures side by side, one row per prompt."""
+    compared = campaign.comparison
+    if compared is None or not compared.prompts:
+        return None
+    best = compared.best
+    columns = [{"name": "real", "key": "data", "note": "", "best": False}]
+    for row in compared.rows:
+        is_best = best is not None and row.name == best.name
+        columns.append(
+            {"name": row.name, "key": row.name, "note": significant(row.distance, 4), "best": is_best}
+        )
+    rows = []
+    for number, prompt in enumerate(compared.prompts):
+        cells = [
+            {
+                "name": column["name"],
+                "picture": compared.pictures[str(column["key"])][number],
+                "alt": f"Training picture: {prompt}"
+                if column["key"] == "data"
+                else f"Sample of {column['name']}: {prompt}",
+            }
+            for column in columns
+        ]
+        rows.append({"prompt": prompt, "cluster": compared.clusters[number], "cells": cells})
+    sides = [p.width for shown in compared.pictures.values() for p in shown if p is not None]
+    metric = compared.metric
+    return {
+        "columns": columns,
+        "rows": rows,
+        "pixelated": max(sides, default=0) <= 64,
+        "steps": metric.get("steps"),
+        "guidance": metric.get("guidance"),
+    }
+
+
+def routing(campaign: Campaign) -> Section | None:
+    """Strips: which expert served each shown sample at which step."""
+    compared = campaign.comparison
+    if compared is None or not compared.routing:
+        return None
+    names = [name for name in STRIPS if name in compared.routing] or list(compared.routing)[:3]
+    rows = []
+    for number, prompt in enumerate(compared.prompts):
+        strips = []
+        for name in names:
+            weights = [step[number] for step in compared.routing[name] if number < len(step)]
+            strips.append(
+                {
+                    "name": name,
+                    "drawing": figures.strip(weights, f"{name}, sample {number + 1}") if weights else "",
+                }
+            )
+        rows.append(
+            {
+                "prompt": prompt,
+                "cluster": compared.clusters[number],
+                "picture": compared.pictures["data"][number],
+                "strips": strips,
+            }
+        )
+    return {"names": names, "rows": rows, "legend": [(run.name, run.style) for run in campaign.experts]}
+
+
+def clusters(campaign: Campaign) -> Section:
+    """Balance and contact sheets."""
+    made = campaign.partition
+    total, even = sum(made.sizes), sum(made.sizes) / made.k
+    longest = max(*made.sizes, even) if made.k > 1 else even
+    cards = []
+    for number, (run, size) in enumerate(zip(campaign.experts, made.sizes, strict=True)):
+        share = percent(size / total)
+        name = f"Cluster {number}: {size:,} rows, {share}, {ratio(size / even)} the even share"
+        cards.append(
+            {
+                "number": number,
+                "run": run,
+                "style": run.style,
+                "size": size,
+                "share": share,
+                "heldout": made.heldout[number] if number < len(made.heldout) else None,
+                "sheet": campaign.sheets[number],
+                "bar": figures.balance_bar(name, run.style, size, even, longest),
+                "status": _status(run),
+            }
+        )
+    return {"cards": cards, "even": even, "mark": 100 * even / longest, "warnings": made.warnings}
+
+
+def charts(campaign: Campaign) -> Section:
+    """Loss curves and what the router knows."""
+    # The monolith is drawn first and the experts on top of it.
+    denoisers = [run for run in (campaign.monolith, *campaign.experts) if run.losses or run.validation]
+    legend = [run for run in (*campaign.experts, campaign.monolith) if run in denoisers]
+    return {
+        "legend": [(run.name, run.style) for run in legend],
+        "training": _training(denoisers),
+        "validation": _validation(denoisers),
+        "router_training": _training([campaign.router], "router cross-entropy"),
+        "router_loss": _router_loss(campaign),
+        "router_accuracy": _router_accuracy(campaign),
+        "odd": [
+            f"{run.name}: training losses that are not finite and are left out: {run.odd}"
+            for run in campaign.runs
+            if run.odd
+        ],
+        "unchecked": [
+            run.name for run in campaign.runs if run.finished and not any(v is not None for v in run.validation)
+        ],
+    }
+
+
+def _training(runs: list[Run], what: str = "training loss") -> Markup | None:
+    drawn = [
+        Series(run.name, run.style, figures.smooth(run.losses), figures.thin(run.losses))
+        for run in runs
+        if len(run.losses) > 1
+    ]
+    if not drawn:
+        return None
+    # The raw line decides the range but for its few most extreme values, which are clipped by the frame.
+    raw = sorted(y for one in drawn for _, y in one.raw if y > 0)
+    high = raw[min(len(raw) - 1, int(0.995 * len(raw)))] if raw else 1.0
+    values = [y for one in drawn for _, y in one.points] + [y for y in raw if y <= high]
+    x = figures.log_axis("images seen", [p[0] for one in drawn for p in one.points])
+    y = figures.log_axis(what, values)
+    drawn = [
+        Series(
+            one.name,
+            one.style,
+            one.points,
+            [(px, min(max(py, y.low), y.high)) for px, py in one.raw if px > 0],
+        )
+        for one in drawn
+    ]
+    names = ", ".join(one.name for one in drawn)
+    return figures.line_chart(drawn, x, y, f"{what.capitalize()} against images seen: {names}")
+
+
+def times(count: int) -> list[float]:
+    """The fixed times of a validation: the middles of 8 parts, and t = 1 where there is one more."""
+    parts = count - 1 if count % 2 else count
+    return [(i + 0.5) / parts for i in range(parts)] + [1.0] * (count - parts)
+
+
+def _by_time(run: Run, values: tuple[float | None, ...]) -> list[tuple[float, float]]:
+    return [(t, v) for t, v in zip(times(len(values)), values, strict=True) if v is not None]
+
+
+def _time_axis() -> Axis:
+    ends = {0.0: "0 data", 1.0: "1 noise"}
+    return Axis(
+        "t", -0.02, 1.02, marks=(0.0, 0.25, 0.5, 0.75, 1.0), label=lambda t: ends.get(t, f"{t:.2g}")
+    )
+
+
+def _validation(runs: list[Run]) -> Markup | None:
+    drawn = [Series(r.name, r.style, _by_time(r, r.validation), dots=True) for r in runs if r.validation]
+    drawn = [one for one in drawn if one.points]
+    if not drawn:
+        return None
+    y = figures.linear_axis("loss", [v for one in drawn for _, v in one.points])
+    names = ", ".join(one.name for one in drawn)
+    return figures.line_chart(drawn, _time_axis(), y, f"Validation loss at fixed times t: {names}")
+
+
+def _router_loss(campaign: Campaign) -> Markup | None:
+    points = _by_time(campaign.router, campaign.router.validation)
+    if not points:
+        return None
+    total = sum(campaign.partition.sizes)
+    guess = -sum(s / total * math.log(s / total) for s in campaign.partition.sizes)
+    y = figures.linear_axis("cross-entropy", [guess, *(v for _, v in points)], zero=True)
+    line = Series("Router, cross-entropy", "router", points, dots=True)
+    about = "Cross-entropy of the router at fixed times t"
+    return figures.line_chart([line], _time_axis(), y, about, [("knowing only the sizes", guess)])
+
+
+def _router_accuracy(campaign: Campaign) -> Markup | None:
+    points = _by_time(campaign.router, campaign.router.accuracy)
+    if not points:
+        return None
+    guess = max(campaign.partition.sizes) / sum(campaign.partition.sizes)
+    y = Axis("accuracy", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label=lambda v: f"{v:.0%}")
+    line = Series("Router, accuracy", "router", points, dots=True)
+    about = "Share of held-out rows whose cluster the router finds, at fixed times t"
+    return figures.line_chart([line], _time_axis(), y, about, [("always the largest cluster", guess)])
+
+
+def strategies(campaign: Campaign) -> Section | None:
+    """The table of strategies."""
+    compared = campaign.comparison
+    if compared is None:
+        return None
+    floor = finite(compared.metric.get("real_training_pictures"))
+    longest = max([row.distance or 0.0 for row in compared.rows] + [floor or 0.0]) or 1.0
+    best = compared.best
+    rows = [
+        {
+            "row": row,
+            "what": WHAT.get(row.name) or _describe(row.name),
+            "ratio": compared.ratio(row) if row.name != "monolith" else None,
+            "best": best is not None and row.name == best.name,
+            "default": row.name == campaign.default,
+            "bar": 100 * (row.distance or 0.0) / longest,
+        }
+        for row in compared.rows
+    ]
+    return {
+        "rows": rows,
+        "floor": floor,
+        "floor_bar": 100 * floor / longest if floor is not None else None,
+        "count": compared.metric.get("samples"),
+        "metric": _metric(compared.metric),
+        "favours": bool(compared.metric.get("same_features_as_partition")),
+        "has_baseline": compared.row("monolith") is not None,
+        "oracle": any(row.name == "oracle" for row in compared.rows),
+    }
+
+
+def _describe(name: str) -> str:
+    if name.startswith("top-"):
+        return f"at every step, the {clean(name[4:])} likeliest experts, weighted by the router"
+    if name.startswith("threshold"):
+        return "at every step, the experts above a probability"
+    if name.startswith("commit"):
+        return WHAT["commit"]
+    if name.startswith(("sample", "nucleus")):
+        return "experts drawn anew at every step"
+    return ""
+
+
+def _metric(metric: dict[str, Any]) -> str:
+    """What the distance is, in a sentence."""
+
+    def part(text: str, *keys: str) -> str:
+        values = [metric.get(key) for key in keys]
+        if any(value is None for value in values):
+            return ""
+        shown = [f"{v:,}" if isinstance(v, int) and not isinstance(v, bool) else clean(v) for v in values]
+        return text.format(*shown)
+
+    name = clean(metric.get("name") or "unknown features")
+    what = name
+    if not name.startswith("Fréchet"):
+        inside = part("{} principal components of ", "components")
+        what = f"Fréchet distance on {inside}{name} features"
+    return (
+        what
+        + part(" (input of {} px)", "size")
+        + part(" between {} sampled pictures", "samples")
+        + part(" and {} {}", "reference_rows", "reference")
+        + part(", at the conditions {}", "conditions")
+        + part("; {} sampler", "sampler")
+        + part(", {} steps", "steps")
+        + part(", guidance {}", "guidance")
+        + (", averaged weights" if metric.get("ema") else "")
+        + part(", seed {}", "seed")
+        + "."
+    )
+
+
+def ledger(campaign: Campaign) -> Section:
+    """Where the training FLOPs went."""
+    parts = [*campaign.experts, campaign.router]
+    known = [run.train_flops for run in parts]
+    total = sum(value for value in known if value is not None)
+    base = campaign.monolith.train_flops
+    longest = max(total, base or 0.0)
+    bar = [(f"{run.name}: {flops(run.train_flops)}", run.style, run.train_flops or 0.0) for run in parts]
+    spent = [run.spent for run in parts if run.spent is not None]
+    seen = [run.samples for run in campaign.experts if run.samples is not None]
+    return {
+        "rows": [(run, (run.train_flops or 0.0) / total if total else None) for run in parts],
+        "total": total if all(value is not None for value in known) else None,
+        "images": sum(seen) if len(seen) == campaign.partition.k else None,
+        "seconds": sum(spent) if spent else None,
+        "ratio": ratio_exact(campaign.flops_ratio),
+        "parts_bar": figures.share_bar(bar, longest, f"Experts and router: {flops(total)}"),
+        "monolith_bar": figures.share_bar(
+            [(f"Monolith: {flops(base)}", "monolith", base or 0.0)], longest, f"Monolith: {flops(base)}"
+        ),
+        "planned": any(not run.finished for run in campaign.runs),
+    }
+
+
+def provenance(campaign: Campaign) -> Section:
+    """What made what: hashes, encoders, versions."""
+    made, cards = campaign.partition, [run.card for run in campaign.runs if run.card]
+    facts: list[tuple[str, str, str]] = [
+        ("Partition", made.hash, f"{made.method}, K = {made.k}"),
+        ("Clustered by", *_encoder(made.encoder)),
+    ]
+    if cards:
+        facts.append(("Latents", *_encoder(cards[0].get("latents"))))
+        facts.append(("Text states", *_encoder(cards[0].get("text"))))
+    if campaign.comparison:
+        facts.append(("Judged by", *_encoder(campaign.comparison.metric)))
+    made_by = sorted({str(card["provenance"].get("torch")) for card in cards})
+    facts.append(("Code", "", ", ".join([f"atoll {campaign.code}", *(f"torch {v}" for v in made_by)])))
+    facts = [fact for fact in facts if fact[2]]
+    parts = [
+        {
+            "name": run.name,
+            "style": run.style,
+            "family": clean(run.card["family"]),
+            "parameters": int(run.card["parameters"]),
+            "weights": str(run.card["weights_sha256"]),
+            "initial": str(run.card["provenance"].get("initial_weights") or ""),
+        }
+        for run in campaign.runs
+        if run.card
+    ]
+    return {"facts": facts, "parts": parts}
+
+
+def _encoder(about: dict[str, Any] | None) -> tuple[str, str]:
+    """Hash and name of what made a column."""
+    if not about:
+        return "", ""
+    name = clean(about.get("name") or "")
+    name = "none: pixels as they are" if name == "none" else name
+    size = about.get("size") or about.get("max_length")
+    unit = "px" if about.get("size") else "tokens"
+    return str(about.get("hash") or ""), name + (f", {size} {unit}" if size else "")
+
+

@@ -1,0 +1,320 @@
+"""From pictures to one model, through the commands that a user types."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import atoll, refused
+from helpers import command as answer
+from PIL import Image
+
+from atoll import cli
+from atoll.campaign.campaign import Campaign
+from atoll.data.dataset import DataSet
+from atoll.ensemble.expert import read_card
+from atoll.store.store import Store
+
+PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
+RUNS = ("islands/0", "islands/1", "router", "monolith")
+
+
+def run(*argv: str | Path) -> None:
+    cli.atoll.main([str(part) for part in argv], standalone_mode=False)
+
+
+# What `atoll launch` leaves.
+
+
+def test_every_run_was_a_process_of_its_own(whole: Path) -> None:
+    holders = set()
+    for name in RUNS:
+        entries = [json.loads(p.read_text()) for p in sorted((whole / name / "run/log").glob("*.json"))]
+        assert [e["kind"] for e in entries] == ["acquire", "commit", "publish"]
+        holders |= {int(e["holder"].split("-")[-2]) for e in entries}
+    assert len(holders) == 4 and os.getpid() not in holders
+
+
+def test_the_islands_share_no_row(whole: Path) -> None:
+    store = Store.open(whole)
+    islands = [DataSet.open(store, f"islands/{k}/data") for k in range(2)]
+    ids = [set(island.ids) for island in islands]
+    source = Campaign.open(whole).dataset()
+    assert ids[0].isdisjoint(ids[1]) and ids[0] | ids[1] == set(source.ids)
+    for name in ("router", "monolith"):
+        assert set(DataSet.open(store, f"{name}/data").ids) == set(source.ids)
+
+
+def test_rows_keep_their_latents_texts_and_clusters(whole: Path) -> None:
+    store, source = Store.open(whole), Campaign.open(whole).dataset()
+    where = {name: row for row, name in enumerate(source.ids)}
+    made = json.loads((whole / "partition/partition.json").read_text())
+    for k in range(2):
+        island = DataSet.open(store, f"islands/{k}/data")
+        rows = [where[name] for name in island.ids]
+        own = range(len(island))
+        assert (island.column("latents").read(own) == source.column("latents").read(rows)).all()
+        for mine, theirs in zip(
+            island.column("text").read_ragged(own), source.column("text").read_ragged(rows), strict=True
+        ):
+            assert (mine[:, : theirs.shape[1]] == theirs[:, : mine.shape[1]]).all()
+        assert len(island.split("train")) == made["sizes"][k]
+        assert len(island.split("heldout")) == made["heldout"][k]
+    union = DataSet.open(store, "router/data")
+    clusters = union.column("clusters").read(range(len(union))).tolist()
+    assert clusters == [0] * sum(x[0] for x in (made["sizes"], made["heldout"])) + [1] * (
+        made["sizes"][1] + made["heldout"][1]
+    )
+
+
+def test_no_character_is_trained_on_and_held_out(whole: Path) -> None:
+    source = Campaign.open(whole).dataset()
+    groups = source.table(["group"]).column("group").to_pylist()
+    train, heldout = ({groups[i] for i in source.split(s)} for s in ("train", "heldout"))
+    assert train and heldout and train.isdisjoint(heldout)
+
+
+def test_experts_and_router_cost_what_the_monolith_costs(whole: Path) -> None:
+    cards = {name: read_card(Store.open(whole), f"{name}/expert") for name in RUNS}
+    spent = sum(cards[name].train_flops for name in RUNS[:3])
+    assert spent == pytest.approx(cards["monolith"].train_flops, rel=0.01)
+    assert len({cards[name].partition for name in RUNS}) == 1
+    assert {c.provenance["initial_weights"] for n, c in cards.items() if n != "router"} == {
+        cards["monolith"].provenance["initial_weights"]
+    }
+
+
+def test_the_runs_learn(whole: Path) -> None:
+    """The loss of the averaged weights on held-out rows falls between the two validations."""
+    for name in ("router", "monolith"):
+        lines = [json.loads(line) for line in (whole / name / "run/metrics.jsonl").read_text().splitlines()]
+        seen = [line["validation_loss"] for line in lines if "validation_loss" in line]
+        assert len(seen) == 2 and seen[1] < seen[0]
+
+
+def test_contact_sheets_and_previews_are_pictures(whole: Path) -> None:
+    for k in range(2):
+        sheet = Image.open(whole / f"partition/sheets/{k}.png")
+        assert sheet.width > 100
+        (preview,) = (whole / f"islands/{k}/run/previews").glob("*.png")
+        assert Image.open(preview).width > 100
+
+
+def test_launched_again_it_is_quick_and_says_so(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()}
+    begin = time.monotonic()
+    said = answer(capsys, "launch", whole, "--on", "local")
+    assert said.code == 0 and said.err == ""
+    assert [line.split(":")[0] for line in said.out.splitlines()] == ["partition", "training", "ensemble"]
+    assert said.out.count("already") == 3 and "started" not in said.out
+    assert time.monotonic() - begin < 5
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("stage", [["data", "ingest"], ["data", "embed"], ["data", "encode"], ["partition"]])
+def test_a_finished_stage_changes_nothing(
+    stage: list[str], whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()}
+    assert answer(capsys, *stage, whole).code == 0
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()} == before
+
+
+def test_the_data_set_is_what_its_manifest_says(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "data", "audit", whole).out == "no problems\n"
+    shown = answer(capsys, "data", "show", whole).out
+    assert "320 rows of glyphs, 16 px gray" in shown and "column text: float16 ragged 384" in shown
+
+
+# `atoll sample`.
+
+
+def sampled(whole: Path, out: Path, *options: str) -> np.ndarray:
+    run("sample", whole, *PROMPTS, "--out", out, "--count", "3", *options)
+    return np.asarray(Image.open(out))
+
+
+def test_prompts_become_pictures(whole: Path, tmp_path: Path) -> None:
+    first = sampled(whole, tmp_path / "a.png", "--seed", "1")
+    assert first.shape[2] == 3 and first.shape[1] >= 3 * 64 and first.shape[0] >= 2 * 64
+    assert first.std() > 5
+    assert (sampled(whole, tmp_path / "b.png", "--seed", "1") == first).all()
+    assert (sampled(whole, tmp_path / "c.png", "--seed", "2") != first).any()
+    assert (sampled(whole, tmp_path / "d.png", "--seed", "1", "--guidance", "5") != first).any()
+
+
+@pytest.mark.parametrize("routing", ["top-1", "top-2", "full", "sample-2", "threshold(0.1)", "commit(0.5)"])
+def test_every_strategy_samples(
+    routing: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled(whole, tmp_path / "a.png", "--routing", routing)
+    assert capsys.readouterr().out.strip().endswith(f"guidance 2, {routing}")
+
+
+def test_the_monolith_samples_from_the_same_noise(whole: Path, tmp_path: Path) -> None:
+    ensemble = sampled(whole, tmp_path / "a.png")
+    monolith = sampled(whole, tmp_path / "b.png", "--model", "monolith")
+    assert ensemble.shape == monolith.shape and (ensemble != monolith).any()
+
+
+# `atoll compare`.
+
+
+@pytest.fixture(scope="module")
+def compared(whole: Path) -> dict:  # type: ignore[type-arg]
+    run("compare", whole)
+    return json.loads((whole / "reports/compare.json").read_text())
+
+
+def test_every_strategy_is_measured(compared: dict) -> None:  # type: ignore[type-arg]
+    rows = {row["name"]: row for row in compared["rows"]}
+    assert list(rows) == ["monolith", "commit", "top-1", "top-2", "full", "oracle"]
+    assert all(0 < row["distance"] < float("inf") for row in rows.values())
+    experts = {name: row["experts_per_step"] for name, row in rows.items()}
+    assert experts == {"monolith": 1, "commit": 1, "top-1": 1, "top-2": 2, "full": 2, "oracle": 1}
+    # one call per picture for commit (2 steps), one per step and branch otherwise
+    calls = {name: row["router_calls_per_step"] for name, row in rows.items()}
+    assert calls == {"monolith": 0, "commit": 0.5, "top-1": 1, "top-2": 1, "full": 2, "oracle": 0}
+    assert rows["full"]["gflops_per_step"] > 1.5 * rows["monolith"]["gflops_per_step"]
+    assert rows["top-2"]["distance"] != rows["top-1"]["distance"]
+
+
+def test_top_2_of_2_is_full_without_guidance(whole: Path, tmp_path: Path) -> None:
+    top = sampled(whole, tmp_path / "a.png", "--routing", "top-2", "--guidance", "1")
+    full = sampled(whole, tmp_path / "b.png", "--routing", "full", "--guidance", "1")
+    assert np.abs(top.astype(int) - full.astype(int)).max() <= 1  # a level of grey, where rounding decides
+
+
+def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> None:  # type: ignore[type-arg]
+    metric = compared["metric"]
+    assert metric["name"].startswith("Fréchet distance on") and "FID" not in metric["name"]
+    assert metric["samples"] == 40 and not metric["same_features_as_partition"]
+    assert metric["reference_rows"] == len(Campaign.open(whole).dataset().split("heldout"))
+    assert compared["train_flops"]["experts"] + compared["train_flops"]["router"] == pytest.approx(
+        compared["train_flops"]["monolith"], rel=0.01
+    )
+    for name in [row["name"] for row in compared["rows"]] + ["data"]:
+        assert len(list((whole / "reports/compare" / name).glob("*.png"))) == 4
+    assert {name: np.shape(trace) for name, trace in compared["routing"].items()} == dict.fromkeys(
+        ["commit", "top-1", "top-2", "full", "oracle"], (2, 4, 2)
+    )
+
+
+def test_a_comparison_is_not_repeated_but_for_other_settings(
+    compared: dict,  # type: ignore[type-arg]
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert answer(capsys, "compare", whole).out == "compare: finished already\n"
+    other = answer(capsys, "compare", whole, "--set", "compare.strategies=[top-1]", "--set", "compare.samples=30")
+    assert other.code == 0 and "top-1" in other.out and "finished already" not in other.out
+    again = json.loads((whole / "reports/compare.json").read_text())
+    assert [row["name"] for row in again["rows"]] == ["monolith", "top-1"]
+
+
+# Own data.
+
+
+COLOURS = {"red": (220, 40, 30), "green": (30, 160, 60), "blue": (40, 60, 210), "black": (20, 20, 20)}
+
+
+def pictures(folder: Path, count: int = 200) -> Path:
+    """Squares and bars in four colours on white, with `metadata.jsonl` as Hugging Face has it."""
+    from PIL import ImageDraw
+
+    folder.mkdir()
+    draws = np.random.default_rng(0)
+    lines = []
+    for number in range(count):
+        colour = list(COLOURS)[number % 4]
+        shape = ("square", "bar")[number // 4 % 2]
+        image = Image.new("RGB", (40, 30 + number % 3), "white")
+        x, y = draws.integers(2, 14, 2).tolist()
+        width, height = (14, 14) if shape == "square" else (20, 5)
+        ImageDraw.Draw(image).rectangle((x, y, x + width, y + height), fill=COLOURS[colour])
+        image.save(folder / f"{number:03d}.png")
+        lines.append(json.dumps({"file_name": f"{number:03d}.png", "text": f"a {colour} {shape}"}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+SMALL_BUDGET = {
+    "data.ingest.size": 16,
+    "partition.k": 2,
+    "network.depth": 1,
+    "network.heads": 2,
+    "network.head_width": 16,
+    "train.batch": 16,
+    "router.depth": 1,
+    "router.patch": 4,
+    "router.train.batch": 16,
+    "budget.samples": 960,
+    "monolith": "false",
+}
+
+
+def small_budget() -> list[str]:
+    return [part for key, value in SMALL_BUDGET.items() for part in ("--set", f"{key}={value}")]
+
+
+def test_a_folder_of_pictures_goes_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three commands of the README, with a smaller budget, from the folder above the pictures."""
+    pictures(tmp_path / "pictures")
+    monkeypatch.chdir(tmp_path)
+    run("new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *small_budget())
+    run("launch", "mine")
+    run("sample", "mine", "a red square")
+    assert Image.open(tmp_path / "samples.png").width >= 4 * 64
+    dataset = Campaign.open(tmp_path / "mine").dataset()
+    assert len(dataset) == 200 and dataset.manifest.mode == "rgb" and dataset.manifest.rejects == {}
+    assert not (tmp_path / "mine/monolith/expert").exists()
+    caption = dataset.take([5]).column("caption")[0].as_py()
+    assert caption == "a green bar"
+
+
+@pytest.mark.slow
+def test_the_same_three_commands_as_processes(tmp_path: Path) -> None:
+    pictures(tmp_path / "pictures", 60)
+    for argv in (
+        ["new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *small_budget()],
+        ["launch", "mine"],
+        ["sample", "mine", "a red square"],
+    ):
+        done = atoll(*argv, cwd=tmp_path)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert Image.open(tmp_path / "samples.png").width >= 4 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_emoji_go_the_whole_way(shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "emoji64" / "twitter.parquet"
+    if not source.is_file():
+        pytest.skip(f"no {source}")
+    folder = tmp_path / "emoji"
+    run("new", folder, "--recipe", "cpu", "--set", f"data.source={source}", *small_budget())
+    run("launch", folder)
+    dataset = Campaign.open(folder).dataset()
+    assert len(dataset) > 3000
+    caption = dataset.take([0]).column("caption")[0].as_py()
+    run("sample", folder, caption, "--out", tmp_path / "a.png")
+    assert Image.open(tmp_path / "a.png").width >= 4 * 64
+
+
+# Overrides on the command line.
+
+
+def test_an_override_of_the_first_command_counts_for_all_later_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`campaign.yaml` still says otherwise; the processes that train and later commands must not mind."""
+    from helpers import write_campaign
+
+    folder = write_campaign(tmp_path / "c", {"monolith": False})
+    run("launch", folder, "--set", "train.batch=8", "--set", "sampling.steps=2")
+    assert json.loads((folder / "islands/0/island.json").read_text())["batch"] == 8
+    said = answer(capsys, "sample", folder, "1", "--out", tmp_path / "a.png")
+    assert said.code == 0 and "3 steps" in said.out  # sampling is never fixed: campaign.yaml decides
+    refused(answer(capsys, "launch", folder, "--set", "train.batch=4"), "train.batch is 4", "started with 8")

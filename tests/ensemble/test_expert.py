@@ -1,0 +1,174 @@
+"""Experts: conversion at their edge, and publication."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
+
+from atoll.base.errors import PartitionError, StoreError
+from atoll.base.hashing import digest_tensors
+from atoll.ensemble.card import Card, check_together
+from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
+from atoll.flow.objective import noisy, target
+from atoll.flow.schedule import DDPMLinear, RectifiedFlow, VPCosine
+from atoll.networks.families import DataShape, family
+from atoll.store.store import Conflict, Store
+
+B = 8
+
+
+def test_a_velocity_expert_is_its_network() -> None:
+    e, x, t, cond = expert(0), noise(B), torch.linspace(0, 1, B), conditions(B)
+    network = e.network(
+        x, encoder_hidden_states=cond.text, encoder_attention_mask=cond.mask, timestep=1000 * t
+    ).sample
+    assert torch.equal(e.velocity(x, t, cond), network[:, :3])
+
+
+def test_an_eps_expert_on_the_cosine_schedule_is_asked_at_its_own_time_and_scale() -> None:
+    """`paper.md`, section 2: find tau of equal SNR, scale by alpha(tau) / (1 - t), then turn eps into v."""
+    e = expert(1, prediction="eps", schedule="vp-cosine")
+    x, t, cond = noise(B), torch.linspace(0.05, 0.95, B), conditions(B)
+    tau = torch.atan(t / (1 - t)) * 2 / torch.pi
+    alpha, one = torch.cos(torch.pi / 2 * tau).view(-1, 1, 1, 1), (1 - t).view(-1, 1, 1, 1)
+    eps = family("pixart").predict(e.network, alpha / one * x, tau, cond)
+    torch.testing.assert_close(e.velocity(x, t, cond), (eps - x) / one, rtol=1e-4, atol=5e-4)
+    naive = family("pixart").predict(e.network, x, t, cond)  # neither re-timed nor re-scaled
+    assert float(((naive - x) / one - e.velocity(x, t, cond)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("schedule", [RectifiedFlow(), VPCosine(), DDPMLinear()], ids=lambda s: s.name)
+@pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
+def test_an_expert_that_knows_its_one_picture_gives_the_straight_flow(schedule, prediction) -> None:
+    """With one image in the data the exact network is known; whatever it predicts, v = eps - x0."""
+    x0, eps = noise(1, seed=1).expand(B, -1, -1, -1), noise(B, seed=2)
+    t = torch.linspace(0.05, 0.95, B)
+    x_t = noisy(x0, eps, t, RectifiedFlow())
+
+    class Exact(torch.nn.Module):
+        """Stands where the diffusers network does, behind the real adapter of the family."""
+
+        config = type("config", (), {"in_channels": 3})
+
+        def forward(self, x, encoder_hidden_states, encoder_attention_mask, timestep):
+            tau = (timestep / 1000).double()
+            a, s = schedule.alpha(tau).view(-1, 1, 1, 1), schedule.sigma(tau).view(-1, 1, 1, 1)
+            own_eps = (x.double() - a * x0) / s
+            sample = target(x0.double(), own_eps, tau, schedule, prediction)
+            return type("output", (), {"sample": sample.to(x.dtype)})
+
+    e = Expert(Exact(), "pixart", prediction, schedule.name)
+    torch.testing.assert_close(e.velocity(x_t, t, conditions(B)), eps - x0, rtol=1e-3, atol=1e-3)
+
+
+# Publication.
+
+
+def write(store: Store, prefix: str, shape: DataShape = CLASSES, **changes: object) -> Expert:
+    e = expert(3, shape)
+    weights = dict(e.network.named_parameters())
+    write_part(
+        store, prefix, e.network, weights, card(family=e.family, weights_sha256=digest_tensors(weights), **changes)
+    )
+    return e
+
+
+@pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
+def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    assert not published(store, "a")
+    e = write(store, "a", shape)
+    assert published(store, "a")
+    back = Expert.load(store, "a")
+    x, t, cond = noise(B, shape), torch.linspace(0, 1, B), conditions(B, shape)
+    assert torch.equal(back.velocity(x, t, cond), e.velocity(x, t, cond))
+    assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
+
+
+def test_diffusers_reads_it_too(tmp_path: Path) -> None:
+    from diffusers import DiTTransformer2DModel
+
+    e = write(Store.open(tmp_path), "a")
+    theirs = DiTTransformer2DModel.from_pretrained(tmp_path / "a")
+    mine = dict(e.network.named_parameters())
+    assert all(torch.equal(p, mine[name]) for name, p in theirs.named_parameters())
+
+
+def test_a_published_router_comes_back(tmp_path: Path) -> None:
+    store, network = Store.open(tmp_path), router(1, 3)
+    weights = dict(network.named_parameters())
+    write_part(
+        store, "r", network, weights, card(role="router", island=None, weights_sha256=digest_tensors(weights))
+    )
+    x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
+    assert torch.equal(RouterModel.load(store, "r").logits(x, t, cond), network(x, t, cond))
+
+
+def test_nothing_is_published_twice(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    write(store, "a")
+    with pytest.raises(Conflict, match=r"card\.json exists already"):
+        write(store, "a")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])), "not what its card says"),
+        (lambda p: p.write_bytes(p.read_bytes()[:100]), "is damaged"),
+        (lambda p: p.write_bytes(b"not weights"), "is damaged"),
+        (lambda p: p.unlink(), "is missing"),
+    ],
+    ids=["flipped", "torn", "foreign", "missing"],
+)
+def test_weights_that_are_not_those_of_the_card_are_refused(harm, message: str, tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    write(store, "a")
+    harm(tmp_path / "a" / WEIGHTS)
+    with pytest.raises(StoreError, match=message):
+        Expert.load(store, "a")
+
+
+def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    write(store, "a")
+    path = tmp_path / "a/card.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
+    with pytest.raises(StoreError, match="schema 99"):
+        read_card(store, "a")
+
+
+def test_a_card_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    write(store, "a")
+    (tmp_path / "a/card.json").write_text("{")
+    with pytest.raises(StoreError, match="not valid JSON"):
+        read_card(store, "a")
+
+
+# What belongs together.
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("partition", "q" * 64),
+        ("latents", {"name": "sd-vae", "hash": "1", "shift": 0.0, "scale": 0.18}),
+        ("latents", {"name": "none", "hash": "", "shift": 0.0, "scale": 0.5}),
+        ("text", {"name": "minilm", "hash": "1", "max_length": 20}),
+        ("condition", "none"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(field: str, value: object) -> None:
+    parts: list[Card] = [card(), card(role="router", island=None), card(island=2, **{field: value})]
+    with pytest.raises(PartitionError, match=f"expert 2 was made with another {field} than expert 0"):
+        check_together(parts)
+    check_together(parts[:2])
+
+
+def test_weights_are_those_of_the_network_class(tmp_path: Path) -> None:
+    assert set(dict(denoiser(0, CLASSES).named_parameters())) == set(denoiser(0, CLASSES).state_dict()) - {
+        "pos_embed.pos_embed"
+    }

@@ -1,0 +1,174 @@
+"""Campaigns so small that they train in seconds, and the `atoll` command as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from atoll import cli
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.islands import make_islands
+from atoll.campaign.stages import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Characters in two faces as 8 px pictures, by class (= face), cut at random: nothing heavy is loaded.
+SMALL: dict[str, Any] = {
+    "seed": 3,
+    "condition": "class",
+    "data": {
+        "path": "data",
+        "source": "glyphs",
+        "ingest": {
+            "size": 8,
+            "mode": "gray",
+            "heldout": 0.1,
+            "shard_rows": 32,
+            "label": None,
+            "glyphs": {"faces": ["DejaVuSans", "DejaVuSerif"], "characters": "basic", "limit": 80},
+        },
+        "vae": "none",
+    },
+    "partition": {"method": "random", "k": 2},
+    "network": {"family": "dit", "size": "nano", "patch": 4, "depth": 1, "heads": 2, "head_width": 16},
+    "train": {"batch": 16, "lr": 1e-3, "validations": 3, "previews": 1, "checkpoint_minutes": 60.0},
+    "router": {
+        "patch": 4,
+        "depth": 1,
+        "heads": 1,
+        "head_width": 16,
+        "share": 0.1,
+        "train": {"batch": 16, "lr": 1e-3, "validations": 2, "checkpoint_minutes": 60.0},
+    },
+    "budget": {"samples": 640},
+    "sampling": {"steps": 3},
+    "compare": {"samples": 24, "steps": 2, "shown": 4, "fit_rows": 60, "batch": 10},
+}
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with some of them replaced."""
+    result = dict(tree)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def write_campaign(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    """A folder with a `campaign.yaml`: `SMALL` with some settings replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(merged(SMALL, changes or {})))
+    return folder
+
+
+def partitioned(folder: Path, changes: Mapping[str, Any] | None = None) -> Campaign:
+    """A campaign that is ready to be trained."""
+    prepare(Campaign.open(write_campaign(folder, changes)))
+    campaign = Campaign.open(folder)
+    make_islands(campaign)
+    return campaign
+
+
+def environment() -> dict[str, str]:
+    """That of a child process: this checkout, no hub, one thread."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+
+
+def atoll(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "atoll", *map(str, argv)],
+        env=environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def start(*argv: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Start the command as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "atoll", *map(str, argv)],
+        env=environment(),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Answer:
+    """What a command said and how it ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def __repr__(self) -> str:
+        return f"Answer({self.code}, out={self.out!r}, err={self.err!r})"
+
+
+def command(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Answer:
+    """The command within this process, through the entry point's own handling of errors.
+
+    An exception that the entry point would not catch comes out of here, so a traceback fails the test.
+    """
+    capsys.readouterr()
+    code = 0
+    try:
+        cli._guard(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except click.exceptions.Exit as ended:
+        code = ended.exit_code
+    captured = capsys.readouterr()
+    return Answer(code, captured.out, captured.err)
+
+
+def refused(answer: Answer, *words: str) -> str:
+    """Check that an answer is one line of error and exit code 2; the line."""
+    assert answer.code == 2, answer
+    lines = answer.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), answer
+    assert "Traceback" not in answer.out
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+    return lines[0]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl, less the timings."""
+    lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Folder of the last checkpoint that the log names."""
+    log = [json.loads(path.read_text()) for path in sorted((run / "run" / "log").glob("*.json"))]
+    name = [entry["checkpoint"] for entry in log if entry["kind"] == "commit"][-1]
+    return run / "run" / name
+
+
+STATE = ("weights.safetensors", "ema.safetensors", "optimizer.safetensors")
+WEIGHTS = "expert/diffusion_pytorch_model.safetensors"
+
+
+def bits(run: Path, files: Sequence[str] = STATE) -> dict[str, bytes]:
+    """Everything that a finished run computed, as bytes."""
+    folder = newest_checkpoint(run)
+    found = {name: (folder / name).read_bytes() for name in files}
+    return {**found, "published": (run / WEIGHTS).read_bytes()}
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    """Whether two finished runs computed the same."""
+    first, second = bits(one), bits(other)
+    return {name for name in first if first[name] != second[name]} == set()
