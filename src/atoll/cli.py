@@ -72,8 +72,7 @@ def ingest(campaign: str, sets: tuple[str, ...]) -> None:
     """Turn data.source (glyphs, a folder with captions, parquet) into the data set at data.path."""
     from atoll.campaign.stages import ingest_stage
 
-    opened = _open(campaign, sets)
-    _show(ingest_stage(opened.config.data, str(opened.config.data_path(opened.store.root))))
+    ingest_stage(_open(campaign, sets))
 
 
 @data.command()
@@ -104,7 +103,10 @@ def encode(campaign: str, sets: tuple[str, ...]) -> None:
 @CAMPAIGN
 def show(campaign: str) -> None:
     """Rows, splits, columns and rejects of the data set."""
-    _show(_open(campaign).dataset())
+    from atoll.campaign.stages import describe
+
+    for line in describe(_open(campaign).dataset()):
+        say(line)
 
 
 @data.command()
@@ -238,10 +240,3 @@ def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
     from atoll.campaign.campaign import Campaign
 
     return Campaign.open(campaign, sets)
-
-
-def _show(dataset: Any) -> None:
-    from atoll.campaign.stages import describe
-
-    for line in describe(dataset):
-        say(line)

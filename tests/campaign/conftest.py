@@ -6,7 +6,6 @@ import pytest
 
 from atoll import cli
 
-PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
 SETS = {
     "data.ingest.glyphs.limit": 320,
     "data.ingest.glyphs.characters": "basic",
@@ -19,16 +18,17 @@ SETS = {
     "network.head_width": 16,
     "train.batch": 16,
     "train.validations": 2,
+    "router.train.validations": 2,
     "router.depth": 1,
     "router.heads": 1,
     "router.share": 0.1,
     "router.train.batch": 16,
-    "budget.samples": 1600,
+    "budget.samples": 1280,
     "sampling.steps": 3,
-    "compare.samples": 40,
+    "compare.samples": 24,
     "compare.steps": 2,
     "compare.shown": 4,
-    "compare.fit_rows": 100,
+    "compare.fit_rows": 60,
 }
 
 

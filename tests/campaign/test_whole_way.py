@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import atoll, refused
+from helpers import atoll, refused, write_campaign
 from helpers import command as answer
 from PIL import Image
 
 from atoll import cli
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.stages import prepare
 from atoll.data.dataset import DataSet
 from atoll.ensemble.expert import read_card
 from atoll.store.store import Store
@@ -23,6 +24,13 @@ RUNS = ("islands/0", "islands/1", "router", "monolith")
 
 def run(*argv: str | Path) -> None:
     cli.atoll.main([str(part) for part in argv], standalone_mode=False)
+
+
+def width(path: Path) -> int:
+    """Of a picture that can be read to its end."""
+    with Image.open(path) as image:
+        image.load()
+        return image.width
 
 
 # What `atoll launch` leaves.
@@ -87,19 +95,18 @@ def test_experts_and_router_cost_what_the_monolith_costs(whole: Path) -> None:
 
 
 def test_the_runs_learn(whole: Path) -> None:
-    """The loss of the averaged weights on held-out rows falls between the two validations."""
+    """The loss of the averaged weights on held-out rows falls from the first validation to the last."""
     for name in ("router", "monolith"):
         lines = [json.loads(line) for line in (whole / name / "run/metrics.jsonl").read_text().splitlines()]
         seen = [line["validation_loss"] for line in lines if "validation_loss" in line]
-        assert len(seen) == 2 and seen[1] < seen[0]
+        assert len(seen) >= 2 and seen[-1] < seen[0]
 
 
 def test_contact_sheets_and_previews_are_pictures(whole: Path) -> None:
     for k in range(2):
-        sheet = Image.open(whole / f"partition/sheets/{k}.png")
-        assert sheet.width > 100
+        assert width(whole / f"partition/sheets/{k}.png") > 100
         (preview,) = (whole / f"islands/{k}/run/previews").glob("*.png")
-        assert Image.open(preview).width > 100
+        assert width(preview) > 100
 
 
 def test_launched_again_it_is_quick_and_says_so(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +140,8 @@ def test_the_data_set_is_what_its_manifest_says(whole: Path, capsys: pytest.Capt
 
 def sampled(whole: Path, out: Path, *options: str) -> np.ndarray:
     run("sample", whole, *PROMPTS, "--out", out, "--count", "3", *options)
-    return np.asarray(Image.open(out))
+    with Image.open(out) as image:
+        return np.asarray(image)
 
 
 def test_prompts_become_pictures(whole: Path, tmp_path: Path) -> None:
@@ -141,16 +149,14 @@ def test_prompts_become_pictures(whole: Path, tmp_path: Path) -> None:
     assert first.shape[2] == 3 and first.shape[1] >= 3 * 64 and first.shape[0] >= 2 * 64
     assert first.std() > 5
     assert (sampled(whole, tmp_path / "b.png", "--seed", "1") == first).all()
-    assert (sampled(whole, tmp_path / "c.png", "--seed", "2") != first).any()
-    assert (sampled(whole, tmp_path / "d.png", "--seed", "1", "--guidance", "5") != first).any()
+    assert (sampled(whole, tmp_path / "c.png", "--seed", "2", "--guidance", "5") != first).any()
 
 
-@pytest.mark.parametrize("routing", ["top-1", "top-2", "full", "sample-2", "threshold(0.1)", "commit(0.5)"])
-def test_every_strategy_samples(
-    routing: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_routing_asked_for_is_used(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sampled(whole, tmp_path / "a.png", "--routing", routing)
-    assert capsys.readouterr().out.strip().endswith(f"guidance 2, {routing}")
+    sampled(whole, tmp_path / "a.png", "--routing", "Threshold(.1)")
+    assert capsys.readouterr().out.strip().endswith("6 pictures, 3 steps, guidance 2, threshold(0.1)")
 
 
 def test_the_monolith_samples_from_the_same_noise(whole: Path, tmp_path: Path) -> None:
@@ -189,8 +195,9 @@ def test_top_2_of_2_is_full_without_guidance(whole: Path, tmp_path: Path) -> Non
 
 def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> None:  # type: ignore[type-arg]
     metric = compared["metric"]
-    assert metric["name"].startswith("Fréchet distance on") and "FID" not in metric["name"]
-    assert metric["samples"] == 40 and not metric["same_features_as_partition"]
+    assert metric["distance"].endswith("principal components of efficientnet-lite2")
+    assert metric["name"] == "efficientnet-lite2" and len(metric["hash"]) == 64
+    assert metric["samples"] == 24 and not metric["same_features_as_partition"]
     assert metric["reference_rows"] == len(Campaign.open(whole).dataset().split("heldout"))
     assert compared["train_flops"]["experts"] + compared["train_flops"]["router"] == pytest.approx(
         compared["train_flops"]["monolith"], rel=0.01
@@ -208,7 +215,7 @@ def test_a_comparison_is_not_repeated_but_for_other_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert answer(capsys, "compare", whole).out == "compare: finished already\n"
-    other = answer(capsys, "compare", whole, "--set", "compare.strategies=[top-1]", "--set", "compare.samples=30")
+    other = answer(capsys, "compare", whole, "--set", "compare.strategies=[top-1]", "--set", "compare.samples=12")
     assert other.code == 0 and "top-1" in other.out and "finished already" not in other.out
     again = json.loads((whole / "reports/compare.json").read_text())
     assert [row["name"] for row in again["rows"]] == ["monolith", "top-1"]
@@ -250,7 +257,10 @@ SMALL_BUDGET = {
     "router.depth": 1,
     "router.patch": 4,
     "router.train.batch": 16,
-    "budget.samples": 960,
+    "budget.samples": 640,
+    "train.validations": 1,
+    "train.previews": 0,
+    "router.train.validations": 1,
     "monolith": "false",
 }
 
@@ -266,7 +276,7 @@ def test_a_folder_of_pictures_goes_the_whole_way(tmp_path: Path, monkeypatch: py
     run("new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *small_budget())
     run("launch", "mine")
     run("sample", "mine", "a red square")
-    assert Image.open(tmp_path / "samples.png").width >= 4 * 64
+    assert width(tmp_path / "samples.png") >= 4 * 64
     dataset = Campaign.open(tmp_path / "mine").dataset()
     assert len(dataset) == 200 and dataset.manifest.mode == "rgb" and dataset.manifest.rejects == {}
     assert not (tmp_path / "mine/monolith/expert").exists()
@@ -284,7 +294,7 @@ def test_the_same_three_commands_as_processes(tmp_path: Path) -> None:
     ):
         done = atoll(*argv, cwd=tmp_path)
         assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert Image.open(tmp_path / "samples.png").width >= 4 * 64
+    assert width(tmp_path / "samples.png") >= 4 * 64
 
 
 @pytest.mark.slow
@@ -300,7 +310,7 @@ def test_emoji_go_the_whole_way(shared_data: Path, tmp_path: Path) -> None:
     assert len(dataset) > 3000
     caption = dataset.take([0]).column("caption")[0].as_py()
     run("sample", folder, caption, "--out", tmp_path / "a.png")
-    assert Image.open(tmp_path / "a.png").width >= 4 * 64
+    assert width(tmp_path / "a.png") >= 4 * 64
 
 
 # Overrides on the command line.
@@ -310,11 +320,11 @@ def test_an_override_of_the_first_command_counts_for_all_later_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`campaign.yaml` still says otherwise; the processes that train and later commands must not mind."""
-    from helpers import write_campaign
-
-    folder = write_campaign(tmp_path / "c", {"monolith": False})
-    run("launch", folder, "--set", "train.batch=8", "--set", "sampling.steps=2")
+    folder = write_campaign(tmp_path / "c")
+    prepare(Campaign.open(folder, ["train.batch=8", "sampling.steps=2"]))
     assert json.loads((folder / "islands/0/island.json").read_text())["batch"] == 8
-    said = answer(capsys, "sample", folder, "1", "--out", tmp_path / "a.png")
-    assert said.code == 0 and "3 steps" in said.out  # sampling is never fixed: campaign.yaml decides
+    assert answer(capsys, "train", "expert", folder, "--island", "0").code == 0
+    again = Campaign.open(folder)
+    assert again.config.train.batch == 8
+    assert again.config.sampling.steps == 3  # never fixed: campaign.yaml decides
     refused(answer(capsys, "launch", folder, "--set", "train.batch=4"), "train.batch is 4", "started with 8")

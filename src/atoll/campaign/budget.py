@@ -100,7 +100,9 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     kinds: list[tuple[int, Flops]] = []
     for number in range(len(sizes)):
         network, train = config.island(number)
-        own_batch = config.budget.expert_batch or (max(1, train.batch // len(sizes)) if equal else train.batch)
+        own_batch = config.budget.expert_batch or (
+            max(1, train.batch // len(sizes)) if equal else train.batch
+        )
         kinds.append((own_batch, dense if network == config.network else denoiser_flops(network, shape)))
     if equal:
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from atoll.base.config import set_value
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.version import code_version
 from atoll.campaign.config import CampaignConfig
 from atoll.data.dataset import DataSet
@@ -70,11 +70,14 @@ class Campaign:
         try:
             self.store.create_json(FROZEN, content)
         except Conflict:
-            _must_agree((_frozen(self.store) or content)["config"], config, self.store)
+            _must_agree((_frozen(self.store) or {})["config"], config, self.store)
 
     def dataset(self) -> DataSet:
-        """The campaign's data set."""
-        return DataSet.open(Store.open(self.config.data_path(self.store.root)))
+        """The campaign's data set; `DataError` if there is none."""
+        path = self.config.data_path(self.store.root)
+        if not path.exists():
+            raise DataError(f"there is no data set at {path}", "make it: atoll data ingest")
+        return DataSet.open(Store.open(path))
 
 
 def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:

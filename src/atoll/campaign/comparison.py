@@ -37,10 +37,11 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     ensemble, router = load_ensemble(store)
     baseline = _baseline(campaign, router)
     parts = store.get_json(MANIFEST)["parts"] | ({"monolith": baseline.weights_sha256} if baseline else {})
-    key = digest({"parts": parts, "config": config.model_dump(), "seed": campaign.config.seed})
-    if store.exists(RESULT) and store.get_json(RESULT).get("key") == key:
+    settings = {"config": config.model_dump(), "default": campaign.config.sampling.routing}
+    key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
+    found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
+    if found.get("key") == key and found.get("schema") == SCHEMA:
         say("compare: finished already")
-        found: dict[str, Any] = store.get_json(RESULT)
         return found
     start = time.monotonic()
     before = torch.get_num_threads()
@@ -109,8 +110,8 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
         store.put(f"reports/compare/data/{number:02d}.png", png(picture))
     return {
         "metric": {
-            "name": f"Fréchet distance on {judge.components} principal components of {config.extractor}",
-            **encoder.producer(),
+            "distance": f"Fréchet distance on {judge.components} principal components of {config.extractor}",
+            **encoder.producer(),  # its name, hash and size
             "components": judge.components,
             "reference": "held-out pictures",
             "reference_rows": len(judge.reference),
@@ -124,6 +125,7 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
             "same_features_as_partition": (made.about["encoder"] or {}).get("name") == config.extractor,
             "real_training_pictures": judge.noise_floor(dataset, config.samples, seed),
         },
+        "default": str(Routing.named(campaign.config.sampling.routing)),
         "rows": rows,
         "train_flops": {
             "monolith": baseline.train_flops if baseline else None,

@@ -13,6 +13,7 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
 from atoll.flow.objective import ObjectiveConfig
+from atoll.flow.timesteps import TimeConfig
 from atoll.networks.families import NetworkConfig
 from atoll.train.settings import TrainConfig
 
@@ -23,7 +24,7 @@ class DataConfig(Config):
     path: str
     """Folder of the data set; relative to the folder of campaign.yaml."""
     source: str | None = None
-    """What to ingest if `path` is empty: `glyphs`, a folder with captions, or a parquet file."""
+    """What to ingest if `path` is empty: `glyphs`, a folder with captions, or parquet; relative too."""
     ingest: IngestConfig = IngestConfig()
     """Size, split and shards."""
     text_encoder: str = "minilm"
@@ -62,8 +63,10 @@ class RouterConfig(Config):
     """Share of the training FLOPs."""
     pure_noise: float = Field(default=0.25, ge=0, le=1)
     """Share of its samples trained at exactly t = 1, where `commit` asks it."""
-    objective: ObjectiveConfig = ObjectiveConfig()
-    """Times and dropout."""
+    time: TimeConfig = TimeConfig()
+    """Distribution of the training times."""
+    condition_dropout: float = Field(default=0.1, ge=0, le=1)
+    """Probability of training on the null condition, which `full` with guidance asks about."""
     train: TrainConfig = TrainConfig(lr=5e-4)
     """Optimizer and loop."""
 
@@ -128,6 +131,11 @@ class CampaignConfig(Config):
                 )
         for network, _ in [(self.network, None), *map(self.island, self.islands)]:
             network.dimensions()
+            if self.data.vae == "none" and self.data.ingest.size % network.patch:
+                size = self.data.ingest.size
+                raise ConfigError(
+                    f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
+                )
         for name in (self.sampling.routing, *self.compare.strategies):
             Routing.named(name)
         return self
@@ -146,3 +154,8 @@ class CampaignConfig(Config):
     def data_path(self, folder: Path) -> Path:
         """The data set's folder, for a campaign in `folder`."""
         return (folder / Path(self.data.path).expanduser()).resolve()
+
+    def source(self, folder: Path) -> str | None:
+        """What to ingest, for a campaign in `folder`: `glyphs` or an absolute path."""
+        named = self.data.source
+        return named if named in (None, "glyphs") else str((folder / Path(named).expanduser()).resolve())

@@ -14,6 +14,7 @@ from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network, initial_router, run_folder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
+from atoll.flow.objective import ObjectiveConfig
 from atoll.networks.families import DataShape, NetworkConfig
 from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
@@ -75,8 +76,9 @@ def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: St
     shape, own = DataShape(**plan.shape), campaign.config.router
     network = initial_router(campaign, shape).to(_device())
     _check_init(network, plan, "router")
-    settings = own.model_dump(exclude={"objective", "train", "share"})
-    recipe = Recipe(objective=own.objective, train=own.train, network=settings, plan=plan)
+    settings = own.model_dump(exclude={"time", "condition_dropout", "train", "share"})
+    objective = ObjectiveConfig(time=own.time, condition_dropout=own.condition_dropout)
+    recipe = Recipe(objective=objective, train=own.train, network=settings, plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
     clusters = dataset.column("clusters").read(range(len(dataset))).long()
     train(
@@ -112,6 +114,7 @@ def _device() -> torch.device:
 def parse_role(role: str, island: int | None, k: int) -> None:
     """Check what `atoll train` was asked for."""
     if role == "expert" and (island is None or not 0 <= island < k):
-        raise ConfigError(f"there is no island {island}", f"give --island 0 to {k - 1}")
+        what = "which island?" if island is None else f"there is no island {island}"
+        raise ConfigError(what, f"give --island 0 to {k - 1}")
     if role != "expert" and island is not None:
         raise ConfigError(f"--island goes with 'train expert', not with 'train {role}'", "leave it out")

@@ -1,5 +1,6 @@
 """The sample stage: prompts in, one PNG out."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         raise ConfigError("routing 'oracle' needs known clusters", "use it in 'atoll compare'")
     _writable(request.out)
     guidance = defaults.guidance if request.guidance is None else request.guidance
+    if not math.isfinite(guidance):
+        raise ConfigError(f"--guidance {guidance}", "give a number")
     steps = request.steps or defaults.steps
     torch.set_num_threads(os.cpu_count() or 1)
     if request.model == "ensemble":

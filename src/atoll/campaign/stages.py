@@ -5,7 +5,7 @@ from typing import Any
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.config import CampaignConfig, DataConfig
+from atoll.campaign.config import CampaignConfig
 from atoll.campaign.islands import make_islands, run_folder
 from atoll.data.dataset import DataSet
 from atoll.data.embed import embed, features_column
@@ -24,15 +24,20 @@ from atoll.train.settings import RunPlan
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 
 
-def ingest_stage(data: DataConfig, folder: str) -> DataSet:
-    """Make a data set from its source."""
-    if data.source is None:
+def ingest_stage(campaign: Campaign) -> DataSet:
+    """Make the data set from its source, and say what it holds and what was left out."""
+    config, folder = campaign.config, campaign.store.root
+    path, named = config.data_path(folder), config.source(folder)
+    if named is None:
         raise DataError(
-            f"{folder} is not a data set and data.source is not set", "ingest one: atoll data ingest"
+            f"{path} is not a data set and data.source is not set", "set it: --set data.source=FOLDER"
         )
-    source = open_source(data.source, data.ingest)
-    store = Store.open(folder, create=True)
-    return ingest(source, store, "", data.ingest, Progress("ingest", len(source)))
+    source = open_source(named, config.data.ingest)
+    store = Store.open(path, create=True)
+    made = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    for line in describe(made):
+        say(line)
+    return made
 
 
 def describe(dataset: DataSet) -> list[str]:
@@ -80,7 +85,7 @@ def prepare(campaign: Campaign) -> Partition:
         return make_islands(campaign)
     path = config.data_path(store.root)
     if not (path / "manifest.json").exists():
-        ingest_stage(config.data, str(path))
+        ingest_stage(campaign)
     dataset = campaign.dataset()
     made = dataset.manifest.config
     if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):

@@ -36,8 +36,7 @@ class CompareConfig(Config):
     strategies: list[str] = ["commit", "top-1", "top-2", "full", "oracle"]
     """Routing strategies of the ensemble."""
     conditions: Literal["heldout", "train"] = "heldout"
-    """Whose captions or labels are sampled: those of held-out rows, or of as many training rows. The reference
-    is the held-out pictures in any case."""
+    """Rows whose captions or labels are sampled; the reference is the held-out pictures either way."""
     samples: int = Field(default=1000, ge=2)
     """Pictures drawn from each."""
     steps: int = Field(default=20, ge=1)
@@ -172,7 +171,7 @@ class Judge:
     @property
     def components(self) -> int:
         """Number of principal components in use."""
-        return self.projection.axes.shape[1]
+        return int(self.projection.axes.shape[1])
 
     @classmethod
     def make(cls, encoder: VisionEncoder, dataset: DataSet, config: CompareConfig, seed: int) -> "Judge":

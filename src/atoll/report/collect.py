@@ -9,236 +9,14 @@ import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from atoll.base.errors import DataError, PartitionError, StoreError
+from atoll.report.campaign import Campaign, Card, Comparison, Measured, Partition, Picture, Plan, Run, Weights
 from atoll.report.wording import clean, finite
 from atoll.store.store import Store
 
 SCHEMA = 1
-Point = tuple[float, float]
-Weights = list[list[list[float]]]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """What `partition/partition.json` says.
-
-    Attributes:
-        hash: of the partition.
-        method: `kmeans` or `random`.
-        encoder: name, hash and size of the vision encoder; None for `random`.
-        rows: of the data set, held-out rows too.
-        sizes: training rows per cluster.
-        heldout: held-out rows per cluster.
-        warnings: what is odd about the balance.
-    """
-
-    hash: str
-    method: str
-    encoder: dict[str, Any] | None
-    rows: int
-    sizes: tuple[int, ...]
-    heldout: tuple[int, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def k(self) -> int:
-        """Number of clusters."""
-        return len(self.sizes)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run: its plan, how far it is, and what it logged.
-
-    Attributes:
-        role: `expert`, `router` or `monolith`.
-        island: number of the cluster, for an expert.
-        plan: `island.json`, empty if it is not there.
-        card: `card.json` of the published network; None while there is none.
-        losses: (images seen, training loss), finite ones.
-        odd: logged training losses that are not finite.
-        validation: last validation losses at the fixed times.
-        accuracy: last accuracies at the fixed times, for the router.
-        seen: images seen so far.
-        spent: seconds of training so far.
-    """
-
-    role: str
-    island: int | None
-    plan: dict[str, Any]
-    card: dict[str, Any] | None
-    losses: tuple[Point, ...]
-    odd: int
-    validation: tuple[float | None, ...]
-    accuracy: tuple[float | None, ...]
-    seen: int
-    spent: float | None
-
-    @property
-    def name(self) -> str:
-        """As the page calls it."""
-        return f"Expert {self.island}" if self.role == "expert" else self.role.capitalize()
-
-    @property
-    def style(self) -> str:
-        """CSS class of its colour."""
-        return f"e{self.island}" if self.role == "expert" else self.role
-
-    @property
-    def finished(self) -> bool:
-        """Whether the network is published."""
-        return self.card is not None
-
-    @property
-    def samples(self) -> int | None:
-        """Images of the whole run."""
-        if self.card is not None:
-            return int(self.card["samples"])
-        return int(self.plan["steps"]) * int(self.plan["batch"]) if self.plan else None
-
-    @property
-    def train_flops(self) -> float | None:
-        """Operations of the whole run, as planned."""
-        return finite((self.card or self.plan).get("train_flops"))
-
-    @property
-    def spent_flops(self) -> float | None:
-        """Operations of the finished run; None before."""
-        return self.train_flops if self.finished else None
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Mean of the last validation losses."""
-        found = [v for v in self.validation if v is not None]
-        return sum(found) / len(found) if found and len(found) == len(self.validation) else None
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG, ready for the page."""
-
-    uri: str
-    width: int
-    height: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One row of the comparison: the monolith or a routing strategy."""
-
-    name: str
-    distance: float | None
-    seconds: float | None
-    gflops: float | None
-    experts: float | None
-    router: float | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What `reports/compare.json` says, with the pictures beside it.
-
-    Attributes:
-        rows: monolith (if there is one) and strategies.
-        metric: what the distance is.
-        prompts: captions of the shown pictures, one line each.
-        clusters: cluster of the training picture behind each prompt.
-        routing: weights `[step][picture][expert]` by strategy, from noise to data.
-        pictures: by strategy, `monolith` or `data`: one per prompt, None where it is missing.
-        code: version that measured.
-    """
-
-    rows: tuple[Measured, ...]
-    metric: dict[str, Any]
-    prompts: tuple[str, ...]
-    clusters: tuple[int, ...]
-    routing: dict[str, Weights]
-    pictures: dict[str, tuple[Picture | None, ...]]
-    code: str
-
-    def row(self, name: str) -> Measured | None:
-        """The row of this name."""
-        return next((row for row in self.rows if row.name == name), None)
-
-    @property
-    def strategies(self) -> tuple[Measured, ...]:
-        """All rows but the monolith's."""
-        return tuple(row for row in self.rows if row.name != "monolith")
-
-    @property
-    def best(self) -> Measured | None:
-        """The strategy of the smallest distance. `oracle` is told the cluster, so it does not compete."""
-        found = [row for row in self.strategies if row.distance is not None and row.name != "oracle"]
-        return min(found, key=lambda row: row.distance or 0.0, default=None)
-
-    def ratio(self, row: Measured | None) -> float | None:
-        """Distance over the monolith's."""
-        base = self.row("monolith")
-        if row is None or row.distance is None or base is None or not base.distance:
-            return None
-        return row.distance / base.distance
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """A campaign as far as it is.
-
-    Attributes:
-        name: of its folder.
-        code: version of Atoll that made it.
-        config: the frozen settings.
-        partition: clusters and what decided them.
-        sheets: a contact sheet per cluster, None where it is missing.
-        experts: one run per cluster.
-        router: the router's run.
-        monolith: the baseline's run.
-        comparison: None before `atoll compare`.
-        stages: seconds by stage, where the quickstart wrote them.
-    """
-
-    name: str
-    code: str
-    config: dict[str, Any]
-    partition: Partition
-    sheets: tuple[Picture | None, ...]
-    experts: tuple[Run, ...]
-    router: Run
-    monolith: Run
-    comparison: Comparison | None
-    stages: dict[str, float] | None
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """All runs that the campaign wants: experts, router, monolith."""
-        return (*self.experts, self.router, *((self.monolith,) if self.wants_monolith else ()))
-
-    @property
-    def wants_monolith(self) -> bool:
-        """Whether a baseline is trained."""
-        return self.config.get("monolith", True) is not False
-
-    @property
-    def default(self) -> str:
-        """The routing strategy that the campaign samples with."""
-        sampling = self.config.get("sampling")
-        return str(sampling.get("routing", "commit")) if isinstance(sampling, dict) else "commit"
-
-    @property
-    def flops_ratio(self) -> float | None:
-        """Operations of experts and router over the monolith's, as planned and carded."""
-        spent = [run.train_flops for run in (*self.experts, self.router)]
-        base = self.monolith.train_flops
-        if not base or any(value is None for value in spent):
-            return None
-        return sum(value or 0.0 for value in spent) / base
-
-    @property
-    def seconds(self) -> float | None:
-        """Of all stages; None where nobody took the time."""
-        return round(sum(self.stages.values()), 1) if self.stages else None
 
 
 def collect(store: Store) -> Campaign:
@@ -280,7 +58,7 @@ def _partition(store: Store) -> Partition:
         return Partition(
             hash=str(about["hash"]),
             method=str(about["method"]),
-            encoder=about["encoder"],
+            encoder=_about(about["encoder"]),
             rows=int(about["rows"]),
             sizes=tuple(int(size) for size in about["sizes"]),
             heldout=tuple(int(size) for size in about["heldout"]),
@@ -289,10 +67,10 @@ def _partition(store: Store) -> Partition:
 
 
 def _run(store: Store, folder: str, role: str, island: int | None) -> Run:
-    plan = _optional(store, f"{folder}/island.json") or {}
-    card = _optional(store, f"{folder}/expert/card.json")
-    lines = _lines(store, f"{folder}/run/metrics.jsonl")
-    with _reading(store, folder):
+    plan, card = _plan(store, f"{folder}/island.json"), _card(store, f"{folder}/expert/card.json")
+    key = f"{folder}/run/metrics.jsonl"
+    lines = _lines(store, key)
+    with _reading(store, key):
         trained = [line for line in lines if "loss" in line]
         values = [(float(line["samples"]), finite(line["loss"])) for line in trained]
         checked = [line for line in lines if "validation" in line]
@@ -307,9 +85,42 @@ def _run(store: Store, folder: str, role: str, island: int | None) -> Run:
             odd=sum(y is None for _, y in values),
             validation=tuple(finite(v) for v in last.get("validation", ())),
             accuracy=tuple(finite(v) for v in last.get("accuracy_by_time", ())),
-            seen=int(card["samples"]) if card else seen,
-            spent=finite(card["provenance"].get("seconds") if card else _last(trained, "seconds")),
+            seen=card.samples if card else seen,
+            spent=card.seconds if card else finite(_last(trained, "seconds")),
         )
+
+
+def _plan(store: Store, key: str) -> Plan | None:
+    found = _optional(store, key)
+    if found is None:
+        return None
+    with _reading(store, key):
+        rows, steps, batch = (int(found[name]) for name in ("rows", "steps", "batch"))
+        return Plan(rows, steps, batch, finite(found["train_flops"]))
+
+
+def _card(store: Store, key: str) -> Card | None:
+    found = _optional(store, key)
+    if found is None:
+        return None
+    with _reading(store, key):
+        origin = dict(found["provenance"])
+        return Card(
+            family=clean(found["family"]),
+            parameters=int(found["parameters"]),
+            samples=int(found["samples"]),
+            train_flops=finite(found["train_flops"]),
+            weights=clean(found["weights_sha256"]),
+            initial=clean(origin.get("initial_weights") or ""),
+            torch=clean(origin.get("torch") or ""),
+            latents=_about(found.get("latents")),
+            text=_about(found.get("text")),
+            seconds=finite(origin.get("seconds")),
+        )
+
+
+def _about(value: Any) -> dict[str, Any] | None:
+    return dict(value) if value else None
 
 
 def _comparison(store: Store) -> Comparison | None:
@@ -332,6 +143,8 @@ def _comparison(store: Store) -> Comparison | None:
             for row in found["rows"]
         )
         prompts = tuple(clean(prompt) for prompt in found["prompts"])
+        if len(found["clusters"]) != len(prompts):
+            raise ValueError("prompts and clusters differ in number")
         return Comparison(
             rows=rows,
             metric=_without_nan(dict(found["metric"])),
@@ -344,7 +157,7 @@ def _comparison(store: Store) -> Comparison | None:
                 )
                 for name in ("data", *(row.name for row in rows))
             },
-            code=str(found.get("code", "")),
+            default=clean(found["default"]) if found.get("default") else None,
         )
 
 
@@ -418,7 +231,7 @@ def _reading(store: Store, key: str) -> Iterator[None]:
         yield
     except (DataError, PartitionError, StoreError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"{type(error).__name__} {error}"
         raise DataError(
             f"{store.path(key)} is not what Atoll writes ({reason})", "restore it or make it again"

@@ -68,7 +68,7 @@ def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis
     low, high = min(0.0, *found) if zero else min(found), max(found)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * (abs(low) or 1.0) * (not zero), high + 0.5 * (abs(high) or 1.0)
-    step = _round_step((high - low) / 4)
+    step = _round_step((high - low) / 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     marks = [round(i * step, 12) for i in range(first, last + 1)]
     return Axis(title, marks[0], marks[-1], marks=marks)
@@ -110,7 +110,8 @@ def line_chart(
             text_at = height + 13 if height < TOP + 14 else height - 5
             parts.append(
                 f'<path class="guide" d="M{LEFT} {_n(height)}H{WIDTH - RIGHT}"/>'
-                f'<text class="note" x="{WIDTH - RIGHT}" y="{_n(text_at)}" text-anchor="end">{escape(name)}</text>'
+                f'<text class="note" x="{WIDTH - RIGHT}" y="{_n(text_at)}" text-anchor="end">'
+                f"{escape(name)}</text>"
             )
     for one in series:
         lines = f'<path class="raw" d="{_path(one.raw, x, y)}"/>' if len(one.raw) > 1 else ""
@@ -145,7 +146,8 @@ def balance_bar(name: str, style: str, size: float, even: float, longest: float)
     share, mark = 100 * size / longest, 100 * even / longest
     inside = (
         f'<rect class="track" width="100%" height="100%"/>'
-        f'<rect class="{escape(style)} fill" width="{_n(share)}%" height="100%"><title>{escape(name)}</title></rect>'
+        f'<rect class="{escape(style)} fill" width="{_n(share)}%" height="100%">'
+        f"<title>{escape(name)}</title></rect>"
         f'<line class="halo" x1="{_n(mark)}%" x2="{_n(mark)}%" y1="0" y2="100%"/>'
         f'<line class="even" x1="{_n(mark)}%" x2="{_n(mark)}%" y1="0" y2="100%"/>'
     )
@@ -193,7 +195,9 @@ def ring(sizes: Sequence[int]) -> Markup:
     start, arcs = gap / 2 - math.pi / 2, []
     for number, size in enumerate(sizes):
         end = start + max(free * size / total, 0.02)
-        ends = [(32 + radius * math.cos(a), 32 + radius * math.sin(a)) for a in (start, (start + end) / 2, end)]
+        ends = [
+            (32 + radius * math.cos(a), 32 + radius * math.sin(a)) for a in (start, (start + end) / 2, end)
+        ]
         turns = " ".join(f"A{radius:g} {radius:g} 0 0 1 {_n(px)} {_n(py)}" for px, py in ends[1:])
         d = f"M{_n(ends[0][0])} {_n(ends[0][1])}{turns}"
         title = f"<title>Cluster {number}: {size:,} rows</title>"
@@ -255,9 +259,7 @@ def _frame(x: Axis, y: Axis) -> str:
 
 
 def _path(points: Sequence[Point], x: Axis, y: Axis) -> str:
-    return "".join(
-        f"{'L' if n else 'M'}{_n(_x(x, px))} {_n(_y(y, py))}" for n, (px, py) in enumerate(points)
-    )
+    return "".join(f"{'L' if n else 'M'}{_n(_x(x, px))} {_n(_y(y, py))}" for n, (px, py) in enumerate(points))
 
 
 def _dot(name: str, point: Point, x: Axis, y: Axis) -> str:
@@ -278,9 +280,7 @@ def _y(axis: Axis, value: float) -> float:
 
 def _svg(box: str | None, inside: str, about: str, style: str, more: str = "") -> Markup:
     view = f' viewBox="{box}"' if box else ""
-    return Markup(
-        f'<svg class="{style}" role="img" aria-label="{escape(about)}"{view}{more}>{inside}</svg>'
-    )
+    return Markup(f'<svg class="{style}" role="img" aria-label="{escape(about)}"{view}{more}>{inside}</svg>')
 
 
 def _n(value: float) -> str:

@@ -8,7 +8,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atoll.report import palette, sections, wording
-from atoll.report.collect import Campaign, collect
+from atoll.report.campaign import Campaign
+from atoll.report.collect import collect
 from atoll.report.summary import summary
 from atoll.store.store import Store
 

@@ -16,7 +16,7 @@ def expert_class(number: int) -> str:
 
 
 def expert_colour(number: int, dark: bool = False) -> str:
-    """Hex colour of an expert. After the eighth they come again, each round further from the page's ground."""
+    """Hex colour of an expert. After the eighth they come again, darker on light and lighter on dark."""
     base = (DARK if dark else LIGHT)[number % len(LIGHT)]
     away = 255 if dark else 0
     share = 1 - 0.65 ** (number // len(LIGHT))

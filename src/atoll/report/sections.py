@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from atoll.base.console import duration
 from atoll.report import figures
-from atoll.report.collect import Campaign, Comparison, Measured, Run
+from atoll.report.campaign import Campaign, Comparison, Measured, Run
 from atoll.report.figures import Axis, Series
 from atoll.report.wording import NONE, clean, finite, flops, percent, ratio, significant, whole
 
@@ -53,10 +53,12 @@ def _verdict(compared: Comparison) -> str | None:
     if best is None or value is None:
         return None
     if value < 0.995:
-        return f"The ensemble ({best.name}) is closer to real pictures than the monolith: {ratio(value)} its distance."
-    if value <= 1.005:
-        return f"The ensemble ({best.name}) is as close to real pictures as the monolith."
-    return f"The ensemble ({best.name}) is further from real pictures than the monolith: {ratio(value)} its distance."
+        found = f"closer to real pictures than the monolith: {ratio(value)} its distance"
+    elif value <= 1.005:
+        found = "as close to real pictures as the monolith"
+    else:
+        found = f"further from real pictures than the monolith: {ratio(value)} its distance"
+    return f"The ensemble ({best.name}) is {found}."
 
 
 def _tiles(campaign: Campaign) -> list[dict[str, str]]:
@@ -68,13 +70,13 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
     if compared:
         base = compared.row("monolith")
         if base:
-            tiles.append(_tile("Monolith", significant(base.distance, 4), "distance, lower is better"))
+            tiles.append(_tile("Monolith distance", significant(base.distance, 4), "lower is better"))
         best, default = compared.best, compared.row(campaign.default)
         if best and default and best.name == default.name:
-            tiles.append(_distance_tile("Ensemble", best, compared, ", the best and the default"))
+            tiles.append(_distance_tile("Ensemble distance", best, compared, ", the best and the default"))
         else:
-            tiles += [_distance_tile("Best routing", best, compared)] if best else []
-            tiles += [_distance_tile("Default routing", default, compared)] if default else []
+            tiles += [_distance_tile("Best distance", best, compared)] if best else []
+            tiles += [_distance_tile("Default distance", default, compared)] if default else []
     spent = campaign.flops_ratio
     done = all(run.finished for run in campaign.runs)
     note = "of the monolith’s training FLOPs, router included"
@@ -212,7 +214,9 @@ def charts(campaign: Campaign) -> Section:
             if run.odd
         ],
         "unchecked": [
-            run.name for run in campaign.runs if run.finished and not any(v is not None for v in run.validation)
+            run.name
+            for run in campaign.runs
+            if run.finished and not any(v is not None for v in run.validation)
         ],
     }
 
@@ -256,9 +260,7 @@ def _by_time(run: Run, values: tuple[float | None, ...]) -> list[tuple[float, fl
 
 def _time_axis() -> Axis:
     ends = {0.0: "0 data", 1.0: "1 noise"}
-    return Axis(
-        "t", -0.02, 1.02, marks=(0.0, 0.25, 0.5, 0.75, 1.0), label=lambda t: ends.get(t, f"{t:.2g}")
-    )
+    return Axis("t", -0.02, 1.02, marks=(0.0, 0.25, 0.5, 0.75, 1.0), label=lambda t: ends.get(t, f"{t:.2g}"))
 
 
 def _validation(runs: list[Run]) -> Markup | None:
@@ -347,11 +349,10 @@ def _metric(metric: dict[str, Any]) -> str:
         shown = [f"{v:,}" if isinstance(v, int) and not isinstance(v, bool) else clean(v) for v in values]
         return text.format(*shown)
 
-    name = clean(metric.get("name") or "unknown features")
-    what = name
-    if not name.startswith("Fréchet"):
+    what = clean(metric.get("distance") or "")
+    if not what:
         inside = part("{} principal components of ", "components")
-        what = f"Fréchet distance on {inside}{name} features"
+        what = f"Fréchet distance on {inside}{clean(metric.get('name') or 'unknown')} features"
     return (
         what
         + part(" (input of {} px)", "size")
@@ -399,21 +400,21 @@ def provenance(campaign: Campaign) -> Section:
         ("Clustered by", *_encoder(made.encoder)),
     ]
     if cards:
-        facts.append(("Latents", *_encoder(cards[0].get("latents"))))
-        facts.append(("Text states", *_encoder(cards[0].get("text"))))
+        facts.append(("Latents", *_encoder(cards[0].latents)))
+        facts.append(("Text states", *_encoder(cards[0].text)))
     if campaign.comparison:
         facts.append(("Judged by", *_encoder(campaign.comparison.metric)))
-    made_by = sorted({str(card["provenance"].get("torch")) for card in cards})
+    made_by = sorted({card.torch for card in cards if card.torch})
     facts.append(("Code", "", ", ".join([f"atoll {campaign.code}", *(f"torch {v}" for v in made_by)])))
     facts = [fact for fact in facts if fact[2]]
     parts = [
         {
             "name": run.name,
             "style": run.style,
-            "family": clean(run.card["family"]),
-            "parameters": int(run.card["parameters"]),
-            "weights": str(run.card["weights_sha256"]),
-            "initial": str(run.card["provenance"].get("initial_weights") or ""),
+            "family": run.card.family,
+            "parameters": run.card.parameters,
+            "weights": run.card.weights,
+            "initial": run.card.initial,
         }
         for run in campaign.runs
         if run.card
@@ -430,5 +431,3 @@ def _encoder(about: dict[str, Any] | None) -> tuple[str, str]:
     size = about.get("size") or about.get("max_length")
     unit = "px" if about.get("size") else "tokens"
     return str(about.get("hash") or ""), name + (f", {size} {unit}" if size else "")
-
-

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from atoll.report.collect import Campaign, Run
+from atoll.report.campaign import Campaign, Run
 
 
 def summary(campaign: Campaign) -> dict[str, Any]:

@@ -35,10 +35,11 @@ def significant(value: float | None, digits: int = 3) -> str:
         return NONE
     if value == 0:
         return "0"
+    value = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(value)))
     if not -4 <= exponent < 7:
         return f"{value:.{digits - 1}e}"
-    return f"{round(value, digits - 1 - exponent):,.{max(0, digits - 1 - exponent)}f}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def ratio(value: float | None) -> str:

@@ -70,9 +70,9 @@ class Store:
         """All bytes of an object; `StoreError` if it is missing."""
         try:
             return bytes(obstore.get(self._store, self._key(key)).bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            raise StoreError(f"{self.root / key} is missing", "run the stage that writes it") from None
         except (BaseError, OSError) as error:
+            if _is_absent(error):
+                raise StoreError(f"{self.root / key} is missing", "run the stage that writes it") from None
             raise StoreError(
                 f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
             ) from None
@@ -98,9 +98,9 @@ class Store:
         """Whether there is an object under this key."""
         try:
             obstore.head(self._store, self._key(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
         except (BaseError, OSError) as error:
+            if _is_absent(error):
+                return False
             raise StoreError(
                 f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
             ) from None
@@ -118,8 +118,10 @@ class Store:
         for key in keys:
             try:
                 obstore.delete(self._store, self._key(key))
-            except FileNotFoundError:
-                continue
+            except (BaseError, OSError) as error:
+                if not _is_absent(error):
+                    fix = "check its permissions"
+                    raise StoreError(f"cannot remove {self.root / key}: {_first_line(error)}", fix) from None
 
     def path(self, key: str) -> Path:
         """A local file that holds this object's bytes, for readers that map files into memory."""
@@ -152,6 +154,11 @@ class Store:
 def to_json(value: Any) -> bytes:
     """Readable JSON with a final newline; refuses NaN, which is not JSON."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _is_absent(error: BaseException) -> bool:
+    """Whether there is no such object: no such file, or a file where a folder would have to be."""
+    return isinstance(error, FileNotFoundError) or "os error 20" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

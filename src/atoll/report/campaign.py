@@ -1,0 +1,269 @@
+"""What a report knows of a campaign: small values, None or empty where a stage has not been yet."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Point = tuple[float, float]
+Weights = list[list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What `partition/partition.json` says.
+
+    Attributes:
+        hash: of the partition.
+        method: `kmeans` or `random`.
+        encoder: name, hash and size of the vision encoder; None for `random`.
+        rows: of the data set, held-out rows too.
+        sizes: training rows per cluster.
+        heldout: held-out rows per cluster.
+        warnings: what is odd about the balance.
+    """
+
+    hash: str
+    method: str
+    encoder: dict[str, Any] | None
+    rows: int
+    sizes: tuple[int, ...]
+    heldout: tuple[int, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def k(self) -> int:
+        """Number of clusters."""
+        return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of `island.json` that the page shows."""
+
+    rows: int
+    steps: int
+    batch: int
+    train_flops: float | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """What `card.json` of a published network says of itself, as far as the page shows it.
+
+    Attributes:
+        family: of the network.
+        parameters: number of trainable numbers.
+        samples: images seen.
+        train_flops: operations spent.
+        weights: SHA-256 of the weights.
+        initial: SHA-256 of the initial weights.
+        torch: version that trained it.
+        latents: what made the latents.
+        text: what made the text states.
+        seconds: of training.
+    """
+
+    family: str
+    parameters: int
+    samples: int
+    train_flops: float | None
+    weights: str
+    initial: str
+    torch: str
+    latents: dict[str, Any] | None
+    text: dict[str, Any] | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its plan, how far it is, and what it logged.
+
+    Attributes:
+        role: `expert`, `router` or `monolith`.
+        island: number of the cluster, for an expert.
+        plan: its numbers; None if they are not there.
+        card: of the published network; None while there is none.
+        losses: (images seen, training loss), finite ones.
+        odd: logged training losses that are not finite.
+        validation: last validation losses at the fixed times.
+        accuracy: last accuracies at the fixed times, for the router.
+        seen: images seen so far.
+        spent: seconds of training so far.
+    """
+
+    role: str
+    island: int | None
+    plan: Plan | None
+    card: Card | None
+    losses: tuple[Point, ...]
+    odd: int
+    validation: tuple[float | None, ...]
+    accuracy: tuple[float | None, ...]
+    seen: int
+    spent: float | None
+
+    @property
+    def name(self) -> str:
+        """As the page calls it."""
+        return f"Expert {self.island}" if self.role == "expert" else self.role.capitalize()
+
+    @property
+    def style(self) -> str:
+        """CSS class of its colour."""
+        return f"e{self.island}" if self.role == "expert" else self.role
+
+    @property
+    def finished(self) -> bool:
+        """Whether the network is published."""
+        return self.card is not None
+
+    @property
+    def samples(self) -> int | None:
+        """Images of the whole run."""
+        if self.card is not None:
+            return self.card.samples
+        return self.plan.steps * self.plan.batch if self.plan else None
+
+    @property
+    def train_flops(self) -> float | None:
+        """Operations of the whole run, as planned."""
+        known = self.card or self.plan
+        return known.train_flops if known else None
+
+    @property
+    def spent_flops(self) -> float | None:
+        """Operations of the finished run; None before."""
+        return self.train_flops if self.finished else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Mean of the last validation losses."""
+        found = [v for v in self.validation if v is not None]
+        return sum(found) / len(found) if found and len(found) == len(self.validation) else None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG, ready for the page."""
+
+    uri: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of the comparison: the monolith or a routing strategy."""
+
+    name: str
+    distance: float | None
+    seconds: float | None
+    gflops: float | None
+    experts: float | None
+    router: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `reports/compare.json` says, with the pictures beside it.
+
+    Attributes:
+        rows: monolith (if there is one) and strategies.
+        metric: what the distance is.
+        prompts: captions of the shown pictures, one line each.
+        clusters: cluster of the training picture behind each prompt.
+        routing: weights `[step][picture][expert]` by strategy, from noise to data.
+        pictures: by strategy, `monolith` or `data`: one per prompt, None where it is missing.
+        default: the strategy that the campaign samples with; None if the file does not say.
+    """
+
+    rows: tuple[Measured, ...]
+    metric: dict[str, Any]
+    prompts: tuple[str, ...]
+    clusters: tuple[int, ...]
+    routing: dict[str, Weights]
+    pictures: dict[str, tuple[Picture | None, ...]]
+    default: str | None
+
+    def row(self, name: str) -> Measured | None:
+        """The row of this name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def strategies(self) -> tuple[Measured, ...]:
+        """All rows but the monolith's."""
+        return tuple(row for row in self.rows if row.name != "monolith")
+
+    @property
+    def best(self) -> Measured | None:
+        """The strategy of the smallest distance. `oracle` is told the cluster, so it does not compete."""
+        found = [row for row in self.strategies if row.distance is not None and row.name != "oracle"]
+        return min(found, key=lambda row: row.distance or 0.0, default=None)
+
+    def ratio(self, row: Measured | None) -> float | None:
+        """Distance over the monolith's."""
+        base = self.row("monolith")
+        if row is None or row.distance is None or base is None or not base.distance:
+            return None
+        return row.distance / base.distance
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A campaign as far as it is.
+
+    Attributes:
+        name: of its folder.
+        code: version of Atoll that made it.
+        config: the frozen settings.
+        partition: clusters and what decided them.
+        sheets: a contact sheet per cluster, None where it is missing.
+        experts: one run per cluster.
+        router: the router's run.
+        monolith: the baseline's run.
+        comparison: None before `atoll compare`.
+        stages: seconds by stage, where the quickstart wrote them.
+    """
+
+    name: str
+    code: str
+    config: dict[str, Any]
+    partition: Partition
+    sheets: tuple[Picture | None, ...]
+    experts: tuple[Run, ...]
+    router: Run
+    monolith: Run
+    comparison: Comparison | None
+    stages: dict[str, float] | None
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All runs that the campaign wants: experts, router, monolith."""
+        return (*self.experts, self.router, *((self.monolith,) if self.wants_monolith else ()))
+
+    @property
+    def wants_monolith(self) -> bool:
+        """Whether a baseline is trained, or was."""
+        return self.config.get("monolith", True) is not False or self.monolith.finished
+
+    @property
+    def default(self) -> str:
+        """The routing strategy that the campaign samples with."""
+        if self.comparison and self.comparison.default:
+            return self.comparison.default
+        sampling = self.config.get("sampling")
+        return str(sampling.get("routing", "commit")) if isinstance(sampling, dict) else "commit"
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Operations of experts and router over the monolith's, as planned and carded."""
+        spent = [run.train_flops for run in (*self.experts, self.router)]
+        base = self.monolith.train_flops
+        if not base or any(value is None for value in spent):
+            return None
+        return sum(value or 0.0 for value in spent) / base
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all stages; None where nobody took the time."""
+        return round(sum(self.stages.values()), 1) if self.stages else None

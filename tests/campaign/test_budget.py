@@ -1,0 +1,105 @@
+"""Equal training FLOPs: the experts with their router, and the monolith."""
+
+from typing import Any
+
+import pytest
+from helpers import SMALL, merged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.base.errors import ConfigError
+from atoll.campaign.budget import Budget, divide
+from atoll.campaign.config import CampaignConfig
+from atoll.networks.families import DataShape
+
+SHAPE = DataShape(channels=1, size=8, classes=2)
+TEXT = DataShape(channels=4, size=16, text_width=32, text_length=7)
+PIXART = {"condition": "text", "network": {"family": "pixart", "patch": 2}, "router": {"patch": 2}}
+
+
+def budget(sizes: list[int], shape: DataShape = SHAPE, **changes: Any) -> Budget:
+    tree = merged(merged(SMALL, {"partition": {"k": len(sizes)}}), changes)
+    return divide(CampaignConfig.parse(tree, "a test"), shape, sizes)
+
+
+def spent(made: Budget) -> float:
+    return made.router.train_flops + sum(share.train_flops for share in made.experts)
+
+
+@pytest.mark.parametrize("compute", ["proportional", "equal"])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.lists(st.integers(20, 5000), min_size=1, max_size=16),
+    samples=st.integers(60_000, 10_000_000),
+    batch=st.integers(16, 300),
+    share=st.floats(0.01, 0.3),
+    text=st.booleans(),
+)
+def test_the_parts_cost_the_whole(
+    compute: str, sizes: list[int], samples: int, batch: int, share: float, text: bool
+) -> None:
+    made = budget(
+        sizes,
+        TEXT if text else SHAPE,
+        **merged(PIXART if text else {}, {"router": {"share": share}}),
+        budget={"compute": compute, "samples": samples},
+        train={"batch": batch},
+    )
+    assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
+    assert made.ratio() == pytest.approx(spent(made) / made.monolith.train_flops)
+    assert made.router.train_flops == pytest.approx(share * made.monolith.train_flops, rel=0.05)
+
+
+def test_proportional_is_in_proportion_to_the_cluster() -> None:
+    sizes = [100, 300, 50, 550]
+    made = budget(sizes, budget={"samples": 1_000_000})
+    assert {share.batch for share in made.experts} == {made.monolith.batch}
+    total = sum(share.steps for share in made.experts)
+    for size, share in zip(sizes, made.experts, strict=True):
+        assert share.steps / total == pytest.approx(size / 1000, rel=0.01)
+
+
+def test_every_row_is_seen_as_often_as_the_monolith_sees_it_less_the_router() -> None:
+    made = budget([200, 800], budget={"samples": 1_000_000})
+    for size, share in zip([200, 800], made.experts, strict=True):
+        assert share.steps * share.batch / size == pytest.approx(0.9 * 1_000_000 / 1000, rel=0.01)
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_equal_is_the_papers_setting(k: int) -> None:
+    """256 -> 8 x 32: the batch divided by K, and the same number of steps for all."""
+    made = budget([10 * (i + 1) for i in range(k)], budget={"samples": 100_000, "compute": "equal"}, train={"batch": 256})
+    assert {share.batch for share in made.experts} == {256 // k}
+    (steps,) = {share.steps for share in made.experts}
+    assert steps == pytest.approx(0.9 * made.monolith.steps * 256 / (256 // k * k), rel=0.01)
+
+
+def test_equal_keeps_its_steps_where_parts_are_rounded() -> None:
+    for samples in range(1000, 3000, 100):
+        made = budget([7, 7, 7, 7], budget={"samples": samples, "compute": "equal"})
+        assert len({share.steps for share in made.experts}) == 1
+
+
+def test_islands_of_their_own_kind() -> None:
+    """A deeper expert gets fewer steps, a larger batch too; the sum stays."""
+    changes = {0: {"network": {"depth": 3}}, 1: {"train": {"batch": 32}}}
+    made = budget([500, 500, 500], budget={"samples": 500_000}, islands=changes)
+    deep, wide, plain = made.experts
+    assert deep.flops.train > 2 * plain.flops.train and deep.steps < plain.steps / 2
+    assert wide.batch == 32 and wide.steps == pytest.approx(plain.steps / 2, rel=0.01)
+    assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
+    assert deep.train_flops == pytest.approx(plain.train_flops, rel=0.01)
+
+
+def test_the_router_is_counted_with_its_own_batch() -> None:
+    small, large = (
+        budget([50, 50], budget={"samples": 1_000_000}, router={"train": {"batch": b}}).router for b in (8, 80)
+    )
+    assert small.steps == pytest.approx(10 * large.steps, rel=0.01)
+
+
+def test_a_patch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="patches of 5: change router.patch"):
+        budget([5, 5], router={"patch": 5})
+    with pytest.raises(ConfigError, match="patches of 3"):
+        budget([5, 5], islands={1: {"network": {"patch": 3}}})

@@ -1,0 +1,181 @@
+"""Campaign folders written by hand: real files in a real store, numbers chosen to be told apart."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from atoll.store.store import Store
+
+HASH = "ab" * 32
+PROMPTS = [
+    "digit two, sans",
+    '<script>alert("1")</script>',
+    'a "quoted" & \'single\' caption" onload="alert(2)',
+    "two\nlines\tand \x00 a null, \ud800 a surrogate, \u202e backwards",
+    "https://example.org/" + "long" * 200,
+    "{{ 7 * 7 }} {% raw %}",
+]
+DISTANCES = {"monolith": 20.0, "commit": 18.0, "top-1": 19.0, "top-2": 17.0, "full": 23.0, "oracle": 15.0}
+
+
+def png(side: int, level: int, mode: str = "L") -> bytes:
+    pixels = np.arange(side * side, dtype=np.uint8).reshape(side, side) // 2 + level
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Builder:
+    """Writes the files of a campaign, as the stages do, one stage at a time."""
+
+    def __init__(self, root: Path, k: int = 4, side: int = 16) -> None:
+        self.store = Store.open(root, create=True)
+        self.k, self.side = k, side
+        self.sizes = [1000 - 100 * n for n in range(k)] if k < 10 else [500 + 10 * n for n in range(k)]
+        self.rng = np.random.default_rng(0)
+
+    def campaign(self, **config: Any) -> "Builder":
+        tree = {
+            "seed": 0,
+            "condition": "text",
+            "partition": {"method": "kmeans", "k": self.k},
+            "monolith": True,
+        }
+        self.store.put_json("campaign.json", {"schema": 1, "code": "0.1.0", "config": {**tree, **config}})
+        return self
+
+    campaign_again = campaign
+
+    def partition(self, **fields: Any) -> "Builder":
+        heldout = [10 * (n + 1) for n in range(self.k)]
+        about = {
+            "schema": 1,
+            "method": "kmeans",
+            "k": self.k,
+            "seed": 0,
+            "encoder": {"name": "efficientnet-lite0", "hash": HASH, "size": 64},
+            "rows": sum(self.sizes) + sum(heldout),
+            "data": HASH,
+            "sizes": self.sizes,
+            "heldout": heldout,
+            "warnings": [],
+            "hash": HASH,
+        }
+        self.store.put_json("partition/partition.json", about | fields)
+        for number in range(self.k):
+            self.store.put(f"partition/sheets/{number}.png", png(48, number, "RGB"))
+            self._plan(f"islands/{number}", "expert", number)
+        self._plan("router", "router", None)
+        self._plan("monolith", "monolith", None)
+        return self
+
+    def _plan(self, folder: str, role: str, island: int | None) -> None:
+        rows = sum(self.sizes) if island is None else self.sizes[island]
+        steps = {"expert": rows // 10, "router": 50, "monolith": sum(self.sizes) // 10}[role]
+        plan = {"role": role, "island": island, "rows": rows, "steps": steps, "batch": 64}
+        per = 1e6 if role == "router" else 3e8
+        self.store.put_json(
+            f"{folder}/island.json", {**plan, "partition": HASH, "train_flops": steps * 64 * per}
+        )
+
+    def run(self, folder: str, *, finished: bool = True, losses: list[Any] | None = None) -> "Builder":
+        """Log a run and, if it is finished, publish its network."""
+        plan = self.store.get_json(f"{folder}/island.json")
+        count, batch = plan["steps"] // 10, plan["batch"]
+        values = losses or [1.5 / math.sqrt(n + 1) + 0.01 * self.rng.random() for n in range(count)]
+        lines = [
+            {"step": 10 * n, "samples": 10 * n * batch, "loss": loss, "lr": 1e-3, "seconds": 2.5 * n}
+            for n, loss in enumerate(values, 1)
+        ]
+        router = plan["role"] == "router"
+        check: dict[str, Any] = {"validation": [0.8 - 0.05 * n for n in range(9 if router else 8)]}
+        check |= {"accuracy_by_time": [0.9 - 0.05 * n for n in range(9)]} if router else {}
+        lines.append({"step": lines[-1]["step"], "samples": lines[-1]["samples"], **check})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        self.store.put(f"{folder}/run/metrics.jsonl", text.encode())
+        if finished:
+            self._card(folder, plan)
+        return self
+
+    def _card(self, folder: str, plan: dict[str, Any]) -> None:
+        card = {
+            **plan,
+            "family": "router" if plan["role"] == "router" else "pixart",
+            "samples": plan["steps"] * plan["batch"],
+            "latents": {"name": "none", "hash": ""},
+            "text": {"name": "minilm", "hash": HASH, "max_length": 20},
+            "parameters": 1234567,
+            "weights_sha256": "cd" * 32,
+            "provenance": {"torch": "2.13.0", "seconds": 61.5, "initial_weights": "ef" * 32},
+        }
+        self.store.put_json(f"{folder}/expert/card.json", card)
+
+    def train(self) -> "Builder":
+        """All runs, finished."""
+        for folder in [*(f"islands/{n}" for n in range(self.k)), "router", "monolith"]:
+            self.run(folder)
+        return self
+
+    def compare(self, prompts: list[str] | None = None, steps: int = 6, **fields: Any) -> "Builder":
+        prompts = PROMPTS if prompts is None else prompts
+        weights = self.rng.dirichlet(np.ones(self.k), (steps, len(prompts)))
+        sharp = np.eye(self.k)
+        routing = {
+            "commit": np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape),
+            "top-1": sharp[weights.argmax(-1)],
+            "full": weights.round(4),
+        }
+        content = {
+            "schema": 1,
+            "code": "0.1.0",
+            "metric": {
+                "name": "efficientnet-lite2",
+                "hash": HASH,
+                "size": 64,
+                "components": 64,
+                "reference": "held-out pictures",
+                "reference_rows": 920,
+                "samples": 500,
+                "conditions": "of held-out rows",
+                "steps": steps,
+                "guidance": 2.0,
+                "sampler": "Euler",
+                "ema": True,
+                "seed": 0,
+                "same_features_as_partition": False,
+                "real_training_pictures": 2.125,
+            },
+            "rows": [
+                {
+                    "name": name,
+                    "distance": value,
+                    "seconds": 20.0,
+                    "gflops_per_step": 0.07,
+                    "experts_per_step": 1.0,
+                    "router_calls_per_step": 0.25,
+                }
+                for name, value in DISTANCES.items()
+            ],
+            "prompts": prompts,
+            "clusters": [n % self.k for n in range(len(prompts))],
+            "routing": {name: array.tolist() for name, array in routing.items()},
+        }
+        # Not put_json: a lone surrogate cannot be encoded, but JSON can hold it as an escape.
+        self.store.put("reports/compare.json", json.dumps(content | fields).encode())
+        for name in ("data", *DISTANCES):
+            for n in range(len(prompts)):
+                self.store.put(f"reports/compare/{name}/{n:02d}.png", png(self.side, 7 * n))
+        return self
+
+    def stages(self) -> "Builder":
+        self.store.put_json("reports/stages.json", {"data ingest": 4.5, "partition": 1.25, "launch": 100.0})
+        return self
+
+    def whole(self) -> "Builder":
+        """A finished quickstart."""
+        return self.campaign().partition().train().compare().stages()

@@ -1,0 +1,112 @@
+"""The log of an island: one holder at a time, whatever the clocks say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import environment
+
+from atoll.store.log import Fenced, Log
+from atoll.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+def kinds(store: Store) -> list[tuple[str, str]]:
+    return [(e["holder"], e["kind"]) for e in Log(store, "reader").entries()]
+
+
+def test_entries_are_numbered_and_kept(store: Store) -> None:
+    log = Log(store, "a")
+    log.acquire(host="here")
+    log.append("commit", step=1)
+    log.append("publish")
+    assert store.list("log") == [f"log/{n:06d}.json" for n in range(3)]
+    assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("a", "publish")]
+    assert log.entries()[0]["host"] == "here" and log.entries()[1]["step"] == 1
+
+
+def test_a_second_holder_fences_the_first(store: Store) -> None:
+    first, second = Log(store, "a"), Log(store, "b")
+    first.acquire()
+    first.append("commit", step=1)
+    first.check()
+    second.acquire()  # it was made before the first wrote anything: it must find the end
+    with pytest.raises(Fenced, match="taken over by b"):
+        first.append("commit", step=2)
+    with pytest.raises(Fenced, match="taken over by b"):
+        first.check()
+    with pytest.raises(Fenced):
+        first.append("publish")
+    second.append("commit", step=2)
+    second.check()
+    assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("b", "acquire"), ("b", "commit")]
+
+
+def test_the_last_taker_is_named(store: Store) -> None:
+    logs = [Log(store, name) for name in "abc"]
+    for log in logs:
+        log.acquire()
+    logs[2].append("commit")
+    with pytest.raises(Fenced, match="taken over by c"):
+        logs[0].append("commit")
+    assert [k for _, k in kinds(store)] == ["acquire"] * 3 + ["commit"]
+
+
+def test_a_holder_may_take_over_again(store: Store) -> None:
+    first, second = Log(store, "a"), Log(store, "b")
+    first.acquire()
+    second.acquire()
+    first.acquire()
+    first.append("commit")
+    with pytest.raises(Fenced, match="taken over by a"):
+        second.append("commit")
+
+
+def test_processes_that_race_leave_one_holder_and_no_gap(store: Store) -> None:
+    """Two processes acquire in turn and append in between; entries stay whole and each is its holder's."""
+    script = """
+import sys
+from atoll.store.log import Fenced, Log
+from atoll.store.store import Store
+sys.stdin.readline()
+fenced = done = 0
+for turn in range(40):
+    log = Log(Store.open(sys.argv[1]), f"{sys.argv[2]}-{turn}")
+    log.acquire()
+    try:
+        for _ in range(3):
+            log.append("commit")
+            done += 1
+    except Fenced:
+        fenced += 1
+print(fenced, done)
+"""
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(store.root), name],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    said = [racer.communicate(timeout=120)[0].split() for racer in racers]
+    assert all(racer.returncode == 0 for racer in racers)
+    entries = kinds(store)
+    assert store.list("log") == [f"log/{n:06d}.json" for n in range(len(entries))]
+    assert sum(kind == "acquire" for _, kind in entries) == 80
+    assert sum(kind == "commit" for _, kind in entries) == sum(int(done) for _, done in said)
+    holder = ""
+    for name, kind in entries:  # nobody appends after somebody else acquired
+        holder = name if kind == "acquire" else holder
+        assert name == holder

@@ -1,0 +1,91 @@
+"""Publishing: what has no manifest does not exist, and what is damaged is not read."""
+
+from pathlib import Path
+
+import pytest
+
+from atoll.base.errors import StoreError
+from atoll.base.hashing import sha256
+from atoll.store.manifest import FileEntry, publish, read_file, read_published, write_file
+from atoll.store.store import Conflict, Store
+
+BLOBS = {"a.bin": b"abc" * 100, "b/c.bin": b"", "d.bin": bytes(range(256))}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+def test_what_is_published_is_read_back(store: Store) -> None:
+    publish(store, "p", BLOBS, "M.json", {"step": 3})
+    content, blobs = read_published(store, "p", "M.json")
+    assert content["step"] == 3 and blobs == BLOBS
+    assert [e["sha256"] for e in content["files"]] == [sha256(b) for b in BLOBS.values()]
+
+
+def test_without_a_manifest_there_is_nothing(store: Store) -> None:
+    for path, data in BLOBS.items():
+        write_file(store, "p", path, data)
+    with pytest.raises(StoreError, match=r"M\.json is missing"):
+        read_published(store, "p", "M.json")
+
+
+def test_nothing_is_published_twice(store: Store) -> None:
+    publish(store, "p", BLOBS, "M.json", {"step": 1})
+    with pytest.raises(Conflict):
+        publish(store, "p", BLOBS, "M.json", {"step": 2})
+    assert read_published(store, "p", "M.json")[0]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["a.bin", "d.bin"])
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda data: data[:-1], "is torn"),
+        (lambda data: data + b"x", "is torn"),
+        (lambda data: b"", "is torn"),
+        (lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], "does not match its SHA-256"),
+    ],
+    ids=["torn", "longer", "empty", "flipped"],
+)
+def test_damage_is_told_with_the_name_of_the_file(store: Store, name, harm, message: str) -> None:
+    publish(store, "p", BLOBS, "M.json", {})
+    path = store.path(f"p/{name}")
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(StoreError, match=message) as caught:
+        read_published(store, "p", "M.json")
+    assert str(path) in str(caught.value)
+
+
+def test_every_single_flipped_bit_is_seen(store: Store) -> None:
+    entry = write_file(store, "p", "a", b"0123456789")
+    for bit in range(80):
+        data = bytearray(b"0123456789")
+        data[bit // 8] ^= 1 << bit % 8
+        store.put("p/a", bytes(data))
+        with pytest.raises(StoreError, match="SHA-256"):
+            read_file(store, "p", entry)
+
+
+def test_a_missing_file(store: Store) -> None:
+    publish(store, "p", BLOBS, "M.json", {})
+    store.delete("p/d.bin")
+    with pytest.raises(StoreError, match=r"d\.bin is missing"):
+        read_published(store, "p", "M.json")
+
+
+def test_a_manifest_cannot_name_files_outside(store: Store) -> None:
+    entry = FileEntry(path="../../outside", bytes=1, sha256="0")
+    with pytest.raises(StoreError, match="leads out of"):
+        read_file(store, "p", entry)
+
+
+def test_a_disk_that_lies_is_found_out_before_the_manifest(tmp_path: Path) -> None:
+    class Lying(Store):
+        def put(self, key: str, data: bytes) -> None:
+            super().put(key, data[:-1] if key.endswith("d.bin") else data)
+
+    with pytest.raises(StoreError, match="is torn"):
+        publish(Lying(tmp_path), "p", BLOBS, "M.json", {})
+    assert not Store(tmp_path).exists("p/M.json")

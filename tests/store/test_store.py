@@ -1,0 +1,221 @@
+"""The store: objects that are whole or not there, and keys that stay inside."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import environment
+
+from atoll.base.errors import StoreError
+from atoll.store.store import Conflict, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "s", create=True)
+
+
+def test_what_is_written_is_read(store: Store) -> None:
+    for data in (b"", b"x", bytes(range(256)) * 5000):
+        store.put("a/b", data)
+        assert store.get("a/b") == data == store.path("a/b").read_bytes()
+    assert store.exists("a/b") and not store.exists("a") and not store.exists("a/c") and not store.exists("a/b/c")
+
+
+def test_create_writes_once(store: Store) -> None:
+    store.create("a", b"first")
+    with pytest.raises(Conflict, match="exists already"):
+        store.create("a", b"second")
+    assert store.get("a") == b"first"
+    store.put("a", b"third")
+    assert store.get("a") == b"third"
+
+
+def test_of_many_that_create_at_once_one_wins(store: Store) -> None:
+    won: list[int] = []
+    gate = threading.Barrier(8)
+
+    def create(number: int) -> None:
+        gate.wait()
+        try:
+            store.create("a", str(number).encode())
+        except Conflict:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and store.get("a") == str(won[0]).encode()
+
+
+def test_a_reader_never_sees_half_an_object(store: Store) -> None:
+    """One thread overwrites, another reads: every answer is one of the two values, whole."""
+    values = [b"a" * 3_000_000, b"b" * 2_000_000]
+    store.put("x", values[0])
+    stop = threading.Event()
+
+    def write() -> None:
+        for turn in range(60):
+            store.put("x", values[turn % 2])
+        stop.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not stop.is_set():
+        data = store.get("x")
+        assert data in values
+        seen.add(data[:1])
+    writer.join()
+    assert seen == {b"a", b"b"}
+    assert store.list() == ["x"]  # nothing temporary is left
+
+
+def test_a_writer_that_is_killed_leaves_the_old_object(store: Store) -> None:
+    store.put("x", b"old")
+    script = (
+        "import sys; from atoll.store.store import Store; s = Store.open(sys.argv[1])\n"
+        "data = b'n' * 50_000_000\n"
+        "print('ready', flush=True)\n"
+        "while True: s.put('x', data); s.put('x', b'old')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(store.root)], env=environment(), stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    threading.Event().wait(0.15)
+    process.kill()
+    process.communicate()
+    assert len(store.get("x")) in (3, 50_000_000)
+    assert store.get("x")[:1] in (b"o", b"n")
+
+
+@pytest.mark.parametrize("key", ["../x", "a/../../x", "/etc/passwd", "..", "a/../..", "../s2/x"])
+def test_keys_that_lead_out_are_refused(store: Store, key: str) -> None:
+    (store.root.parent / "x").write_text("secret")
+    actions = [
+        lambda: store.get(key),
+        lambda: store.put(key, b""),
+        lambda: store.create(key, b""),
+        lambda: store.exists(key),
+        lambda: store.delete(key),
+        lambda: store.list(key),
+        lambda: store.path(key),
+        lambda: store.sub(key),
+    ]
+    for action in actions:
+        with pytest.raises(StoreError, match="leads out of"):
+            action()
+    assert (store.root.parent / "x").read_text() == "secret"
+
+
+def test_a_narrowed_store_sees_its_folder_only(store: Store) -> None:
+    store.put("islands/0/a", b"mine")
+    store.put("islands/1/a", b"theirs")
+    island = store.sub("islands/0")
+    assert island.list() == ["a"] and island.get("a") == b"mine"
+    with pytest.raises(StoreError, match="leads out of"):
+        island.get("../1/a")
+    assert island.sub("run").root == store.root / "islands/0/run"
+
+
+def test_paths_inside_may_climb(store: Store) -> None:
+    store.put("a/../b/./c", b"1")
+    assert store.list() == ["b/c"] and store.list("b") == ["b/c"] and store.list("nothing") == []
+
+
+def test_missing_objects(store: Store) -> None:
+    with pytest.raises(StoreError, match="is missing: run the stage that writes it"):
+        store.get("a")
+    store.put("a", b"")
+    with pytest.raises(StoreError):
+        store.get("a/b")
+    with pytest.raises(StoreError):
+        store.put("a/b", b"")
+    store.delete("nothing", "a", "a")
+    assert store.list() == []
+
+
+def test_folders_that_cannot_be_stores(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="there is no folder"):
+        Store.open(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="is a file: give a folder"):
+        Store.open(tmp_path / "file")
+    for path in ("file", "file/below"):
+        with pytest.raises(StoreError, match="is a file or lies inside one"):
+            Store.open(tmp_path / path, create=True)
+    with pytest.raises(StoreError, match="is a URL"):
+        Store.open("s3://bucket/prefix")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_json(store: Store) -> None:
+    store.put_json("a.json", {"ä": [1, None, 1.5]})
+    assert store.get_json("a.json") == {"ä": [1, None, 1.5]}
+    assert store.get("a.json").endswith(b"\n") and "ä".encode() in store.get("a.json")
+    with pytest.raises(Conflict):
+        store.create_json("a.json", {})
+    with pytest.raises(ValueError, match="JSON"):
+        store.put_json("a.json", float("nan"))
+    for data in (b"{", b"\xff"):
+        store.put("a.json", data)
+        with pytest.raises(StoreError, match="is not valid JSON"):
+            store.get_json("a.json")
+
+
+# A folder that only others may write to.
+
+
+@pytest.fixture
+def foreign() -> Iterator[Path]:
+    """A folder with one object that `nobody` may read and not change."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    folder = Path(tempfile.mkdtemp())
+    Store.open(folder).put("a", b"1")
+    folder.chmod(0o755)
+    (folder / "a").chmod(0o644)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_that_may_only_be_read(foreign: Path) -> None:
+    script = """
+import json, os, sys
+from atoll.base.errors import StoreError
+from atoll.store.store import Store
+os.setuid(65534)  # after the imports: nobody may not read the interpreter's files
+store, said = Store.open(sys.argv[1]), [Store.open(sys.argv[1]).get("a").decode()]
+for act in (lambda: store.put("a", b"2"), lambda: store.create("b", b"2"), lambda: store.sub("c"),
+            lambda: store.delete("a"), lambda: Store.open(sys.argv[1] + "/d", create=True)):
+    try:
+        act()
+        said.append("done")
+    except StoreError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(foreign)],
+        env=environment(),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert said[0] == "1"
+    assert all(("cannot write" in s or "cannot use" in s or "cannot remove" in s) for s in said[1:]), said
+    assert sorted(p.name for p in foreign.iterdir()) == ["a"]

@@ -1,0 +1,499 @@
+"""What users type by mistake: one line, exit code 2, and nothing that a later run would trust."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import Answer, atoll, command, partitioned, refused, start, write_campaign
+from PIL import Image
+
+from atoll.campaign.assemble import assemble
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.runs import train_run
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *argv: command(capsys, *argv)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign that is partitioned, not trained."""
+    folder = tmp_path_factory.mktemp("made") / "campaign"
+    partitioned(folder, {"budget": {"samples": 320}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign that is assembled."""
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("trained") / "campaign"))
+    campaign = Campaign.open(folder)
+    for what in (("expert", 0), ("expert", 1), ("router",), ("monolith",)):
+        train_run(campaign, *what)  # type: ignore[arg-type]
+    assemble(campaign)
+    return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "campaign"))
+
+
+def state(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Folders that are none, or none of ours.
+
+
+def test_real_processes_say_one_line_and_end_with_2(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for argv, word in (
+        (["launch", tmp_path / "nowhere"], "there is no folder"),
+        (["train", "expert", tmp_path / "file", "--island", "0"], "is a file"),
+    ):
+        done = atoll(*argv)
+        assert done.stdout == ""
+        refused(Answer(done.returncode, done.stdout, done.stderr), word)
+
+
+COMMANDS = [
+    ["data", "ingest"],
+    ["data", "embed"],
+    ["data", "encode"],
+    ["data", "show"],
+    ["data", "audit"],
+    ["partition"],
+    ["train", "router"],
+    ["launch"],
+    ["assemble"],
+    ["compare"],
+    ["sample"],
+    ["report"],
+]
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_missing_folder(argv: list[str], run: Run, tmp_path: Path) -> None:
+    refused(run(*argv, tmp_path / "nowhere"), "there is no folder", "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_path_that_is_a_file(argv: list[str], run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(run(*argv, tmp_path / "file"), "file is a file: give a folder")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_new_campaign_where_there_is_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(run("new", tmp_path / "file"), "is a file")
+    refused(run("new", tmp_path / "file" / "below"), "is a file or lies inside one")
+    refused(run("quickstart", "--dir", tmp_path / "file"), "is a file")
+
+
+@pytest.mark.parametrize("argv", COMMANDS[:9], ids=" ".join)
+def test_a_folder_that_is_no_campaign(argv: list[str], run: Run, tmp_path: Path) -> None:
+    refused(run(*argv, tmp_path), "is not a campaign (no campaign.yaml)", "atoll new")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", COMMANDS[:9], ids=" ".join)
+def test_a_campaign_of_another_schema(argv: list[str], run: Run, made: Path, tmp_path: Path) -> None:
+    shutil.copy(made / "campaign.yaml", tmp_path)
+    content = json.loads((made / "campaign.json").read_text())
+    (tmp_path / "campaign.json").write_text(json.dumps({**content, "schema": 7}))
+    refused(run(*argv, tmp_path), "campaign.json has schema 7, this Atoll reads 1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["campaign.json", "campaign.yaml"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', "\xff"])
+def test_a_damaged_campaign_json(text: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes(text.encode("latin-1"))
+    refused(run("train", "router", tmp_path), "campaign.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("a: [", "not valid YAML"), ("", "no settings"), ("- a", "no settings"), ("\xff", "not valid YAML")],
+)
+def test_a_damaged_campaign_yaml(text: str, word: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "campaign.yaml").write_bytes(text.encode("latin-1"))
+    refused(run("launch", tmp_path), word)
+
+
+def test_a_campaign_that_is_there_already(run: Run, made: Path) -> None:
+    before = state(made)
+    refused(run("new", made, "--recipe", "cpu"), "campaign.yaml exists already")
+    assert state(made) == before
+
+
+# Settings.
+
+
+def test_an_unknown_recipe(run: Run, tmp_path: Path) -> None:
+    refused(run("new", tmp_path / "c", "--recipe", "quikstart"), "did you mean 'quickstart'?")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("partition.kk=3", ["unknown key 'partition.kk'", "did you mean 'k'?"]),
+        ("train.learning_rate=1", ["unknown key 'train.learning_rate'", "valid: batch"]),
+        ("budjet.samples=10", ["unknown key 'budjet'", "did you mean 'budget'?"]),
+        ("islands.0.train.btch=3", ["unknown key 'btch' in islands.0.train", "did you mean 'batch'?"]),
+        ("islands.9.train.batch=3", ["islands.9: there is no such island", "use 0 to 3"]),
+        ("partition.k=many", ["'partition.k'", "integer"]),
+        ("partition.k", ["not of the form key=value"]),
+        ("seed.a=1", ["'seed' is not a group of settings"]),
+        ("data.path=[", ["not valid YAML"]),
+        ("train.batch=0", ["'train.batch'", "greater than or equal to 1"]),
+        ("train.lr=.nan", ["'train.lr'", "finite"]),
+        ("train.lr=.inf", ["'train.lr'", "finite"]),
+        ("train.betas=[0.9, 1.0]", ["'train.betas.1'", "less than 1"]),
+        ("train.log_every=0", ["'train.log_every'"]),
+        ("router.train.batch=-1", ["'router.train.batch'"]),
+        ("network.patch=0", ["'network.patch'"]),
+        ("network.size=nanno", ["unknown network size 'nanno'", "did you mean 'nano'?"]),
+        ("sampling.routing=comit", ["no routing 'comit'", "did you mean 'commit'?"]),
+        ("compare.strategies=[top]", ["'top'"]),
+        ("data.ingest.glyphs.faces=cor", ["no faces 'cor'", "did you mean 'core'?"]),
+        ("objective.prediction=velocity", ["'objective.prediction'", "'v'"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_setting(setting: str, words: list[str], run: Run, tmp_path: Path) -> None:
+    refused(run("new", tmp_path / "c", "--recipe", "quickstart", "--set", setting), *words)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_wrong_setting_in_the_file_is_found_by_every_command(run: Run, tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c", {"train": {"batsh": 3}})
+    for argv in COMMANDS[:9]:
+        refused(run(*argv, folder), "unknown key 'train.batsh' in", "did you mean 'batch'?")
+    assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
+
+
+# Sources. After each mistake, the same folder and the right command.
+
+
+def goes_on(run: Run, folder: Path, *sets: str) -> None:
+    """The right command works where the wrong one was tried."""
+    done = run("data", "ingest", folder, *[part for s in sets for part in ("--set", s)])
+    assert done.code == 0, done
+    assert run("data", "audit", folder).out == "no problems\n"
+
+
+def own(folder: Path, source: Path) -> Path:
+    return write_campaign(
+        folder,
+        {
+            "condition": "none",
+            "data": {"source": str(source), "ingest": {"mode": "auto", "glyphs": {"limit": None}}},
+        },
+    )
+
+
+def pictures(folder: Path, lines: list[str] | None = None, count: int = 6) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", (9, 9), (40 * number, 10, 10)).save(folder / f"{number}.png")
+    right = [json.dumps({"file_name": f"{n}.png", "text": f"red {n}"}) for n in range(count)]
+    (folder / "metadata.jsonl").write_text("\n".join(right if lines is None else lines))
+    return folder
+
+
+def test_a_source_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", tmp_path / "pictures")
+    for argv in (["data", "ingest"], ["launch"]):
+        refused(run(*argv, folder), "there is no source", "pictures")
+        assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
+    pictures(tmp_path / "pictures")
+    goes_on(run, folder)
+
+
+def test_pictures_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
+    source = pictures(tmp_path / "pictures")
+    for path in source.glob("*.png"):
+        path.write_bytes(path.read_bytes()[:20])
+    folder = own(tmp_path / "c", source)
+    refused(run("launch", folder), "no usable rows in folder pictures")
+    assert not (folder / "data/manifest.json").exists()
+    pictures(source)
+    goes_on(run, folder)
+
+
+def test_one_picture_that_cannot_be_read_is_counted_and_named(run: Run, tmp_path: Path) -> None:
+    source = pictures(tmp_path / "pictures")
+    (source / "3.png").write_bytes(b"no picture")
+    folder = own(tmp_path / "c", source)
+    said = run("data", "ingest", folder)
+    assert said.code == 0 and "1 left out:" in said.out and "5 rows" in said.out
+    assert "3.png" in (folder / "data/rejects.jsonl").read_text()
+
+
+def test_a_folder_without_captions(run: Run, tmp_path: Path) -> None:
+    source = pictures(tmp_path / "pictures")
+    (source / "metadata.jsonl").unlink()
+    folder = own(tmp_path / "c", source)
+    refused(run("data", "ingest", folder), "6 images but no captions", "metadata.jsonl")
+    pictures(source)
+    goes_on(run, folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"file": "0.png", "text": "a"}', ["not file_name"]),
+        ('{"file_name": "0.png", "words": "a"}', ["words", "none of text, caption, prompt"]),
+        ("not json", ["no readable row"]),
+    ],
+)
+def test_a_caption_file_with_a_wrong_column(line: str, words: list[str], run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures", [line]))
+    refused(run("data", "ingest", folder), *words)
+    assert not (folder / "data").exists() or not (folder / "data/manifest.json").exists()
+    pictures(tmp_path / "pictures")
+    goes_on(run, folder)
+
+
+def test_a_caption_column_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
+    wrong = run("data", "ingest", folder, "--set", "data.ingest.caption=title")
+    refused(wrong, "has no column 'title'", "it has file_name, text")
+    goes_on(run, folder)
+
+
+def test_a_data_set_of_other_settings_is_not_taken_for_this_one(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
+    goes_on(run, folder)
+    before = state(folder)
+    refused(run("data", "ingest", folder, "--set", "data.ingest.size=4"), "with other settings")
+    refused(run("launch", folder, "--set", "data.ingest.size=4"), "ingested with other settings")
+    assert state(folder) == before
+
+
+def test_more_clusters_than_rows(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
+    refused(run("launch", folder, "--set", "partition.k=60"), "K = 60 clusters for 5 training rows")
+    assert not (folder / "campaign.json").exists() and not (folder / "partition").exists()
+    assert not (folder / "islands").exists()
+    said = run("partition", folder)
+    assert said.code == 0 and "2 clusters of 5 training rows" in said.out
+    assert Campaign.open(folder).config.partition.k == 2
+
+
+def test_a_family_that_cannot_take_the_condition(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
+    refused(run("launch", folder, "--set", "network.family=pixart"), "the pixart family needs text states")
+    assert not (folder / "campaign.json").exists()
+    refused(run("launch", folder, "--set", "network.patch=3"), "8 px do not divide into patches of 3")
+    refused(run("launch", folder, "--set", "router.patch=3"), "8 px do not divide into patches of 3")
+    assert run("partition", folder).code == 0
+
+
+def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
+    folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
+    refused(run("data", "encode", folder), "there is no data set", "atoll data ingest")
+    refused(run("partition", folder), "there is no data set")
+    refused(run("train", "expert", folder, "--island", "0"), "no island.json", "atoll partition")
+    refused(run("assemble", folder), "has no partition")
+    goes_on(run, folder)
+    refused(run("partition", folder), "has no column 'latents'", "atoll data encode")
+    kmeans = ["--set", "partition.method=kmeans", "--set", "partition.encoder=efficientnet-lite0"]
+    assert run("data", "encode", folder).code == 0
+    refused(run("partition", folder, *kmeans), "has no column 'features-efficientnet-lite0'", "atoll data embed")
+    assert not (folder / "campaign.json").exists()
+    assert run("partition", folder).code == 0
+
+
+# A campaign that has begun.
+
+
+@pytest.mark.parametrize("key", ["train.batch=8", "partition.k=3", "seed=4", "data.vae=other", "monolith=false"])
+def test_a_fixed_setting_cannot_change(key: str, run: Run, made: Path) -> None:
+    before = state(made)
+    name, value = key.split("=")
+    refused(run("launch", made, "--set", key), f"{name} is ", "was started with", "put it back")
+    assert state(made) == before
+
+
+def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) -> None:
+    text = (copy / "campaign.yaml").read_text()
+    (copy / "campaign.yaml").write_text(text.replace("samples: 320", "samples: 321"))
+    refused(run("train", "router", copy), "budget.samples is 321", "was started with 320")
+    (copy / "campaign.yaml").write_text(text)
+    assert run("train", "router", copy).code == 0
+
+
+@pytest.mark.parametrize(("island", "word"), [("2", "no island 2"), ("-1", "no island -1"), (None, "which island")])
+def test_an_island_that_is_none(island: str | None, word: str, run: Run, made: Path) -> None:
+    before = state(made)
+    options = ["--island", island] if island else []
+    refused(run("train", "expert", made, *options), word, "give --island 0 to 1")
+    assert state(made) == before
+
+
+def test_an_island_for_what_has_none(run: Run, made: Path) -> None:
+    refused(run("train", "router", made, "--island", "0"), "--island goes with 'train expert'")
+    refused(run("train", "expret", made), "expert", "router", "monolith")
+
+
+def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
+    before = state(made)
+    refused(run("assemble", made), "has no expert yet", "atoll launch")
+    refused(run("compare", made), "has no ensemble", "atoll assemble")
+    refused(run("sample", made, "1", "--out", tmp_path / "a.png"), "has no ensemble", "atoll assemble")
+    refused(run("sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"), "is missing")
+    assert state(made) == before and not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["needs prompts (class)"]),
+        (["2"], ["'2' is no class label", "0 to 1"]),
+        (["a"], ["'a' is no class label"]),
+        (["²"], ["'²' is no class label"]),
+        (["--", "-1"], ["'-1' is no class label"]),
+        (["1", "--guidance", "-1"], ["--guidance"]),
+        (["1", "--guidance", "nan"], ["--guidance"]),
+        (["1", "--steps", "0"], ["--steps"]),
+        (["1", "--count", "0"], ["--count"]),
+        (["1", "--routing", "comit"], ["no routing 'comit'", "did you mean 'commit'?"]),
+        (["1", "--routing", "top-3"], ["'top-3' with 2 experts"]),
+        (["1", "--routing", "oracle"], ["'oracle' needs known clusters"]),
+        (["1", "--model", "students"], ["ensemble", "monolith"]),
+        (["1", "--colour"], ["No such option"]),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else v,
+)
+def test_a_wrong_request_for_samples(
+    argv: list[str], words: list[str], run: Run, trained: Path, tmp_path: Path
+) -> None:
+    before = state(trained)
+    refused(run("sample", trained, "--out", tmp_path / "a.png", *argv), *words)
+    assert not (tmp_path / "a.png").exists() and state(trained) == before
+
+
+def test_a_picture_that_cannot_be_written(run: Run, trained: Path, tmp_path: Path) -> None:
+    refused(run("sample", trained, "1", "--out", tmp_path / "no/a.png"), "no is no folder that can be written")
+    refused(run("sample", trained, "1", "--out", tmp_path), "is a folder", "samples.png")
+    assert list(tmp_path.iterdir()) == []
+    assert run("sample", trained, "1", "--out", tmp_path / "a.png").code == 0
+    assert (tmp_path / "a.png").exists()
+
+
+def test_prompts_for_a_model_without_condition(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    campaign = partitioned(folder, {"condition": "none", "budget": {"samples": 64}, "monolith": True})
+    train_run(campaign, "monolith")
+    argv = ["sample", folder, "--model", "monolith", "--out", tmp_path / "a.png"]
+    refused(run(*argv, "a prompt"), "this model is unconditional")
+    assert run(*argv).code == 0
+
+
+def test_damaged_weights_are_not_sampled_and_can_be_mended(run: Run, trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "c"))
+    path = folder / "ensemble/experts/1/diffusion_pytorch_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    argv = ["sample", folder, "1", "--out", tmp_path / "a.png"]
+    refused(run(*argv), "does not match its SHA-256")
+    assert run("assemble", folder).code == 0
+    assert run(*argv).code == 0
+
+
+def test_an_ensemble_of_another_schema(run: Run, trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "c"))
+    path = folder / "ensemble/ensemble.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 9}))
+    refused(run("sample", folder, "1", "--out", tmp_path / "a.png"), "schema 9", "assemble again")
+    assert run("assemble", folder).code == 0
+    assert run("sample", folder, "1", "--out", tmp_path / "a.png").code == 0
+
+
+# Data that cannot be trained on.
+
+
+def test_numbers_that_are_none_end_the_run_in_one_line(run: Run, copy: Path) -> None:
+    import torch
+
+    from atoll.data.columns import write_column
+    from atoll.data.dataset import DataSet
+    from atoll.store.store import Store
+
+    dataset = DataSet.open(Store.open(copy / "islands/0"), "data")
+    values = dataset.column("latents").read(range(len(dataset)))
+    rows = [dataset.bounds[i : i + 2].tolist() for i in range(len(dataset.shards))]
+    values[dataset.split("train")[3]] = torch.nan
+    write_column(dataset, "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]})
+    line = refused(run("train", "expert", copy, "--island", "0"), "loss nan", "island 0", "at step")
+    assert "atoll data audit" in line
+    assert not (copy / "islands/0/expert").exists()
+
+
+def test_a_torn_column_ends_the_run_in_one_line(run: Run, copy: Path) -> None:
+    path = next((copy / "islands/0/data/columns/latents").glob("*.safetensors"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    refused(run("train", "expert", copy, "--island", "0"), path.name, "it is torn")
+    path.write_bytes(whole)
+    assert run("train", "expert", copy, "--island", "0").code == 0
+
+
+# The rest of the entry point.
+
+
+def test_ctrl_c_is_130_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    from atoll import cli
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        cli._guard(interrupted)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted; run the same command again to go on\n"
+
+
+def test_recipes_are_listed_with_their_first_line(run: Run) -> None:
+    lines = run("recipes").out.splitlines()
+    assert {"cpu", "quickstart"} <= {line.split()[0] for line in lines}
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_names_every_command(option: str, run: Run) -> None:
+    said = run(option)
+    assert said.code == 0
+    for name in ("quickstart", "new", "data", "partition", "train", "launch", "sample", "compare", "report"):
+        assert f"\n  {name} " in said.out
+
+
+@pytest.mark.slow
+def test_a_stopped_launch_leaves_runs_that_go_on(copy: Path) -> None:
+    import signal
+    import time
+
+    process = start("launch", copy)
+    out = ""
+    assert process.stdout is not None
+    while "started" not in out:
+        out += process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and err == "interrupted; run the same command again to go on\n"
+    again = atoll("launch", copy)
+    assert again.returncode == 0, again.stderr
+    assert (copy / "ensemble/ensemble.json").exists()
