@@ -39,17 +39,23 @@ def row(
     }  # fmt: skip
 
 
-def median_row(case: str, metric: str, values: Sequence[float], unit: str = "", **target: Any) -> dict[str, Any]:
+def median_row(
+    case: str, metric: str, values: Sequence[float], unit: str = "", **target: Any
+) -> dict[str, Any]:
     """The median of several values with their range."""
     return row(case, metric, statistics.median(values), unit, (min(values), max(values)), **target)
 
 
-def finish(name: str, rows: list[dict[str, Any]], path: Path | None, notes: dict[str, Any] | None = None) -> None:
+def finish(
+    name: str, rows: list[dict[str, Any]], path: Path | None, notes: dict[str, Any] | None = None
+) -> None:
     """Print the table and write the JSON."""
     for line in rows:
         target = f"{line['target']['op']} {line['target']['value']:g}" if line["target"] else ""
         verdict = {True: "met", False: "MISSED", None: ""}[line["met"]]
-        print(f"{line['case']:<24} {line['metric']:<34} {line['value']:>12.4g} {line['unit']:<8} {target:<10} {verdict}")
+        print(
+            f"{line['case']:<24} {line['metric']:<34} {line['value']:>12.4g} {line['unit']:<8} {target:<10} {verdict}"
+        )
     result = {
         "benchmark": name,
         "command": "python " + " ".join(sys.argv),
@@ -71,7 +77,9 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    memory = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0")
+    memory = next(
+        (line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0"
+    )
     return {
         "system": platform.system(),
         "processor": model,

@@ -28,7 +28,9 @@ QUICK = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller, in under two minutes; ratios mean little then")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller, in under two minutes; ratios mean little then"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--dir", type=Path, help="keep the campaigns here")
     parser.add_argument("--json", type=Path)
@@ -42,8 +44,18 @@ def main() -> None:
     table = [
         median_row("quickstart", "seconds", [r["wall"] for r in runs], "s", target=("<=", 720)),
         row("second run", "seconds", again, "s", target=("<=", 30)),
-        median_row("experts + router", "training FLOPs / monolith", [r["flops_ratio"] for r in runs], target=("<=", 1.01)),
-        median_row("experts + router", "training FLOPs / monolith (least)", [r["flops_ratio"] for r in runs], target=(">=", 0.99)),
+        median_row(
+            "experts + router",
+            "training FLOPs / monolith",
+            [r["flops_ratio"] for r in runs],
+            target=("<=", 1.01),
+        ),
+        median_row(
+            "experts + router",
+            "training FLOPs / monolith (least)",
+            [r["flops_ratio"] for r in runs],
+            target=(">=", 0.99),
+        ),
     ]
     for name in runs[0]["distance"]:
         if name != "monolith":
@@ -51,7 +63,12 @@ def main() -> None:
             target = {"target": ("<=", 1.0)} if name == runs[0]["default"] else {}
             table.append(median_row(name, "distance / monolith", ratios, **target))
     table.append(median_row("monolith", "distance", [r["distance"]["monolith"] for r in runs]))
-    finish("quickstart", table, options.json, {"metric": runs[0]["metric"], "seeds": options.seeds, "quick": options.quick})
+    finish(
+        "quickstart",
+        table,
+        options.json,
+        {"metric": runs[0]["metric"], "seeds": options.seeds, "quick": options.quick},
+    )
 
 
 def run(folder: Path, seed: int, quick: bool) -> dict:

@@ -310,7 +310,9 @@ def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
     refused(run("partition", folder), "has no column 'latents'", "atoll data encode")
     kmeans = ["--set", "partition.method=kmeans", "--set", "partition.encoder=efficientnet-lite0"]
     assert run("data", "encode", folder).code == 0
-    refused(run("partition", folder, *kmeans), "has no column 'features-efficientnet-lite0'", "atoll data embed")
+    refused(
+        run("partition", folder, *kmeans), "has no column 'features-efficientnet-lite0'", "atoll data embed"
+    )
     assert not (folder / "campaign.json").exists()
     assert run("partition", folder).code == 0
 
@@ -318,7 +320,9 @@ def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
 # A campaign that has begun.
 
 
-@pytest.mark.parametrize("key", ["train.batch=8", "partition.k=3", "seed=4", "data.vae=other", "monolith=false"])
+@pytest.mark.parametrize(
+    "key", ["train.batch=8", "partition.k=3", "seed=4", "data.vae=other", "monolith=false"]
+)
 def test_a_fixed_setting_cannot_change(key: str, run: Run, made: Path) -> None:
     before = state(made)
     name, value = key.split("=")
@@ -334,7 +338,9 @@ def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) 
     assert run("train", "router", copy).code == 0
 
 
-@pytest.mark.parametrize(("island", "word"), [("2", "no island 2"), ("-1", "no island -1"), (None, "which island")])
+@pytest.mark.parametrize(
+    ("island", "word"), [("2", "no island 2"), ("-1", "no island -1"), (None, "which island")]
+)
 def test_an_island_that_is_none(island: str | None, word: str, run: Run, made: Path) -> None:
     before = state(made)
     options = ["--island", island] if island else []
@@ -385,7 +391,9 @@ def test_a_wrong_request_for_samples(
 
 
 def test_a_picture_that_cannot_be_written(run: Run, trained: Path, tmp_path: Path) -> None:
-    refused(run("sample", trained, "1", "--out", tmp_path / "no/a.png"), "no is no folder that can be written")
+    refused(
+        run("sample", trained, "1", "--out", tmp_path / "no/a.png"), "no is no folder that can be written"
+    )
     refused(run("sample", trained, "1", "--out", tmp_path), "is a folder", "samples.png")
     assert list(tmp_path.iterdir()) == []
     assert run("sample", trained, "1", "--out", tmp_path / "a.png").code == 0
@@ -436,7 +444,9 @@ def test_numbers_that_are_none_end_the_run_in_one_line(run: Run, copy: Path) -> 
     values = dataset.column("latents").read(range(len(dataset)))
     rows = [dataset.bounds[i : i + 2].tolist() for i in range(len(dataset.shards))]
     values[dataset.split("train")[3]] = torch.nan
-    write_column(dataset, "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]})
+    write_column(
+        dataset, "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]}
+    )
     line = refused(run("train", "expert", copy, "--island", "0"), "loss nan", "island 0", "at step")
     assert "atoll data audit" in line
     assert not (copy / "islands/0/expert").exists()

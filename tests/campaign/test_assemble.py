@@ -82,7 +82,11 @@ def test_a_replaced_expert_is_taken_over(folder: Path, capsys: pytest.CaptureFix
     weights = {name: 0.5 * tensor for name, tensor in weights.items()}
     shutil.rmtree(folder / "islands/1/expert")
     write_part(
-        store, "islands/1/expert", network, weights, card.model_copy(update={"weights_sha256": digest_tensors(weights)})
+        store,
+        "islands/1/expert",
+        network,
+        weights,
+        card.model_copy(update={"weights_sha256": digest_tensors(weights)}),
     )
     assert "already" not in say(capsys, folder)
     _, _, now = read_part(store, "ensemble/experts/1")
@@ -135,7 +139,9 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
     assemble(Campaign.open(folder))
     content = json.loads((folder / "ensemble/ensemble.json").read_text())
     named = {entry["path"] for entry in content["files"]}
-    there = {p.relative_to(folder / "ensemble").as_posix() for p in (folder / "ensemble").rglob("*") if p.is_file()}
+    there = {
+        p.relative_to(folder / "ensemble").as_posix() for p in (folder / "ensemble").rglob("*") if p.is_file()
+    }
     assert named == there - {"ensemble.json"}
     for entry in content["files"]:
         (folder / "ensemble" / entry["path"]).write_bytes(b"{}")

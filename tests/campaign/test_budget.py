@@ -68,7 +68,11 @@ def test_every_row_is_seen_as_often_as_the_monolith_sees_it_less_the_router() ->
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_equal_is_the_papers_setting(k: int) -> None:
     """256 -> 8 x 32: the batch divided by K, and the same number of steps for all."""
-    made = budget([10 * (i + 1) for i in range(k)], budget={"samples": 100_000, "compute": "equal"}, train={"batch": 256})
+    made = budget(
+        [10 * (i + 1) for i in range(k)],
+        budget={"samples": 100_000, "compute": "equal"},
+        train={"batch": 256},
+    )
     assert {share.batch for share in made.experts} == {256 // k}
     (steps,) = {share.steps for share in made.experts}
     assert steps == pytest.approx(0.9 * made.monolith.steps * 256 / (256 // k * k), rel=0.01)
@@ -93,7 +97,8 @@ def test_islands_of_their_own_kind() -> None:
 
 def test_the_router_is_counted_with_its_own_batch() -> None:
     small, large = (
-        budget([50, 50], budget={"samples": 1_000_000}, router={"train": {"batch": b}}).router for b in (8, 80)
+        budget([50, 50], budget={"samples": 1_000_000}, router={"train": {"batch": b}}).router
+        for b in (8, 80)
     )
     assert small.steps == pytest.approx(10 * large.steps, rel=0.01)
 

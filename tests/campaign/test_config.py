@@ -62,7 +62,9 @@ def test_set_reaches_an_island_that_the_file_numbers(tmp_path: Path) -> None:
 
 
 def test_settings_come_back_from_campaign_json(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c", {"islands": {1: {"train": {"lr": 0.5}}}, "sampling": {"steps": 9}})
+    folder = write_campaign(
+        tmp_path / "c", {"islands": {1: {"train": {"lr": 0.5}}}, "sampling": {"steps": 9}}
+    )
     Campaign.open(folder).freeze()
     Campaign.open(folder).freeze()
     (folder / "campaign.yaml").unlink()
@@ -95,7 +97,8 @@ def test_a_frozen_key_is_named(change: dict, key: str, tmp_path: Path) -> None: 
 
 
 @pytest.mark.parametrize(
-    "change", [{"sampling": {"steps": 9, "guidance": 4.0}}, {"compare": {"samples": 9, "strategies": ["full"]}}]
+    "change",
+    [{"sampling": {"steps": 9, "guidance": 4.0}}, {"compare": {"samples": 9, "strategies": ["full"]}}],
 )
 def test_sampling_and_comparison_may_change(change: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
     folder = write_campaign(tmp_path / "c")

@@ -17,7 +17,8 @@ from atoll.networks.families import parameter_count
 
 
 @pytest.mark.parametrize(
-    "objective", [{"prediction": "eps", "schedule": "vp-cosine"}, {"prediction": "x0", "schedule": "ddpm-linear"}]
+    "objective",
+    [{"prediction": "eps", "schedule": "vp-cosine"}, {"prediction": "x0", "schedule": "ddpm-linear"}],
 )
 def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
     changes = {

@@ -215,7 +215,9 @@ def test_a_comparison_is_not_repeated_but_for_other_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert answer(capsys, "compare", whole).out == "compare: finished already\n"
-    other = answer(capsys, "compare", whole, "--set", "compare.strategies=[top-1]", "--set", "compare.samples=12")
+    other = answer(
+        capsys, "compare", whole, "--set", "compare.strategies=[top-1]", "--set", "compare.samples=12"
+    )
     assert other.code == 0 and "top-1" in other.out and "finished already" not in other.out
     again = json.loads((whole / "reports/compare.json").read_text())
     assert [row["name"] for row in again["rows"]] == ["monolith", "top-1"]

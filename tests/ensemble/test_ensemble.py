@@ -158,9 +158,7 @@ def test_draws_depend_on_seed_and_number_only(
     routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor
 ) -> None:
     def weights(seed: int, indices: range) -> Tensor:
-        field = ensemble.field(
-            conditions(B, shape), null(shape), 1.0, Routing.named(routing), seed, indices
-        )
+        field = ensemble.field(conditions(B, shape), null(shape), 1.0, Routing.named(routing), seed, indices)
         sample(field, x, 3)
         return field.trace.stacked()
 
@@ -215,7 +213,9 @@ def test_oracle_follows_the_labels(ensemble: Ensemble, shape: DataShape, x: Tens
 # Guidance.
 
 
-def by_hand(ensemble: Ensemble, shape: DataShape, x: Tensor, t: float, scale: float, choose: Callable) -> Tensor:
+def by_hand(
+    ensemble: Ensemble, shape: DataShape, x: Tensor, t: float, scale: float, choose: Callable
+) -> Tensor:
     """Guided velocity with weights `choose(posterior, null posterior)` for the two branches."""
     time = torch.full((B,), t)
     branches = [conditions(B, shape), null(shape).expand(B)]

@@ -70,7 +70,11 @@ def write(store: Store, prefix: str, shape: DataShape = CLASSES, **changes: obje
     e = expert(3, shape)
     weights = dict(e.network.named_parameters())
     write_part(
-        store, prefix, e.network, weights, card(family=e.family, weights_sha256=digest_tensors(weights), **changes)
+        store,
+        prefix,
+        e.network,
+        weights,
+        card(family=e.family, weights_sha256=digest_tensors(weights), **changes),
     )
     return e
 
@@ -116,7 +120,10 @@ def test_nothing_is_published_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])), "not what its card says"),
+        (
+            lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+            "not what its card says",
+        ),
         (lambda p: p.write_bytes(p.read_bytes()[:100]), "is damaged"),
         (lambda p: p.write_bytes(b"not weights"), "is damaged"),
         (lambda p: p.unlink(), "is missing"),

@@ -26,7 +26,12 @@ def test_what_is_written_is_read(store: Store) -> None:
     for data in (b"", b"x", bytes(range(256)) * 5000):
         store.put("a/b", data)
         assert store.get("a/b") == data == store.path("a/b").read_bytes()
-    assert store.exists("a/b") and not store.exists("a") and not store.exists("a/c") and not store.exists("a/b/c")
+    assert (
+        store.exists("a/b")
+        and not store.exists("a")
+        and not store.exists("a/c")
+        and not store.exists("a/b/c")
+    )
 
 
 def test_create_writes_once(store: Store) -> None:

@@ -44,7 +44,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
             f"{distinct} different feature vectors cannot make {k} clusters", "lower partition.k"
         )
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
-    centroids = _kmeans(features, fine, seed_of(seed, "fine"), redo=1)
+    # Starts are random: the best of several counts where its clusters are the final ones.
+    centroids = _kmeans(features, fine, seed_of(seed, "fine"), redo=1 if fine > k else 8)
     if fine > k:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
     sizes = np.bincount(nearest_centroid(features, centroids), minlength=k)

@@ -96,6 +96,11 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
         raise ConfigError(
             f"cannot load the text encoder {name!r}: {reason}", "use 'minilm', a folder, or a hub name"
         ) from None
+    if len({tuple(tokenizer(word)["input_ids"]) for word in ("a", "red", "house")}) == 1:
+        # transformers makes up a tokenizer that knows no words where a folder holds none.
+        raise ConfigError(
+            f"cannot load the text encoder {name!r}: it has no tokenizer", "add its tokenizer's files"
+        )
     config = getattr(network.config, "text_config", network.config)
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)

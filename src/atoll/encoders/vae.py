@@ -1,5 +1,6 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,9 +72,11 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     import diffusers
 
     try:
-        settings = diffusers.AutoencoderKL.load_config(name)
-        kind = settings.get("_class_name", "AutoencoderKL")
-        network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
+        with warnings.catch_warnings():  # diffusers passes the hub an option that the hub has dropped
+            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+            settings = diffusers.AutoencoderKL.load_config(name)
+            kind = settings.get("_class_name", "AutoencoderKL")
+            network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
     except (OSError, ValueError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(

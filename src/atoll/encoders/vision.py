@@ -108,6 +108,8 @@ def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
         raise ConfigError(
             f"cannot load the vision encoder {name!r}: {reason}", "give a folder or a hub name"
         ) from None
+    if network.config.model_type != "dinov2":
+        raise ConfigError(f"{name!r} is no DINOv2 but {network.config.model_type}", "give one")
     mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(1, 3, 1, 1)
     std = torch.tensor([0.229, 0.224, 0.225], device=device).view(1, 3, 1, 1)
 

@@ -16,7 +16,7 @@ def initialise(network: nn.Module, seed: int) -> None:
     """Draw all weights anew, in place, from `seed` alone (the same on every machine and device)."""
     source = generator(seed, "init")
     with torch.no_grad():
-        for name, module in network.named_modules():
+        for module in network.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 _xavier(module, source)
             elif isinstance(module, nn.Embedding):
@@ -25,6 +25,7 @@ def initialise(network: nn.Module, seed: int) -> None:
                 if own in ("scale_shift_table", "cls_token"):
                     std = 0.02 if own == "cls_token" else parameter.shape[-1] ** -0.5
                     _normal(parameter, std, source)
+        for name, module in network.named_modules():  # after their layers, which come later in the first pass
             if name.endswith(("timestep_embedder", "caption_projection")):
                 _normal(cast(Any, module).linear_1.weight, 0.02, source)
                 _normal(cast(Any, module).linear_2.weight, 0.02, source)

@@ -1,0 +1,81 @@
+"""The order of samples: a permutation of every epoch, known at any position."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.data.order import Order
+
+SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1000, 4096, 4097, 65_537]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_an_epoch_is_a_permutation(rows: int) -> None:
+    order = Order(rows, 0, "ids")
+    for epoch in range(3):
+        seen = order.at(range(epoch * rows, (epoch + 1) * rows))
+        assert seen.dtype == np.int64
+        assert np.array_equal(np.sort(seen), np.arange(rows))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(rows=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6), ids=st.text())
+def test_an_epoch_is_a_permutation_for_any_size_and_seed(rows: int, seed: int, epoch: int, ids: str) -> None:
+    seen = Order(rows, seed, ids).at(range(epoch * rows, (epoch + 1) * rows))
+    assert np.array_equal(np.sort(seen), np.arange(rows))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 500),
+    start=st.integers(0, 5000),
+    count=st.integers(1, 700),
+    cuts=st.lists(st.integers(1, 700), max_size=6),
+)
+def test_it_knows_nothing_of_batches(rows: int, start: int, count: int, cuts: list[int]) -> None:
+    order = Order(rows, 7, "ids")
+    whole = order.at(range(start, start + count))
+    bounds = sorted({0, count, *(c for c in cuts if c < count)})
+    parts = [order.at(range(start + a, start + b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert np.array_equal(np.concatenate(parts), whole)
+    backwards = order.at([start + i for i in reversed(range(count))])
+    assert np.array_equal(backwards[::-1], whole)
+
+
+def test_ranks_that_share_a_batch_see_the_rows_of_one() -> None:
+    order = Order(1000, 3, "ids")
+    ranks = [order.at(range(5000 + rank, 5064, 4)) for rank in range(4)]
+    assert np.array_equal(np.stack(ranks, 1).reshape(-1), order.at(range(5000, 5064)))
+
+
+def test_epochs_seeds_and_ids_give_other_orders() -> None:
+    n = 500
+    first = Order(n, 0, "ids").at(range(n))
+    others = [
+        Order(n, 0, "ids").at(range(n, 2 * n)),
+        Order(n, 1, "ids").at(range(n)),
+        Order(n, 0, "ids of other rows").at(range(n)),
+        np.arange(n),
+    ]
+    for other in others:
+        assert np.mean(first == other) < 0.02  # 1 / n of two random permutations agree
+    assert np.array_equal(first, Order(n, 0, "ids").at(range(n)))
+
+
+def test_it_does_not_change_between_versions() -> None:
+    """A run that is resumed by another version of Atoll or numpy must see the same rows."""
+    expected = [6, 5, 8, 7, 1, 2, 4, 9, 0, 3, 9, 0, 3, 8, 4, 1, 2, 7, 6, 5]
+    assert Order(10, 0, "ids").at(range(20)).tolist() == expected
+
+
+def test_shuffles_are_even() -> None:
+    """Each row comes first, and any two rows stand in either order, about equally often."""
+    rows, epochs = 8, 4000
+    table = Order(rows, 1, "ids").at(range(rows * epochs)).reshape(epochs, rows)
+    counts = np.stack([np.bincount(table[:, place], minlength=rows) for place in range(rows)])
+    chi = ((counts - epochs / rows) ** 2 / (epochs / rows)).sum(1)
+    assert chi.max() < 30  # 7 degrees of freedom: 1e-4 is at 29.9
+    place = np.argsort(table, 1)
+    ahead = (place[:, :, None] < place[:, None, :]).mean(0)
+    assert np.abs(ahead - 0.5)[~np.eye(rows, dtype=bool)].max() < 0.04

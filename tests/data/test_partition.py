@@ -1,0 +1,156 @@
+"""The partition: what decides it, what it must not see, and its hash."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.base.errors import PartitionError
+from atoll.data import partition as partitions
+from atoll.data.columns import Column, write_column
+from atoll.data.dataset import DataSet, write_subset
+from atoll.data.glyphs import GlyphOptions, GlyphSource
+from atoll.data.ingest import IngestConfig, ingest
+from atoll.data.partition import Partition, PartitionConfig, make
+from atoll.store.store import Store
+
+ROWS = 120
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> DataSet:
+    store = Store.open(tmp_path / "data", create=True)
+    options = GlyphOptions(limit=ROWS, characters="basic")
+    return ingest(GlyphSource(options), store, "", IngestConfig(size=8, shard_rows=50, heldout=0.25))
+
+
+def features(dataset: DataSet, change: np.ndarray | None = None, name: str = "features") -> Column:
+    """Three directions with noise; `change` is added."""
+    draws = np.random.default_rng(0)
+    values = np.eye(3, 8)[np.arange(ROWS) % 3] + 0.1 * draws.normal(size=(ROWS, 8))
+    values = values + (0 if change is None else change)
+
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        rows = slice(int(dataset.bounds[shard]), int(dataset.bounds[shard + 1]))
+        return {"values": torch.from_numpy(values[rows]).half()}
+
+    return write_column(dataset, name, {"name": "blobs", "hash": name}, compute)
+
+
+KMEANS = PartitionConfig(k=3, fine=3)
+RANDOM = PartitionConfig(method="random", k=3)
+
+
+def test_clusters_are_the_blobs(dataset: DataSet) -> None:
+    made = make(dataset, features(dataset), KMEANS, 0)
+    assert len({(int(c), i % 3) for i, c in enumerate(made.clusters)}) == 3
+    train, heldout = dataset.split("train"), dataset.split("heldout")
+    assert len(heldout) > 10
+    for k in range(3):
+        assert made.sizes[k] == (made.clusters[train] == k).sum()
+        assert made.heldout[k] == (made.clusters[heldout] == k).sum()
+    assert sum(made.sizes) + sum(made.heldout) == ROWS
+
+
+def test_heldout_rows_do_not_decide(dataset: DataSet) -> None:
+    """Whatever the held-out features are, centroids and the clusters of training rows stay."""
+    heldout, train = dataset.split("heldout"), dataset.split("train")
+    change = np.zeros((ROWS, 8))
+    change[heldout] = np.random.default_rng(1).normal(size=(len(heldout), 8)) * 5
+    one = make(dataset, features(dataset), KMEANS, 0)
+    other = make(dataset, features(dataset, change, "changed"), KMEANS, 0)
+    assert np.array_equal(one.centroids, other.centroids)
+    assert np.array_equal(one.clusters[train], other.clusters[train])
+    assert not np.array_equal(one.clusters[heldout], other.clusters[heldout])
+    change = np.zeros((ROWS, 8))
+    change[train[:5]] = 5
+    assert not np.array_equal(
+        one.centroids, make(dataset, features(dataset, change, "t"), KMEANS, 0).centroids
+    )
+
+
+def test_random_does_not_depend_on_the_order_of_rows(dataset: DataSet, tmp_path: Path) -> None:
+    order = np.random.default_rng(0).permutation(ROWS)
+    store = Store.open(tmp_path / "other", create=True)
+    shuffled = write_subset(dataset, order, store, "", ["split"], shard_rows=33)
+    one, other = make(dataset, None, RANDOM, 4), make(shuffled, None, RANDOM, 4)
+    assert np.array_equal(one.clusters[order], other.clusters)
+    assert one.hash != other.hash  # the hash is of clusters in order
+    assert not np.array_equal(one.clusters, make(dataset, None, RANDOM, 5).clusters)
+    assert min(one.sizes) > 15
+
+
+def test_a_sample_is_enough(dataset: DataSet) -> None:
+    whole = make(dataset, features(dataset), KMEANS, 0)
+    part = make(dataset, features(dataset), KMEANS.model_copy(update={"fit_rows": 40}), 0)
+    assert len(set(zip(whole.clusters.tolist(), part.clusters.tolist(), strict=True))) == 3
+    assert not np.array_equal(whole.centroids, part.centroids)
+
+
+def test_the_hash_is_of_what_was_decided(dataset: DataSet) -> None:
+    column = features(dataset)
+    first = make(dataset, column, KMEANS, 0)
+    assert make(dataset, column, KMEANS, 0).hash == first.hash
+    others = [
+        make(dataset, column, KMEANS, 1),
+        make(dataset, column, KMEANS.model_copy(update={"k": 2}), 0),
+        make(dataset, features(dataset, name="same-values-other-encoder"), KMEANS, 0),
+        make(dataset, None, RANDOM, 0),
+    ]
+    assert len({first.hash, *(o.hash for o in others)}) == 5
+    assert np.array_equal(others[2].clusters, first.clusters)
+
+
+@pytest.mark.parametrize("k", [0, -1, ROWS])
+@pytest.mark.parametrize("method", ["kmeans", "random"])
+def test_k_that_cannot_be(dataset: DataSet, k: int, method: str) -> None:
+    config = PartitionConfig(method=method, k=k)  # type: ignore[arg-type]
+    count = len(dataset.split("train"))
+    with pytest.raises(PartitionError, match=rf"K = {k} clusters for {count} training rows"):
+        make(dataset, features(dataset), config, 0)
+
+
+def test_clusters_that_stay_empty_are_refused(dataset: DataSet) -> None:
+    with pytest.raises(PartitionError, match="is empty: lower partition.k"):
+        make(dataset, None, PartitionConfig(method="random", k=70), 0)
+
+
+def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "campaign", create=True)
+    made = make(dataset, features(dataset), KMEANS, 0)
+    partitions.save(made, store, dataset)
+    back = partitions.load(store)
+    assert np.array_equal(back.clusters, made.clusters) and np.array_equal(back.centroids, made.centroids)
+    assert (back.hash, back.sizes, back.heldout, back.about, back.k) == (
+        made.hash,
+        made.sizes,
+        made.heldout,
+        made.about,
+        3,
+    )
+    assert store.list("partition/sheets") == [f"partition/sheets/{k}.png" for k in range(3)]
+    store.put_json("partition/partition.json", {**store.get_json("partition/partition.json"), "schema": 5})
+    with pytest.raises(PartitionError, match="schema 5"):
+        partitions.load(store)
+
+
+def test_odd_balances_are_told() -> None:
+    def of(*sizes: int) -> list[str]:
+        return Partition(np.zeros(0, "i8"), np.zeros((0, 0), "f4"), list(sizes), [], {}, "").warnings()
+
+    assert of(30, 30, 40) == [] and of(90, 10) == []
+    assert of(60, 20, 20) == ["cluster 0 holds 60% of the rows: a catch-all"]
+    assert of(398, 300, 300, 2) == ["cluster 3 holds only 2 rows: under a tenth of an even share"]
+
+
+def test_contact_sheets_show_training_pictures_of_their_cluster(dataset: DataSet) -> None:
+    from PIL import Image
+
+    made = make(dataset, features(dataset), KMEANS, 0)
+    sheets = [partitions.contact_sheet(made, dataset, k) for k in range(3)]
+    assert len(set(sheets)) == 3 and partitions.contact_sheet(made, dataset, 0) == sheets[0]
+    import io
+
+    with Image.open(io.BytesIO(sheets[0])) as sheet:
+        assert sheet.width > 12 * 48

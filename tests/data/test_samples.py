@@ -1,0 +1,90 @@
+"""Rows as a network sees them."""
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.base.errors import DataError
+from atoll.data.columns import write_column
+from atoll.data.dataset import DataSet
+from atoll.data.encode import encode_latents, encode_text
+from atoll.data.samples import Samples, data_shape, read_labels
+from atoll.encoders.text import text_encoder
+from atoll.encoders.vae import autoencoder
+from atoll.networks.families import DataShape
+
+
+@pytest.fixture
+def encoded(glyphs: DataSet) -> DataSet:
+    encode_latents(glyphs, autoencoder("none"))
+    encode_text(glyphs, text_encoder("minilm", 12))
+    return glyphs
+
+
+def test_shapes_are_read_from_the_columns(encoded: DataSet) -> None:
+    longest = encoded.column("text").max_length
+    assert 5 < longest <= 12
+    assert data_shape(encoded, "text") == DataShape(1, 8, 384, longest)
+    assert data_shape(encoded, "class") == DataShape(1, 8, classes=8)
+    assert data_shape(encoded, "none") == DataShape(1, 8)
+
+
+def test_samples_are_the_rows_asked_for(encoded: DataSet) -> None:
+    rows = encoded.split("train")
+    samples = Samples(encoded, rows, "text", data_shape(encoded, "text"))
+    assert len(samples) == len(rows) < len(encoded)
+    index = np.array([3, 0, len(rows) - 1, 3])
+    latents = samples.latents(index)
+    for value, row in zip(latents, rows[index], strict=True):
+        pixels = np.asarray(encoded.image(int(row)), dtype=np.float32) / 127.5 - 1
+        np.testing.assert_allclose(value[0].numpy(), pixels, atol=1e-3)  # float16
+    captions = encoded.take(rows[index]).column("caption").to_pylist()
+    states, mask = text_encoder("minilm", 12).encode(captions)
+    cond = samples.conditions(index)
+    assert cond.text is not None and cond.mask is not None
+    assert cond.text.shape[1] == cond.mask.shape[1] == samples.shape.text_length
+    assert cond.mask.sum(1).tolist() == mask.sum(1).tolist()
+    torch.testing.assert_close(cond.text[:, : states.shape[1]], states, rtol=1e-2, atol=1e-3)
+
+
+def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
+    null = Samples(encoded, encoded.split("train"), "text", data_shape(encoded, "text")).null()
+    states, mask = text_encoder("minilm", 12).encode([""])
+    assert null.text is not None and null.mask is not None and null.mask.all()
+    assert null.mask.shape == mask.shape
+    torch.testing.assert_close(null.text, states, rtol=1e-2, atol=1e-3)
+
+
+def test_labels_and_their_null(encoded: DataSet) -> None:
+    rows = encoded.split("heldout")
+    samples = Samples(encoded, rows, "class", data_shape(encoded, "class"))
+    labels = samples.conditions(np.arange(len(rows))).labels
+    assert labels is not None
+    assert labels.tolist() == encoded.take(rows).column("label").to_pylist()
+    null = samples.null().labels
+    assert null is not None and null.tolist() == [8]
+
+
+def test_without_condition_there_is_none(encoded: DataSet) -> None:
+    samples = Samples(encoded, encoded.split("train"), "none", data_shape(encoded, "none"))
+    for cond in (samples.conditions(np.arange(3)), samples.null()):
+        assert set(vars(cond).values()) == {None}
+
+
+def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore[no-untyped-def]
+    from atoll.data.ingest import IngestConfig, ingest
+    from atoll.data.sources import open_source
+
+    config = IngestConfig(size=8, heldout=0.2)
+    dataset = ingest(open_source(folder, config), store, "x", config)
+    with pytest.raises(DataError, match="6 rows have no label"):
+        read_labels(dataset)
+
+
+def test_latents_that_are_not_square_are_refused(glyphs: DataSet) -> None:
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        return {"values": torch.zeros(glyphs.shards[shard].rows, 4, 8, 6)}
+
+    write_column(glyphs, "latents", {"name": "x", "hash": ""}, compute)
+    with pytest.raises(DataError, match="latents of 8x6 are not square"):
+        data_shape(glyphs, "none")

@@ -1,0 +1,172 @@
+"""Text encoders: what a caption's states depend on. MiniLM is the real one; T5 and CLIP are tiny and random."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.text import TextEncoder, text_encoder
+
+CAPTIONS = [
+    "a red square",
+    "",
+    "greek small letter alpha, serif bold",
+    "a red square",
+    "one two three four five six seven eight nine ten eleven twelve",
+    "ß — 日本",
+]
+WORDS = ["<pad>", "</s>", "<s>", "<unk>", "a", "red", "green", "square", "bar", "one", "two"]
+
+
+def save_tokenizer(folder: Path, start: bool) -> None:
+    """A tokenizer of eleven words that ends (and starts) a text as T5's (and CLIP's) does."""
+    words = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if start else "$A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>"
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("t5")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=len(WORDS),
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    transformers.T5EncoderModel(config).save_pretrained(folder)
+    save_tokenizer(folder, start=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=9,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    transformers.CLIPTextModel(config).save_pretrained(folder)
+    save_tokenizer(folder, start=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def minilm() -> TextEncoder:
+    return text_encoder("minilm")
+
+
+@pytest.fixture(scope="module", params=["minilm", "t5", "clip"])
+def encoder(request: pytest.FixtureRequest) -> TextEncoder:
+    if request.param == "minilm":
+        return request.getfixturevalue("minilm")
+    return text_encoder(str(request.getfixturevalue(request.param)))
+
+
+def test_ragged_states_are_the_padded_ones(encoder: TextEncoder) -> None:
+    values, lengths = encoder.encode_ragged(CAPTIONS, batch=2)
+    states, mask = encoder.encode(CAPTIONS)
+    assert lengths.tolist() == mask.sum(1).tolist() and lengths.dtype == torch.int32
+    assert values.shape == (int(lengths.sum()), encoder.width)
+    torch.testing.assert_close(values, states[mask], rtol=1e-5, atol=1e-5)
+    assert (states[~mask] == 0).all() and not mask.all()
+
+
+def test_a_caption_does_not_see_its_batch(encoder: TextEncoder) -> None:
+    together, lengths = encoder.encode_ragged(CAPTIONS)
+    alone = torch.cat([encoder.encode_ragged([caption])[0] for caption in CAPTIONS])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    first, second = together.split(lengths.tolist())[0], together.split(lengths.tolist())[3]
+    assert torch.equal(first, second)  # the same caption, encoded once
+
+
+def test_captions_differ_and_order_counts(encoder: TextEncoder) -> None:
+    states, _ = encoder.encode(["a red square", "square red a", "a green bar"])
+    assert float((states[0] - states[1]).abs().max()) > 1e-3
+    assert float((states[0] - states[2]).abs().max()) > 1e-3
+
+
+def test_the_empty_caption_has_states(encoder: TextEncoder) -> None:
+    """An all-zero mask would become uniform attention: "" keeps its special tokens."""
+    values, lengths = encoder.encode_ragged([""])
+    assert lengths.tolist() == [1 if encoder.name.rsplit("/", 1)[-1].startswith("t5") else 2]
+    assert float(values.abs().min(1).values.max()) > 0 and torch.isfinite(values).all()
+
+
+def test_two_loads_are_one_encoder(encoder: TextEncoder) -> None:
+    again = text_encoder(encoder.name)
+    assert again.producer() == encoder.producer()
+    assert len(again.producer()["hash"]) == 64
+    assert torch.equal(again.encode(CAPTIONS)[0], encoder.encode(CAPTIONS)[0])
+
+
+def test_other_weights_have_another_hash(t5: Path) -> None:
+    one, other = text_encoder(str(t5)), text_encoder(str(t5))
+    with torch.no_grad():
+        next(other.network.parameters())[0, 0] += 1e-6
+    assert one.producer()["hash"] != other.producer()["hash"]
+
+
+def test_long_captions_are_cut(encoder: TextEncoder, minilm: TextEncoder) -> None:
+    short = text_encoder(encoder.name, max_length=5)
+    states, mask = short.encode(["a red square a red square a red square"])
+    assert mask.shape == (1, 5) and short.producer()["max_length"] == 5
+
+
+def test_the_network_decides_how_long_a_caption_may_be(clip: Path, t5: Path) -> None:
+    assert text_encoder(str(clip), 77).max_length == 9
+    assert text_encoder(str(t5), 77).max_length == 77
+    text_encoder(str(clip), 77).encode(["a red square " * 40])
+
+
+def test_widths(minilm: TextEncoder, t5: Path, clip: Path) -> None:
+    assert minilm.width == minilm.encode(["a"])[0].shape[-1] == 384
+    assert text_encoder(str(t5)).width == text_encoder(str(clip)).width == 16
+    assert type(text_encoder(str(t5)).network).__name__ == "T5EncoderModel"
+    assert type(text_encoder(str(clip)).network).__name__ == "CLIPTextModel"
+
+
+def test_nothing_learns(encoder: TextEncoder) -> None:
+    assert not encoder.network.training
+    assert not any(p.requires_grad for p in encoder.network.parameters())
+
+
+@pytest.mark.parametrize("name", ["minilmm", "nowhere/t5", "./nowhere", "google/t5-v1_1-xxl", "a/b/c"])
+def test_an_encoder_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot load the text encoder") as caught:
+        text_encoder(name)
+    assert repr(name) in str(caught.value) and "minilm" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(t5: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((t5 / name).read_bytes())
+    with pytest.raises(ConfigError, match="it has no tokenizer") as caught:
+        text_encoder(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_none_cannot_encode() -> None:
+    with pytest.raises(ConfigError, match="'none' was asked to encode"):
+        text_encoder("none")

@@ -1,0 +1,129 @@
+"""Autoencoders: latents are `(z - shift) * scale` of the posterior mode, and come back."""
+
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.vae import autoencoder
+
+
+def pictures(mode: str = "RGB", count: int = 3, size: int = 16) -> list[Image.Image]:
+    draws = np.random.default_rng(0)
+    shape = (size, size, 3) if mode == "RGB" else (size, size)
+    return [Image.fromarray(draws.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def kl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kl")
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        latent_channels=4,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        num_encoder_blocks=(1, 1),
+        num_decoder_blocks=(1, 1),
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dc")
+    torch.manual_seed(0)
+    diffusers.AutoencoderDC(
+        in_channels=3,
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        upsample_block_type="interpolate",
+        downsample_block_type="stride_conv",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.41,
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_latents_are_the_shifted_and_scaled_mode(kl: Path) -> None:
+    vae = autoencoder(str(kl))
+    assert (vae.shift, vae.scale) == (0.1159, 0.3611)
+    stacked = np.stack([np.asarray(p) for p in pictures()]).transpose(0, 3, 1, 2)
+    posterior = vae.network.encode(torch.from_numpy(stacked).float() / 127.5 - 1).latent_dist  # type: ignore[union-attr,operator]
+    latents = vae.encode(pictures())
+    torch.testing.assert_close(latents, (posterior.mode() - 0.1159) * 0.3611, rtol=1e-5, atol=1e-6)
+    assert float(posterior.std.min()) > 1e-3 and torch.equal(latents, vae.encode(pictures()))  # no draw
+    assert latents.shape == (3, 4, 8, 8)
+
+
+def test_decoding_takes_scale_and_shift_back(kl: Path) -> None:
+    vae = autoencoder(str(kl))
+    z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = vae.network.decode(z).sample.clamp(-1, 1)  # type: ignore[union-attr,operator]
+    torch.testing.assert_close(vae.decode((z - 0.1159) * 0.3611), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("kl", 0.3611), ("tiny", 1.0), ("dc", 0.41)])
+def test_every_kind_encodes_and_decodes(kind: str, scale: float, request: pytest.FixtureRequest) -> None:
+    vae = autoencoder(str(request.getfixturevalue(kind)))
+    assert vae.scale == scale
+    latents = vae.encode(pictures())
+    assert latents.shape[:2] == (3, 4) and latents.dtype == torch.float32
+    back = vae.decode(latents)
+    assert back.shape == (3, 3, 16, 16) and float(back.abs().max()) <= 1
+    assert vae.producer() == autoencoder(vae.name).producer()
+    assert vae.encode(pictures("L")).shape == latents.shape  # grey pictures become RGB
+
+
+def test_pixels_come_back_to_the_bit() -> None:
+    vae = autoencoder("none")
+    for mode, channels in (("RGB", 3), ("L", 1)):
+        latents = vae.encode(pictures(mode))
+        assert latents.shape == (3, channels, 16, 16) and float(latents.min()) >= -1
+        pixels = ((vae.decode(latents) + 1) * 127.5).round().byte()
+        expected = np.stack([np.asarray(p).reshape(16, 16, channels) for p in pictures(mode)])
+        assert (pixels.permute(0, 2, 3, 1).numpy() == expected).all()
+        halved = ((vae.decode(latents.half().float()) + 1) * 127.5).round().byte()
+        assert torch.equal(halved, pixels)  # the column is float16
+    assert vae.producer() == {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0}
+    assert vae.decode(torch.tensor([[[[-3.0, 3.0]]]])).flatten().tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "stabilityai/sd-vae-ft-mse", "./nowhere", "a/b/c"])
+def test_an_autoencoder_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot load the VAE") as caught:
+        autoencoder(name)
+    assert repr(name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_that_holds_something_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "NoSuchThing"}')
+    with pytest.raises(ConfigError, match="cannot load the VAE"):
+        autoencoder(str(tmp_path))

@@ -1,0 +1,123 @@
+"""Vision encoders: EfficientNet-Lite is the real one; DINOv2 is tiny and random."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.vision import VisionEncoder, vision_encoder
+
+
+def pictures(count: int = 5, size: int = 40) -> list[Image.Image]:
+    draws = np.random.default_rng(0)
+    return [Image.fromarray(draws.integers(0, 255, (size, size, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dinov2")
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    transformers.Dinov2Model(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["efficientnet-lite0", "efficientnet-lite2", "dinov2"])
+def encoder(request: pytest.FixtureRequest) -> VisionEncoder:
+    if request.param == "dinov2":
+        return vision_encoder(str(request.getfixturevalue("dinov2")), 28)
+    return vision_encoder(request.param)
+
+
+def test_one_vector_for_each_picture(encoder: VisionEncoder) -> None:
+    features = encoder.encode(pictures())
+    assert features.shape == (5, encoder.width) and features.dtype == torch.float32
+    assert torch.isfinite(features).all()
+    assert float(features.std(0).max()) > 1e-3
+    assert encoder.encode([]).shape == (0, encoder.width)
+
+
+def test_widths() -> None:
+    assert vision_encoder("efficientnet-lite0").width == vision_encoder("efficientnet-lite2").width == 1280
+
+
+def test_a_picture_does_not_see_its_batch(encoder: VisionEncoder) -> None:
+    together = encoder.encode(pictures())
+    assert torch.equal(encoder.encode(pictures()), together)
+    torch.testing.assert_close(encoder.encode(pictures(), batch=2), together, rtol=1e-4, atol=1e-5)
+
+
+def test_size_and_mode_of_pictures_do_not_matter(encoder: VisionEncoder) -> None:
+    grey = Image.fromarray(np.arange(1600, dtype=np.uint8).reshape(40, 40), "L")
+    assert torch.equal(encoder.encode([grey]), encoder.encode([grey.convert("RGB")]))
+    flat = [Image.new("RGB", size, (200, 30, 30)) for size in ((16, 16), (64, 64), (100, 37))]
+    features = encoder.encode(flat)
+    torch.testing.assert_close(features[1:], features[:1].expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_two_loads_are_one_encoder(encoder: VisionEncoder) -> None:
+    again = vision_encoder(encoder.name, encoder.size)
+    assert again.producer() == encoder.producer()
+    assert torch.equal(again.encode(pictures(2)), encoder.encode(pictures(2)))
+
+
+def test_the_size_is_part_of_what_made_the_features() -> None:
+    small, large = vision_encoder("efficientnet-lite0", 32), vision_encoder("efficientnet-lite0", 64)
+    assert small.producer() != large.producer()
+    assert small.producer()["hash"] == large.producer()["hash"]
+
+
+def test_lite0_knows_pictures() -> None:
+    """Pretrained weights: pictures of a kind are nearer to each other than to another kind."""
+    x, y = np.meshgrid(np.arange(64), np.arange(64))
+    stripes = [np.sin((x + s) / 3) for s in range(4)]
+    discs = [(((x - 32) ** 2 + (y - 32) ** 2) < (r + 12) ** 2) * 2.0 - 1 for r in range(4)]
+    images = [Image.fromarray(((v + 1) * 127).astype(np.uint8)) for v in stripes + discs]
+    features = torch.nn.functional.normalize(vision_encoder("efficientnet-lite0").encode(images))
+    alike = features @ features.T
+    assert alike[:4, :4].min() > alike[:4, 4:].max() and alike[4:, 4:].min() > alike[:4, 4:].max()
+
+
+def test_dinov2_pools_its_patches(dinov2: Path) -> None:
+    encoder = vision_encoder(str(dinov2), 28)
+    image = pictures(1, 28)[0]
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    pixels = torch.from_numpy(((np.asarray(image) / 255 - mean) / std).transpose(2, 0, 1)[None]).float()
+    states = encoder.network(pixel_values=pixels).last_hidden_state
+    assert states.shape[1] == 5  # a class token and four patches
+    torch.testing.assert_close(encoder.encode([image]), states[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_learns(encoder: VisionEncoder) -> None:
+    assert not encoder.network.training
+    assert not any(p.requires_grad for p in encoder.network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("efficientnet-lite1", "did you mean 'efficientnet-lite"),
+        ("dino", "unknown vision encoder 'dino'"),
+        ("facebook/dinov2-base", "cannot load the vision encoder"),
+        ("/nowhere/at/all", "cannot load the vision encoder"),
+    ],
+)
+def test_an_encoder_that_is_not_there(name: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        vision_encoder(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_of_another_kind_is_refused(tmp_path: Path) -> None:
+    config = transformers.CLIPTextConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.CLIPTextModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is no DINOv2"):
+        vision_encoder(str(tmp_path))

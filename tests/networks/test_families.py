@@ -1,0 +1,196 @@
+"""The denoiser families: sizes, what stands for no condition, and what is refused."""
+
+import pytest
+import torch
+from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError
+from atoll.networks.families import (
+    SIZES,
+    DataShape,
+    NetworkConfig,
+    family,
+    parameter_count,
+)
+
+LATENTS = DataShape(channels=4, size=32, classes=1000)
+T5 = DataShape(channels=4, size=32, text_width=4096, text_length=120)
+
+
+def built(name: str, size: str, patch: int = 2) -> torch.nn.Module:
+    with torch.device("meta"):
+        shape = LATENTS if name == "dit" else T5
+        return family(name).build(NetworkConfig(family=name, size=size, patch=patch), shape)  # type: ignore[arg-type]
+
+
+# millions of parameters. DiT: arXiv 2212.09748, table 1, gives 33, 130 and 675 for the networks with one
+# label embedding; diffusers' class has one in every block, hence more.
+@pytest.mark.parametrize(
+    ("name", "size", "millions"),
+    [("dit", "XL", 750), ("pixart", "XL", 611)],
+)
+def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str, millions: float) -> None:
+    network = built(name, size)
+    assert next(network.parameters()).is_meta
+    assert parameter_count(network) / 1e6 == pytest.approx(millions, abs=0.5)
+
+
+def dit_count(depth: int, heads: int, head_width: int) -> int:
+    """By hand: a diffusers DiT with patch 2 on 4 channels and 1000 classes."""
+    d = heads * head_width
+    patch = 4 * 4 * d + d
+    attention, feed = 4 * (d * d + d), 2 * 4 * d * d + 4 * d + d
+    embedders = (256 * d + d) + (d * d + d) + 1001 * d  # time, and labels with the null row
+    modulation = 6 * (d * d + d)
+    out = 2 * (d * d + d) + d * 16 + 16
+    return patch + depth * (attention + feed + embedders + modulation) + out
+
+
+@pytest.mark.parametrize("size", ["S", "B", "XL"])
+def test_dit_counted_by_hand(size: str) -> None:
+    assert parameter_count(built("dit", size)) == dit_count(*SIZES[size])
+
+
+def pixart_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
+    """By hand: a diffusers PixArt with patch 2 on 4 channels."""
+    d = heads * head_width
+    patch = 4 * 4 * d + d
+    block = 2 * 4 * (d * d + d) + (2 * 4 * d * d + 4 * d + d) + 6 * d
+    time = (256 * d + d) + (d * d + d) + 6 * (d * d + d)
+    caption = (text * d + d) + (d * d + d)
+    return patch + depth * block + time + caption + 2 * d + (d * 16 + 16)
+
+
+@pytest.mark.parametrize("size", ["S", "B", "XL"])
+def test_pixart_counted_by_hand(size: str) -> None:
+    assert parameter_count(built("pixart", size)) == pixart_count(*SIZES[size])
+
+
+def test_published_sizes_are_those_of_dit() -> None:
+    assert {name: (d, h * w) for name, (d, h, w) in SIZES.items() if name in ("S", "B", "XL")} == {
+        "S": (12, 384),
+        "B": (12, 768),
+        "XL": (28, 1152),
+    }
+
+
+def test_parts_of_a_preset_can_be_replaced() -> None:
+    assert NetworkConfig(size="S", depth=3).dimensions() == (3, 6, 64)
+    assert NetworkConfig(size="S", heads=2, head_width=16).dimensions() == (12, 2, 16)
+    with pytest.raises(ConfigError, match="did you mean 'micro'"):
+        NetworkConfig(size="mikro").dimensions()
+
+
+# Behaviour.
+
+B = 8
+
+
+def call(
+    network: torch.nn.Module, shape: DataShape, cond: Condition, x: torch.Tensor | None = None
+) -> torch.Tensor:
+    name = "pixart" if shape.text_width else "dit"
+    x = noise(B, shape) if x is None else x
+    return family(name).predict(network, x, torch.linspace(0, 1, len(x)), cond)
+
+
+def test_labels_are_not_dropped_in_train_mode() -> None:
+    """diffusers' LabelEmbedding drops a tenth of the labels in train mode, anew in every call and block."""
+    network, cond = denoiser(0, CLASSES, depth=3).train(), conditions(64, CLASSES)
+    x = noise(64, CLASSES)
+    first = call(network, CLASSES, cond, x)
+    assert all(torch.equal(call(network, CLASSES, cond, x), first) for _ in range(3))
+    assert torch.equal(call(network.eval(), CLASSES, cond, x), first)
+
+
+def test_without_adapt_labels_would_be_dropped() -> None:
+    """What the test above rests on: left alone, the class does drop them."""
+    from diffusers import DiTTransformer2DModel
+
+    adapter = family("dit")
+    network = DiTTransformer2DModel(
+        **adapter.arguments(NetworkConfig.parse({**TINY, "family": "dit"}, ""), CLASSES)
+    )
+    network.load_state_dict(denoiser(0, CLASSES).state_dict())
+    x, cond = noise(64, CLASSES), conditions(64, CLASSES)
+    network.train()
+    assert not torch.equal(call(network, CLASSES, cond, x), call(network, CLASSES, cond, x))
+
+
+def test_a_network_that_was_loaded_does_not_drop_either() -> None:
+    network = family("dit").load(denoiser(0, CLASSES).config)
+    network.load_state_dict(denoiser(0, CLASSES).state_dict())
+    x, cond = noise(64, CLASSES), conditions(64, CLASSES)
+    network.train()
+    assert torch.equal(call(network, CLASSES, cond, x), call(denoiser(0, CLASSES), CLASSES, cond, x))
+
+
+def test_no_label_is_the_null_label() -> None:
+    network = denoiser(0, CLASSES)
+    without = call(network, CLASSES, Condition())
+    assert torch.equal(without, call(network, CLASSES, null(CLASSES).expand(B)))
+    for label in range(CLASSES.classes):
+        given = call(network, CLASSES, Condition(labels=torch.full((B,), label)))
+        assert float((given - without).abs().max()) > 1e-3
+
+
+def test_a_network_without_labels() -> None:
+    shape = DataShape(channels=3, size=8)
+    out = call(denoiser(0, shape), shape, Condition())
+    assert out.shape == (B, 3, 8, 8) and float(out.std()) > 0.01
+
+
+def test_text_and_its_mask_count() -> None:
+    network, cond = denoiser(0), conditions(B)
+    first = call(network, TEXT, cond)
+    assert cond.text is not None and cond.mask is not None
+    padding = torch.where(cond.mask[..., None], cond.text, torch.full_like(cond.text, 50.0))
+    torch.testing.assert_close(call(network, TEXT, Condition(text=padding, mask=cond.mask)), first)
+    longer = Condition(
+        text=torch.nn.functional.pad(cond.text, (0, 0, 0, 4)), mask=torch.nn.functional.pad(cond.mask, (0, 4))
+    )
+    torch.testing.assert_close(call(network, TEXT, longer), first, rtol=1e-5, atol=1e-5)
+    assert float((call(network, TEXT, conditions(B, seed=1)) - first).abs().max()) > 1e-3
+    unmasked = Condition(text=padding, mask=torch.ones_like(cond.mask))
+    assert float((call(network, TEXT, unmasked) - first).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
+def test_time_is_scaled_by_a_thousand(shape: DataShape) -> None:
+    network, x, cond = denoiser(0, shape), noise(1, shape), conditions(1, shape)
+    name = "pixart" if shape.text_width else "dit"
+    seen = {}
+    embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
+    embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
+    family(name).predict(network, x, torch.tensor([0.25]), cond)
+    assert seen["t"].tolist() == [250.0]
+
+
+def test_shapes_that_would_go_wrong_silently_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"square images, not 8x16: use the pixart family"):
+        call(denoiser(0, CLASSES), CLASSES, conditions(B, CLASSES), torch.zeros(B, 3, 8, 16))
+    for name, shape in (("dit", CLASSES), ("pixart", TEXT)):
+        with pytest.raises(ConfigError, match="latents of 8 px do not divide into patches of 3"):
+            family(name).build(NetworkConfig.parse({**TINY, "family": name, "patch": 3}, ""), shape)
+
+
+def test_pixart_takes_pictures_that_are_not_square() -> None:
+    x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0))
+    out = family("pixart").predict(denoiser(0), x, torch.rand(2), conditions(2))
+    assert out.shape == x.shape and float(out.std()) > 0.01
+
+
+def test_conditions_that_a_family_cannot_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the pixart family needs text states"):
+        family("pixart").build(NetworkConfig(), CLASSES)
+    with pytest.raises(ConfigError, match="the dit family takes no text"):
+        family("dit").build(NetworkConfig(family="dit"), TEXT)
+    with pytest.raises(ConfigError, match="PixArt was called without text states"):
+        call(denoiser(0), TEXT, Condition())
+
+
+def test_names() -> None:
+    assert family("DiTTransformer2DModel") is family("dit")
+    with pytest.raises(ConfigError, match="did you mean 'pixart'"):
+        family("pixar")

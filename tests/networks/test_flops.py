@@ -1,0 +1,86 @@
+"""Operations, counted on the meta device: by hand, and against torch's counter on the CPU."""
+
+import pytest
+import torch
+from helpers_networks import TEXT, TINY, conditions, noise
+from torch.utils.flop_counter import FlopCounterMode
+
+from atoll.campaign.budget import denoiser_flops
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.flops import count
+from atoll.networks.router import Router
+
+
+def linear(rows: int, i: int, o: int) -> int:
+    return 2 * rows * i * o
+
+
+def attention(queries: int, keys: int, width: int) -> int:
+    """Scores and their sum over values, 2 n m d each."""
+    return 2 * 2 * queries * keys * width
+
+
+def pixart_by_hand(shape: DataShape, depth: int, d: int, patch: int) -> int:
+    """A forward pass of one sample through diffusers' PixArt with one block counted by hand."""
+    n, m = (shape.size // patch) ** 2, shape.text_length
+    block = 4 * linear(n, d, d) + attention(n, n, d)  # self-attention
+    block += 2 * linear(n, d, d) + 2 * linear(m, d, d) + attention(n, m, d)  # cross-attention
+    block += 2 * linear(n, d, 4 * d)
+    around = linear(n, shape.channels * patch**2, d) * 2  # patches in, and out
+    around += linear(m, shape.text_width, d) + linear(m, d, d)
+    around += linear(1, 256, d) + linear(1, d, d) + linear(1, d, 6 * d)
+    return depth * block + around
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_block_counted_by_hand(depth: int, size: int) -> None:
+    shape = DataShape(channels=3, size=size, text_width=12, text_length=5)
+    config = NetworkConfig.parse({**TINY, "depth": depth, "patch": 2}, "")
+    assert denoiser_flops(config, shape).forward == pixart_by_hand(shape, depth, 16, 2)
+
+
+def test_the_dit_of_the_paper() -> None:
+    """DiT-XL/2 at 256 px: 118.6 billion multiply-adds in arXiv 2212.09748, which does not count attention."""
+    shape = DataShape(channels=4, size=32, classes=1000)
+    flops = denoiser_flops(NetworkConfig(family="dit", size="XL", patch=2), shape)
+    inside = 28 * attention(256, 256, 1152)
+    assert flops.forward / 2 == pytest.approx(118.6e9, rel=0.01)
+    assert 0.03 < inside / flops.forward < 0.06
+
+
+def test_the_cpu_counts_the_same_but_for_attention() -> None:
+    config = NetworkConfig.parse({**TINY, "depth": 2, "patch": 2}, "")
+    adapter = family("pixart")
+    network = adapter.build(config, TEXT)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        adapter.predict(network, noise(1), torch.rand(1), conditions(1))
+    unseen = 2 * (attention(16, 16, 16) + attention(16, TEXT.text_length, 16))
+    assert denoiser_flops(config, TEXT).forward == counter.get_total_flops() + unseen
+
+
+def test_the_count_is_per_sample_and_training_costs_about_three_times() -> None:
+    config = NetworkConfig.parse(TINY, "")
+    adapter = family("pixart")
+    one, many = (count(lambda: adapter.build(config, TEXT), adapter.predict, TEXT, b) for b in (1, 16))
+    assert one == many
+    assert 2.5 < one.train / one.forward < 3.5
+
+
+def test_nothing_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Billions of parameters are counted without the memory for them."""
+    config = NetworkConfig(family="dit", size="XL", patch=1, heads=32)
+    flops = denoiser_flops(config, DataShape(channels=16, size=64, classes=10))
+    assert flops.forward > 1e13
+    assert capsys.readouterr().out == ""
+
+
+def test_the_router_is_counted_with_its_class_token() -> None:
+    shape = DataShape(channels=3, size=8, classes=4)
+    flops = count(lambda: Router(4, 3, 8, 4, 1, 2, 8, 0, 4), lambda net, x, t, c: net(x, t, c), shape)
+    n, d = 4, 16
+    block = 4 * linear(n + 1, d, d) + attention(n + 1, n + 1, d) + 2 * linear(n + 1, d, 4 * d)
+    around = (
+        linear(n, 3 * 16, d) + linear(1, 256, d) + linear(1, d, d) + linear(1, d, 6 * d) + linear(1, d, 4)
+    )
+    assert flops.forward == block + around

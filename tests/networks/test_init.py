@@ -1,0 +1,123 @@
+"""The published initialisation: everything starts as nothing, from one seed."""
+
+import pytest
+import torch
+from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
+
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.init import initialise
+from atoll.networks.router import Router
+
+SHAPES = {"dit": CLASSES, "pixart": TEXT}
+
+
+def fresh(name: str, seed: int = 0, depth: int = 2) -> torch.nn.Module:
+    network = family(name).build(
+        NetworkConfig.parse({**TINY, "family": name, "depth": depth}, ""), SHAPES[name]
+    )
+    initialise(network, seed)
+    return network
+
+
+def fresh_router(seed: int = 0, shape: DataShape = TEXT) -> Router:
+    network = Router(4, 3, 8, 4, 2, 2, 8, shape.text_width, shape.classes)
+    initialise(network, seed)
+    return network
+
+
+def weights(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in network.named_parameters()}
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_output_starts_at_exactly_zero(name: str) -> None:
+    shape = SHAPES[name]
+    out = family(name).predict(fresh(name), noise(8, shape), torch.linspace(0, 1, 8), conditions(8, shape))
+    assert (out == 0).all()
+
+
+def test_the_router_starts_undecided() -> None:
+    for shape in (TEXT, CLASSES):
+        logits = fresh_router(0, shape)(noise(8), torch.linspace(0, 1, 8), conditions(8, shape))
+        assert (logits == 0).all()
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_every_block_of_dit_starts_as_the_identity(name: str) -> None:
+    network = fresh(name, depth=3)
+    seen: list[torch.Tensor] = []
+    for block in network.transformer_blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(lambda m, args, out: seen.extend([args[0], out]))
+    family(name).predict(network, noise(8, SHAPES[name]), torch.rand(8), conditions(8, SHAPES[name]))
+    assert len(seen) == 6
+    if name == "dit":
+        assert all(torch.equal(seen[0], later) for later in seen[1:])
+    else:  # PixArt's gates come from a table that is not zero; its cross-attention starts at nothing
+        for block in network.transformer_blocks:  # type: ignore[union-attr]
+            assert (block.attn2.to_out[0].weight == 0).all()
+
+
+@pytest.mark.parametrize("make", [lambda s: fresh("dit", s), lambda s: fresh("pixart", s), fresh_router])
+def test_the_seed_alone_decides(make) -> None:
+    torch.manual_seed(1)
+    first = weights(make(3))
+    torch.manual_seed(2)
+    again, other = weights(make(3)), weights(make(4))
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert any(not torch.equal(first[n], other[n]) for n in first)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_what_was_in_the_weights_before_does_not_count(name: str) -> None:
+    """Drawn on the CPU into whatever memory there is: nothing of torch's own initialisation stays."""
+    network = fresh(name, 5)
+    expected = weights(network)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.fill_(7.0)
+    initialise(network, 5)
+    assert all(torch.equal(expected[n], p) for n, p in network.named_parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_device_does_not_count() -> None:
+    network = fresh("dit", 5)
+    expected = weights(network)
+    moved = network.to("cuda")
+    initialise(moved, 5)
+    assert all(torch.equal(expected[n], p.cpu()) for n, p in moved.named_parameters())
+
+
+def test_scales_are_those_of_the_papers() -> None:
+    """Xavier for matrices, N(0, 0.02) for embeddings and the time embedder, zero biases."""
+    config = NetworkConfig(family="dit", size="nano", patch=2)
+    network = family("dit").build(config, DataShape(4, 32, classes=1000))
+    initialise(network, 0)
+    parts = weights(network)
+    feed = parts["transformer_blocks.0.ff.net.0.proj.weight"]
+    bound = (6 / sum(feed.shape)) ** 0.5
+    assert float(feed.abs().max()) <= bound and float(feed.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+    embedding = next(p for n, p in parts.items() if "class_embedder" in n)
+    assert float(embedding.std()) == pytest.approx(0.02, rel=0.05)
+    time = next(p for n, p in parts.items() if n.endswith("timestep_embedder.linear_1.weight"))
+    assert float(time.std()) == pytest.approx(0.02, rel=0.05)
+    assert all((p == 0).all() for n, p in parts.items() if n.endswith("bias"))
+    patch = parts["pos_embed.proj.weight"].flatten(1)
+    assert float(patch.abs().max()) <= (6 / sum(patch.shape)) ** 0.5
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_every_weight_learns_within_a_few_steps(name: str) -> None:
+    """Zero gates open: after some steps of the real objective every parameter has had a gradient."""
+    network, shape = fresh(name), SHAPES[name]
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    moved: set[str] = set()
+    for step in range(4):
+        out = family(name).predict(network, noise(8, shape, step), torch.rand(8), conditions(8, shape, step))
+        (out - noise(8, shape, 50 + step)).square().mean().backward()
+        moved |= {
+            n for n, p in network.named_parameters() if p.grad is not None and float(p.grad.abs().max()) > 0
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(dict(network.named_parameters())) - moved == set()
