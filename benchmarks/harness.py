@@ -34,9 +34,8 @@ def row(
     bound = {"op": target[0], "value": target[1]} if target else None
     met = None if target is None else (value <= target[1] if target[0] == "<=" else value >= target[1])
     wide = list(spread) if spread else None
-    return {
-        "case": case, "metric": metric, "value": value, "unit": unit, "spread": wide, "target": bound, "met": met
-    }  # fmt: skip
+    line = {"case": case, "metric": metric, "value": value, "unit": unit}
+    return {**line, "spread": wide, "target": bound, "met": met}
 
 
 def median_row(
@@ -53,9 +52,8 @@ def finish(
     for line in rows:
         target = f"{line['target']['op']} {line['target']['value']:g}" if line["target"] else ""
         verdict = {True: "met", False: "MISSED", None: ""}[line["met"]]
-        print(
-            f"{line['case']:<24} {line['metric']:<34} {line['value']:>12.4g} {line['unit']:<8} {target:<10} {verdict}"
-        )
+        number = f"{line['value']:>12.4g} {line['unit']:<4}"
+        print(f"{line['case']:<20} {line['metric']:<34} {number} {target:<10} {verdict}")
     result = {
         "benchmark": name,
         "command": "python " + " ".join(sys.argv),

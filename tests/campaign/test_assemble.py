@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import partitioned
-from helpers_networks import noise
 
 from atoll.base.condition import Condition
 from atoll.base.errors import PartitionError, StoreError
@@ -18,6 +16,8 @@ from atoll.campaign.runs import train_run
 from atoll.ensemble.expert import Expert, read_part, write_part
 from atoll.networks.families import DataShape
 from atoll.store.store import Store
+from helpers import partitioned
+from helpers_networks import noise
 
 K = 3
 CHANGES = {"partition": {"k": K}, "budget": {"samples": 320}, "monolith": False}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from helpers import SMALL, merged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Budget, divide
 from atoll.campaign.config import CampaignConfig
 from atoll.networks.families import DataShape
+from helpers import SMALL, merged
 
 SHAPE = DataShape(channels=1, size=8, classes=2)
 TEXT = DataShape(channels=4, size=16, text_width=32, text_length=7)
@@ -104,7 +104,7 @@ def test_the_router_is_counted_with_its_own_batch() -> None:
 
 
 def test_a_patch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="patches of 5: change router.patch"):
+    with pytest.raises(ConfigError, match=r"patches of 5: change router\.patch"):
         budget([5, 5], router={"patch": 5})
     with pytest.raises(ConfigError, match="patches of 3"):
         budget([5, 5], islands={1: {"network": {"patch": 3}}})

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import SMALL, merged, write_campaign
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.campaign import Campaign, new
 from atoll.campaign.config import CampaignConfig
 from atoll.recipes import catalogue
+from helpers import SMALL, merged, write_campaign
 
 
 def parse(**changes: object) -> CampaignConfig:

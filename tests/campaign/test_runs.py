@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import partitioned, write_campaign
 
 from atoll.base.errors import DataError, PartitionError
 from atoll.campaign.assemble import assemble, load_ensemble
@@ -14,6 +13,7 @@ from atoll.campaign.sampling import Request, sample_campaign
 from atoll.campaign.stages import prepare
 from atoll.ensemble.expert import read_card
 from atoll.networks.families import parameter_count
+from helpers import partitioned, write_campaign
 
 
 @pytest.mark.parametrize(

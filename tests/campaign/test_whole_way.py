@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import atoll, refused, write_campaign
-from helpers import command as answer
 from PIL import Image
 
 from atoll import cli
@@ -17,6 +15,8 @@ from atoll.campaign.stages import prepare
 from atoll.data.dataset import DataSet
 from atoll.ensemble.expert import read_card
 from atoll.store.store import Store
+from helpers import atoll, refused, write_campaign
+from helpers import command as answer
 
 PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
 RUNS = ("islands/0", "islands/1", "router", "monolith")

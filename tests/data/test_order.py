@@ -1,5 +1,7 @@
 """The order of samples: a permutation of every epoch, known at any position."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,7 +39,7 @@ def test_it_knows_nothing_of_batches(rows: int, start: int, count: int, cuts: li
     order = Order(rows, 7, "ids")
     whole = order.at(range(start, start + count))
     bounds = sorted({0, count, *(c for c in cuts if c < count)})
-    parts = [order.at(range(start + a, start + b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [order.at(range(start + a, start + b)) for a, b in itertools.pairwise(bounds)]
     assert np.array_equal(np.concatenate(parts), whole)
     backwards = order.at([start + i for i in reversed(range(count))])
     assert np.array_equal(backwards[::-1], whole)

@@ -112,7 +112,7 @@ def test_k_that_cannot_be(dataset: DataSet, k: int, method: str) -> None:
 
 
 def test_clusters_that_stay_empty_are_refused(dataset: DataSet) -> None:
-    with pytest.raises(PartitionError, match="is empty: lower partition.k"):
+    with pytest.raises(PartitionError, match=r"is empty: lower partition\.k"):
         make(dataset, None, PartitionConfig(method="random", k=70), 0)
 
 

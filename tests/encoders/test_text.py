@@ -1,4 +1,4 @@
-"""Text encoders: what a caption's states depend on. MiniLM is the real one; T5 and CLIP are tiny and random."""
+"""Text encoders: what a caption's states depend on. MiniLM is the real one; T5 and CLIP are tiny."""
 
 from pathlib import Path
 
@@ -130,7 +130,7 @@ def test_other_weights_have_another_hash(t5: Path) -> None:
 
 def test_long_captions_are_cut(encoder: TextEncoder, minilm: TextEncoder) -> None:
     short = text_encoder(encoder.name, max_length=5)
-    states, mask = short.encode(["a red square a red square a red square"])
+    _states, mask = short.encode(["a red square a red square a red square"])
     assert mask.shape == (1, 5) and short.producer()["max_length"] == 5
 
 

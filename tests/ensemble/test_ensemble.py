@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, null, router
 from torch import Tensor
 
 from atoll.base.condition import Condition
@@ -13,6 +12,7 @@ from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, mix
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import sample
 from atoll.networks.families import DataShape
+from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, null, router
 
 K, B = 4, 8  # B == W == H == 8: a broadcast over the wrong axis would be silent
 SHAPES = {"text": TEXT, "class": CLASSES}
@@ -56,7 +56,7 @@ def test_the_parts_of_these_tests_differ(ensemble: Ensemble, shape: DataShape, x
     spread = each.std(0).mean()
     assert spread > 0.1
     posterior = ensemble.logits(x, T, conditions(B, shape)).softmax(1)
-    assert 0.02 < float(posterior.std(0).min()) and float(posterior.max()) < 0.999
+    assert float(posterior.std(0).min()) > 0.02 and float(posterior.max()) < 0.999
     other = ensemble.experts[0].velocity(x, T, conditions(B, shape, seed=1))
     assert float((other - each[0]).abs().mean()) > 1e-3
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
 
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
@@ -15,6 +14,7 @@ from atoll.flow.objective import noisy, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, VPCosine
 from atoll.networks.families import DataShape, family
 from atoll.store.store import Conflict, Store
+from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
 
 B = 8
 

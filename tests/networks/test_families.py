@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
@@ -13,6 +12,7 @@ from atoll.networks.families import (
     family,
     parameter_count,
 )
+from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null
 
 LATENTS = DataShape(channels=4, size=32, classes=1000)
 T5 = DataShape(channels=4, size=32, text_width=4096, text_length=120)

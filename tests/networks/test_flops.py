@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers_networks import TEXT, TINY, conditions, noise
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.campaign.budget import denoiser_flops
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.flops import count
 from atoll.networks.router import Router
+from helpers_networks import TEXT, TINY, conditions, noise
 
 
 def linear(rows: int, i: int, o: int) -> int:

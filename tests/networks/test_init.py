@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
+from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
 SHAPES = {"dit": CLASSES, "pixart": TEXT}
 
@@ -104,6 +104,19 @@ def test_scales_are_those_of_the_papers() -> None:
     assert all((p == 0).all() for n, p in parts.items() if n.endswith("bias"))
     patch = parts["pos_embed.proj.weight"].flatten(1)
     assert float(patch.abs().max()) <= (6 / sum(patch.shape)) ** 0.5
+
+
+def test_scales_of_pixart_and_the_router() -> None:
+    """arXiv 2310.00426's code: N(0, 0.02) for time, its modulation, and the captions' projection."""
+    network = family("pixart").build(NetworkConfig(), DataShape(4, 32, text_width=64, text_length=9))
+    initialise(network, 0)
+    routing = Router(8, 3, 16, 4, 2, 4, 32, caption_channels=64)
+    initialise(routing, 0)
+    for parts in (weights(network), weights(routing)):
+        for name in ("timestep_embedder.linear_1", "timestep_embedder.linear_2", "adaln_single.linear"):
+            (found,) = [p for n, p in parts.items() if n.endswith(f"{name}.weight")]
+            assert float(found.std()) == pytest.approx(0.02, rel=0.05)
+        assert float(parts["caption_projection.linear_1.weight"].std()) == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("name", list(SHAPES))

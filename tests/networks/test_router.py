@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_networks import CLASSES, TEXT, conditions, noise, null, random_weights, router
 
 from atoll.base.condition import Condition
 from atoll.networks.families import DataShape
 from atoll.networks.router import Router
+from helpers_networks import CLASSES, TEXT, conditions, noise, null, random_weights, router
 
 B = 8
 T = torch.linspace(0, 1, B)

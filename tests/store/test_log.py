@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment
 
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
+from helpers import environment
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import environment
 
 from atoll.base.errors import StoreError
 from atoll.store.store import Conflict, Store
+from helpers import environment
 
 
 @pytest.fixture

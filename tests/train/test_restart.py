@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import atoll, bits, environment, metrics, newest_checkpoint, partitioned, same_bits, start
 
 from atoll.base.errors import AtollError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.runs import train_run
+from helpers import atoll, bits, environment, metrics, newest_checkpoint, partitioned, same_bits, start
 
 # A run of two seconds that saves its state five times a second.
 OFTEN = {"checkpoint_minutes": 0.003, "validations": 5, "log_every": 7}

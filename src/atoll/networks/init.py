@@ -29,6 +29,8 @@ def initialise(network: nn.Module, seed: int) -> None:
             if name.endswith(("timestep_embedder", "caption_projection")):
                 _normal(cast(Any, module).linear_1.weight, 0.02, source)
                 _normal(cast(Any, module).linear_2.weight, 0.02, source)
+            elif name == "adaln_single.linear":
+                _normal(cast(Any, module).weight, 0.02, source)
         _zero_gates(network)
 
 

@@ -1,0 +1,154 @@
+"""Jobs as real processes: as many at once as fit, and an orderly end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.base.errors import AtollError
+from atoll.launch import local
+from atoll.launch.job import Job
+from helpers import environment
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def job(name: str, code: str, cpus: int = 1, work: float = 0.0, memory: int = 0) -> Job:
+    return Job(name, (sys.executable, "-S", "-c", code), cpus, memory, work)
+
+
+def waiting(folder: Path, name: str, seconds: float = 0.4) -> str:
+    """Notes when it began and ended."""
+    return (
+        f"import time, pathlib; p = pathlib.Path({str(folder)!r}) / {name!r}; a = time.time(); "
+        f"time.sleep({seconds}); p.write_text(f'{{a}} {{time.time()}}')"
+    )
+
+
+def times(folder: Path) -> dict[str, tuple[float, float]]:
+    found = {}
+    for path in folder.iterdir():
+        begin, end = map(float, path.read_text().split())
+        found[path.name] = (begin, end)
+    return found
+
+
+def most_at_once(spans: dict[str, tuple[float, float]]) -> int:
+    return max(sum(a <= begin < b for a, b in spans.values()) for begin, _ in spans.values())
+
+
+def test_all_run_and_their_lines_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local.run([job(n, f"print('hello from {n}'); {waiting(tmp_path, n, 0)}") for n in "abc"])
+    out = capsys.readouterr().out
+    assert all(f"  hello from {n}\n" in out and f"started {n} (process " in out for n in "abc")
+    assert "3 runs finished in" in out and set(times(tmp_path)) == set("abc")
+
+
+def test_as_many_at_once_as_cores_allow(tmp_path: Path) -> None:
+    local.run([job(str(n), waiting(tmp_path, str(n))) for n in range(CORES + 2)])
+    assert most_at_once(times(tmp_path)) == CORES
+
+
+def test_a_job_that_takes_all_cores_runs_alone(tmp_path: Path) -> None:
+    local.run([job(str(n), waiting(tmp_path, str(n), 0.2), cpus=CORES) for n in range(3)])
+    assert most_at_once(times(tmp_path)) == 1
+
+
+def test_a_job_larger_than_the_machine_runs_all_the_same(tmp_path: Path) -> None:
+    local.run([job(str(n), waiting(tmp_path, str(n), 0.2), cpus=10 * CORES) for n in range(2)])
+    local.run([job(f"m{n}", waiting(tmp_path, f"m{n}", 0.2), memory=10**18) for n in range(2)])
+    assert len(times(tmp_path)) == 4
+    assert most_at_once(times(tmp_path)) == 1
+
+
+def test_the_longest_begins_first(tmp_path: Path) -> None:
+    jobs = [job(str(n), waiting(tmp_path, str(n), 0.05), cpus=CORES, work=n) for n in (2, 9, 5)]
+    local.run(jobs)
+    spans = times(tmp_path)
+    assert sorted(spans, key=lambda n: spans[n]) == ["9", "5", "2"]
+
+
+def test_a_failure_names_the_job_and_stops_the_others(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    patient = (
+        "import signal, sys, time, pathlib\n"
+        f"def leave(*_): pathlib.Path({str(saved)!r}).write_text('x'); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    bad = "import sys, time; time.sleep(1); print('error: no such thing'); print(); sys.exit(3)"
+    begin = time.monotonic()
+    with pytest.raises(
+        AtollError, match=r"^bad ended with code 3 \(error: no such thing\): correct it"
+    ) as caught:
+        local.run(
+            [job("patient", patient, work=2), job("bad", bad, work=1), job("never", "pass", cpus=CORES)]
+        )
+    assert "\n" not in str(caught.value)
+    assert saved.read_text() == "x" and time.monotonic() - begin < 30
+
+
+def test_much_output_does_not_block(capsys: pytest.CaptureFixture[str]) -> None:
+    local.run([job("loud", "for i in range(20000): print('x' * 50)")])
+    assert capsys.readouterr().out.count("  " + "x" * 50) == 20000
+
+
+def test_output_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    local.run([job("odd", r"import sys; sys.stdout.buffer.write(b'\xff\xfe ok\n')")])
+    assert " ok\n" in capsys.readouterr().out
+
+
+def test_each_process_is_told_its_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import os; print([os.environ[n] for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')])"
+    local.run([job("a", code, cpus=3)])
+    assert "['3', '3']" in capsys.readouterr().out
+
+
+def test_gpus_are_given_one_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rule alone: each process sees one device number of its own."""
+    code = "import os, time; print('gpu', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.6)"
+    local.run([job(str(n), code, cpus=CORES) for n in range(3)], gpus=2)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "gpu" in line]
+    assert sorted(lines[:2]) == ["gpu 0", "gpu 1"] and len(lines) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        "import sys; from atoll.launch import local; from atoll.launch.job import Job\n"
+        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "local.run([Job(n, (sys.executable, '-S', '-c', code)) for n in 'ab'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < min(2, CORES):
+        line = process.stdout.readline()
+        pids += [int(line)] if line.startswith("  ") else []
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_commands_are_of_this_installation() -> None:
+    assert local.command("train", "router", Path("/x")) == (
+        sys.executable,
+        "-m",
+        "atoll",
+        "train",
+        "router",
+        "/x",
+    )

@@ -1,0 +1,48 @@
+"""What README and docs say can be typed can be typed, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from atoll.cli import atoll
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: str) -> list[list[str]]:
+    """Every `atoll ...` command of a page, in code spans and code blocks."""
+    text = (ROOT / page).read_text()
+    found = re.findall(r"^(?:\$ )?(atoll [^\n#|]+)", text, re.M) + re.findall(r"`(atoll [^`\n]+)`", text)
+    return [re.findall(r'"[^"]*"|\S+', line)[1:] for line in found]
+
+
+def test_readme_has_commands() -> None:
+    names = {argv[0] for argv in commands("README.md")}
+    assert {"quickstart", "new", "launch", "sample", "compare", "report"} <= names
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_exist(page: str) -> None:
+    for argv in commands(page):
+        command: click.Command = atoll
+        rest = list(argv)
+        while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+            context = click.Context(command)
+            found = command.get_command(context, rest[0])
+            assert found is not None, f"{page}: atoll {' '.join(argv)}: there is no command {rest[0]!r}"
+            command, rest = found, rest[1:]
+        known = {option for parameter in command.params for option in parameter.opts}
+        known |= {"--help", "-h", "--version"}
+        for option in (part.split("=")[0] for part in rest if part.startswith("--")):
+            assert option in known, f"{page}: atoll {' '.join(argv)}: there is no option {option}"
+
+
+def test_readme_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)#]+)\)", text)
+    assert len(targets) > 5
+    for target in targets:
+        assert (ROOT / target).exists(), target

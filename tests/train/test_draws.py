@@ -1,0 +1,174 @@
+"""What a sample brings depends on its position in the run, and on nothing else."""
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.runs import _splits
+from atoll.data.dataset import DataSet
+from atoll.data.order import Order
+from atoll.data.samples import Samples
+from atoll.networks.families import DataShape
+from atoll.train.expert import Batch, DenoiserTask, draw_batch
+from atoll.train.router import RouterTask
+from atoll.train.settings import Recipe, RunPlan
+from helpers import partitioned
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    return partitioned(tmp_path_factory.mktemp("draws") / "c")
+
+
+def parts(campaign: Campaign, folder: str = "islands/0") -> tuple[Recipe, Samples, Samples, DataSet]:
+    plan = RunPlan.parse(campaign.store.get_json(f"{folder}/island.json"), "")
+    dataset = DataSet.open(campaign.store, f"{folder}/data")
+    config = campaign.config
+    recipe = Recipe(objective=config.objective, train=config.train, network={}, plan=plan)
+    return recipe, *_splits(campaign, dataset, DataShape(**plan.shape)), dataset
+
+
+def batch(campaign: Campaign, positions: range, **plan: object) -> Batch:
+    recipe, train, _, dataset = parts(campaign)
+    recipe = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=plan)})
+    order = Order(len(train), recipe.plan.seed, dataset.id_hash)
+    return draw_batch(train, order, recipe, positions)[0]
+
+
+def tensors(b: Batch) -> dict[str, torch.Tensor]:
+    assert b.cond.labels is not None
+    return {"x0": b.x0, "eps": b.eps, "t": b.t, "labels": b.cond.labels}
+
+
+def test_samples_do_not_depend_on_their_batch(campaign: Campaign) -> None:
+    whole = tensors(batch(campaign, range(5, 101)))
+    for size in (1, 7, 32):
+        cut = [tensors(batch(campaign, range(a, min(a + size, 101)))) for a in range(5, 101, size)]
+        for name, values in whole.items():
+            assert torch.equal(torch.cat([c[name] for c in cut]), values)
+
+
+def test_another_seed_draws_everything_anew(campaign: Campaign) -> None:
+    one, other = tensors(batch(campaign, range(64))), tensors(batch(campaign, range(64), seed=77))
+    for name in ("x0", "eps", "t"):
+        assert not torch.equal(one[name], other[name])
+    assert float((one["eps"] == other["eps"]).float().mean()) < 0.01
+
+
+def test_an_epoch_later_the_row_is_the_same_and_its_noise_is_not(campaign: Campaign) -> None:
+    rows = len(parts(campaign)[1])
+    first, second = (tensors(batch(campaign, range(e * rows, (e + 1) * rows))) for e in range(2))
+    assert first["x0"].flatten(1).sum() == pytest.approx(float(second["x0"].flatten(1).sum()), rel=1e-5)
+    assert not torch.equal(first["x0"], second["x0"]) and not torch.equal(first["eps"], second["eps"])
+
+
+def test_draws_have_the_distributions_they_should(campaign: Campaign) -> None:
+    recipe, train, _, _ = parts(campaign)
+    drawn = tensors(batch(campaign, range(4000)))
+    t = drawn["t"].numpy()
+    assert np.abs(np.histogram(t, 10, (0, 1))[0] / 4000 - 0.1).max() < 0.02
+    null = train.null().labels
+    assert null is not None
+    dropped = float((drawn["labels"] == null).float().mean())
+    assert dropped == pytest.approx(recipe.objective.condition_dropout, abs=0.02)
+    assert float(drawn["eps"].mean()) == pytest.approx(0, abs=0.01)
+    assert float(drawn["eps"].std()) == pytest.approx(1, abs=0.01)
+    assert abs(np.corrcoef(t, drawn["eps"].flatten(1).mean(1))[0, 1]) < 0.05  # streams apart
+
+
+def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
+    recipe, train, heldout, dataset = parts(campaign)
+    order = Order(len(train), recipe.plan.seed, dataset.id_hash)
+    _, index = draw_batch(train, order, recipe, range(3 * len(train)))
+    seen = set(train.rows[index].tolist())
+    assert seen == set(dataset.split("train").tolist())
+    assert seen.isdisjoint(heldout.rows.tolist()) and len(heldout) > 0
+
+
+# The router.
+
+
+def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
+    from atoll.campaign.islands import initial_router
+
+    recipe, train, heldout, dataset = parts(campaign, "router")
+    clusters = dataset.column("clusters").read(range(len(dataset))).long()
+    network = initial_router(campaign, DataShape(**recipe.plan.shape))
+    return RouterTask(network, train, heldout, clusters, recipe, pure_noise, {}, None)
+
+
+def test_clusters_are_those_of_the_rows(campaign: Campaign) -> None:
+    task = router_task(campaign, 0.0)
+    drawn = task.batch(range(len(task.train)))
+    made = campaign.store.get_json("partition/partition.json")
+    assert drawn.clusters is not None
+    assert torch.bincount(drawn.clusters).tolist() == made["sizes"]
+    islands = [DataSet.open(campaign.store, f"islands/{k}/data") for k in range(2)]
+    latents = [island.column("latents").read(range(len(island))).float() for island in islands]
+    for x0, k in zip(drawn.x0, drawn.clusters.tolist(), strict=True):
+        assert (latents[k] == x0).flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_share_of_the_samples_is_pure_noise(campaign: Campaign, share: float) -> None:
+    """At exactly t = 1, where `commit` asks: there only the condition can tell."""
+    task = router_task(campaign, share)
+    t = task.batch(range(2000)).t
+    assert float((t == 1).float().mean()) == pytest.approx(share, abs=0.03)
+    plain = router_task(campaign, 0.0).batch(range(2000)).t
+    assert torch.equal(t[t != 1], plain[t != 1])
+
+
+def test_a_router_without_knowledge_is_at_the_entropy(campaign: Campaign) -> None:
+    task = router_task(campaign, 0.25)
+    loss, metrics = task.step(task.batch(range(64)))
+    assert float(loss.detach()) == pytest.approx(np.log(2), abs=1e-6)
+    with torch.inference_mode():
+        found = task.validate()
+    assert len(found["validation"]) == 9 and found["validation_loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+# The denoiser.
+
+
+def denoiser_task(campaign: Campaign) -> DenoiserTask:
+    from atoll.campaign.islands import initial_network
+
+    recipe, train, heldout, _ = parts(campaign)
+    network = initial_network(campaign.config.network, DataShape(**recipe.plan.shape), 0)
+    return DenoiserTask(network, "dit", train, heldout, recipe, {"name": "none"}, None)
+
+
+def test_the_loss_at_the_start_is_that_of_predicting_zero(campaign: Campaign) -> None:
+    task = denoiser_task(campaign)
+    drawn = task.batch(range(64))
+    loss, _ = task.step(drawn)
+    assert float(loss.detach()) == pytest.approx(float((drawn.eps - drawn.x0).square().mean()), rel=1e-6)
+
+
+def test_validation_is_repeatable_and_on_heldout_rows(campaign: Campaign) -> None:
+    task = denoiser_task(campaign)
+    with torch.inference_mode():
+        first, again = task.validate(), task.validate()
+        task.train, task.heldout = task.heldout, task.train
+        other = task.validate()
+    assert first == again != other and len(first["validation"]) == 8
+
+
+def test_without_heldout_rows_there_is_no_validation(campaign: Campaign) -> None:
+    _recipe, _train, heldout, dataset = parts(campaign)
+    task = denoiser_task(campaign)
+    task.heldout = Samples(dataset, heldout.rows[:0], heldout.condition, heldout.shape)
+    assert task.validate() == {}
+
+
+def test_a_preview_is_a_picture(campaign: Campaign) -> None:
+    import io
+
+    from PIL import Image
+
+    with Image.open(io.BytesIO(denoiser_task(campaign).preview())) as picture:
+        picture.load()
+        assert picture.width > 6 * 60

@@ -1,0 +1,179 @@
+"""Checkpoints: everything comes back to the bit, and nobody removes what is not his."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.base.errors import ConfigError
+from atoll.networks.families import NetworkConfig, family
+from atoll.networks.init import initialise
+from atoll.store.log import Fenced, Log
+from atoll.store.store import Store
+from atoll.train import state as checkpoint
+from atoll.train.ema import Ema
+from atoll.train.state import TrainState
+from helpers_networks import CLASSES, TINY, conditions, noise
+
+LEARNED = {"lr": 1e-3}
+
+
+def fresh(seed: int = 0) -> TrainState:
+    network = family("dit").build(NetworkConfig.parse({**TINY, "family": "dit"}, ""), CLASSES)
+    initialise(network, seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1)
+    return TrainState(network, Ema(network, 100.0, 0.05), optimizer)
+
+
+def steps(state: TrainState, count: int) -> None:
+    for _ in range(count):
+        s = state.step
+        out = family("dit").predict(
+            state.network, noise(4, seed=s), torch.full((4,), 0.5), conditions(4, CLASSES, s)
+        )
+        (out - noise(4, seed=100 + s)).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step, state.samples = s + 1, state.samples + 4
+        state.ema.update(state.network, state.samples, 4)
+
+
+def held(store: Store, name: str = "a") -> Log:
+    log = Log(store, name)
+    log.acquire()
+    return log
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+def test_everything_comes_back_to_the_bit(store: Store) -> None:
+    state, log = fresh(), held(store)
+    steps(state, 5)
+    state.seconds = 1.25
+    checkpoint.save(store, log, state, LEARNED, keep=2)
+    back = fresh(seed=9)
+    assert checkpoint.resume(store, held(store, "b"), back, LEARNED)
+    assert (back.step, back.samples, back.seconds) == (5, 20, 1.25)
+    assert back.blobs() == state.blobs()
+    assert len(state.blobs()["optimizer.safetensors"]) > 2 * len(state.blobs()["weights.safetensors"])
+    steps(state, 5)
+    steps(back, 5)
+    assert back.blobs() == state.blobs()
+
+
+def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
+    """What the test above rests on: the moments count."""
+    state, back = fresh(), fresh()
+    steps(state, 5)
+    back.restore(
+        state.counters(), {**state.blobs(), "optimizer.safetensors": fresh().blobs()["optimizer.safetensors"]}
+    )
+    assert back.blobs()["weights.safetensors"] == state.blobs()["weights.safetensors"]
+    steps(state, 2)
+    steps(back, 2)
+    assert back.blobs()["weights.safetensors"] != state.blobs()["weights.safetensors"]
+
+
+def test_nothing_to_resume(store: Store) -> None:
+    state = fresh()
+    before = state.blobs()
+    assert not checkpoint.resume(store, held(store), state, LEARNED)
+    assert state.blobs() == before
+
+
+def test_the_newest_whole_one_wins(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    state, log = fresh(), held(store)
+    saved = {}
+    for _ in range(3):
+        steps(state, 1)
+        checkpoint.save(store, log, state, LEARNED, keep=3)
+        saved[state.step] = state.blobs()
+    for step, harm in ((3, lambda d: d[:-1]), (2, lambda d: d[:-1] + bytes([d[-1] ^ 1]))):
+        path = store.path(f"checkpoints/{step:08d}-a/ema.safetensors")
+        path.write_bytes(harm(path.read_bytes()))
+        back = fresh()
+        assert checkpoint.resume(store, held(store, f"b{step}"), back, LEARNED)
+        assert back.step == step - 1 and back.blobs() == saved[step - 1]
+        assert "warning: checkpoint set aside" in capsys.readouterr().out
+    path = store.path("checkpoints/00000001-a/weights.safetensors")
+    path.unlink()
+    assert not checkpoint.resume(store, held(store, "c"), fresh(), LEARNED)
+
+
+def test_a_checkpoint_that_the_log_does_not_name_does_not_exist(store: Store) -> None:
+    """Killed between the manifest and the log's entry, or fenced: it is not resumed from."""
+    first, state = held(store, "a"), fresh()
+    steps(state, 1)
+    checkpoint.save(store, first, state, LEARNED, keep=2)
+    second = held(store, "b")
+    steps(state, 1)
+    with pytest.raises(Fenced):
+        checkpoint.save(store, first, state, LEARNED, keep=2)
+    assert store.exists("checkpoints/00000002-a/COMMIT.json")
+    back = fresh()
+    assert checkpoint.resume(store, second, back, LEARNED) and back.step == 1
+
+
+def test_other_settings_are_refused(store: Store) -> None:
+    state = fresh()
+    checkpoint.save(store, held(store), state, LEARNED, keep=2)
+    other = fresh(seed=3)
+    before = other.blobs()
+    with pytest.raises(ConfigError, match="was made with other settings"):
+        checkpoint.resume(store, held(store, "b"), other, {"lr": 2e-3})
+    assert other.blobs() == before
+
+
+def folders(store: Store) -> set[str]:
+    return {key.split("/")[1] for key in store.list("checkpoints")}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_older_ones_go(store: Store, keep: int) -> None:
+    state, log = fresh(), held(store)
+    for step in range(1, 5):
+        steps(state, 1)
+        checkpoint.save(store, log, state, LEARNED, keep)
+        assert folders(store) == {f"{s:08d}-a" for s in range(max(1, step - keep + 1), step + 1)}
+
+
+def test_leavings_of_earlier_holders_go_too(store: Store) -> None:
+    held(store, "dead")
+    store.put("checkpoints/00000007-dead/weights.safetensors", b"half")
+    state = fresh()
+    checkpoint.save(store, held(store, "b"), state, LEARNED, keep=2)
+    assert folders(store) == {"00000000-b"}
+
+
+def test_a_holder_that_was_overtaken_removes_nothing_of_its_successor(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs after its commit, when it is about to remove what is old; meanwhile another one goes on."""
+    state, first = fresh(), held(store, "a")
+    entries = Log.entries
+    overtaken = []
+
+    def hang(self: Log) -> list:  # type: ignore[type-arg]
+        found = entries(self)
+        if self is first and not overtaken:  # what it knows was read before the other one came
+            overtaken.append(True)
+            second, later = held(store, "b"), fresh()
+            steps(later, 4)
+            checkpoint.save(store, second, later, LEARNED, keep=1)
+            store.put("checkpoints/00000009-b/weights.safetensors", b"being written")
+        return found
+
+    monkeypatch.setattr(Log, "entries", hang)
+    checkpoint.save(store, first, state, LEARNED, keep=1)
+    assert overtaken
+    assert {"00000004-b", "00000009-b"} <= folders(store)
+
+
+def test_only_what_runs_no_code_is_written(store: Store) -> None:
+    state = fresh()
+    steps(state, 1)
+    checkpoint.save(store, held(store), state, LEARNED, keep=2)
+    assert {Path(key).suffix for key in store.list()} == {".json", ".safetensors"}
