@@ -154,7 +154,7 @@ def test_an_unknown_recipe(run: Run, tmp_path: Path) -> None:
         ("partition.k=many", ["'partition.k'", "integer"]),
         ("partition.k", ["not of the form key=value"]),
         ("seed.a=1", ["'seed' is not a group of settings"]),
-        ("data.path=[", ["not valid YAML"]),
+        ("compare.strategies=[", ["not valid YAML"]),
         ("train.batch=0", ["'train.batch'", "greater than or equal to 1"]),
         ("train.lr=.nan", ["'train.lr'", "finite"]),
         ("train.lr=.inf", ["'train.lr'", "finite"]),
@@ -277,7 +277,7 @@ def test_a_data_set_of_other_settings_is_not_taken_for_this_one(run: Run, tmp_pa
     goes_on(run, folder)
     before = state(folder)
     refused(run("data", "ingest", folder, "--set", "data.ingest.size=4"), "with other settings")
-    refused(run("launch", folder, "--set", "data.ingest.size=4"), "ingested with other settings")
+    refused(run("launch", folder, "--set", "data.ingest.size=4"), "with other settings")
     assert state(folder) == before
 
 
@@ -293,7 +293,10 @@ def test_more_clusters_than_rows(run: Run, tmp_path: Path) -> None:
 
 def test_a_family_that_cannot_take_the_condition(run: Run, tmp_path: Path) -> None:
     folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
-    refused(run("launch", folder, "--set", "network.family=pixart"), "the pixart family needs text states")
+    refused(
+        run("launch", folder, "--set", "network.family=pixart"),
+        "the pixart family does not take condition 'none'",
+    )
     assert not (folder / "campaign.json").exists()
     refused(run("launch", folder, "--set", "network.patch=3"), "8 px do not divide into patches of 3")
     refused(run("launch", folder, "--set", "router.patch=3"), "8 px do not divide into patches of 3")
@@ -307,11 +310,11 @@ def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
     refused(run("train", "expert", folder, "--island", "0"), "no island.json", "atoll partition")
     refused(run("assemble", folder), "has no partition")
     goes_on(run, folder)
-    refused(run("partition", folder), "has no column 'latents'", "atoll data encode")
+    refused(run("partition", folder), "column 'latents'", "is missing", "atoll data encode")
     kmeans = ["--set", "partition.method=kmeans", "--set", "partition.encoder=efficientnet-lite0"]
     assert run("data", "encode", folder).code == 0
     refused(
-        run("partition", folder, *kmeans), "has no column 'features-efficientnet-lite0'", "atoll data embed"
+        run("partition", folder, *kmeans), "'features-efficientnet-lite0'", "is missing", "atoll data embed"
     )
     assert not (folder / "campaign.json").exists()
     assert run("partition", folder).code == 0
@@ -472,7 +475,8 @@ def test_a_stopped_launch_leaves_runs_that_go_on(copy: Path) -> None:
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and err == "interrupted; run the same command again to go on\n"
+    assert process.returncode == 130
+    assert err.strip() == "interrupted; run the same command again to go on"
     again = atoll("launch", copy)
     assert again.returncode == 0, again.stderr
     assert (copy / "ensemble/ensemble.json").exists()

@@ -228,6 +228,9 @@ def _guard(run: Callable[[], Any]) -> None:
     except AtollError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(getattr(error, "exit_code", 2))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
     except click.ClickException as error:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(2)

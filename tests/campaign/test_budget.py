@@ -27,7 +27,7 @@ def spent(made: Budget) -> float:
 
 
 @pytest.mark.parametrize("compute", ["proportional", "equal"])
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.integers(20, 5000), min_size=1, max_size=16),
     samples=st.integers(60_000, 10_000_000),

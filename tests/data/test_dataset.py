@@ -1,7 +1,9 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from atoll.base.errors import DataError, StoreError
 from atoll.base.hashing import digest_strings
 from atoll.data.audit import audit
 from atoll.data.columns import write_column
-from atoll.data.dataset import DataSet, union, write_subset
+from atoll.data.dataset import DataSet, to_parquet, union, write_subset
 from atoll.store.store import Store
 
 
@@ -113,6 +115,31 @@ def test_subset_holds_exactly_those_rows_in_that_order(full: DataSet, store: Sto
     assert subset.manifest.source["licence"] == full.manifest.source["licence"]
     with pytest.raises(DataError, match="no pictures"):
         subset.image(0)
+
+
+@pytest.mark.parametrize("order", ["ascending", "shuffled", "repeated"])
+def test_subset_reads_every_shard_once(
+    full: DataSet, store: Store, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    draws = np.random.default_rng(0)
+    chosen = {
+        "ascending": np.arange(1, 40, 2),
+        "shuffled": draws.permutation(40)[:33],
+        "repeated": np.array([39, 0, 39, 17, 17, 0, 1]),
+    }
+    rows, read, original = chosen[order], [], DataSet.shard_table
+    expected = [to_parquet(full.take(rows[start : start + 4])) for start in range(0, len(rows), 4)]
+
+    def counted(self: DataSet, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        read.append(shard)
+        return original(self, shard, columns)
+
+    monkeypatch.setattr(DataSet, "shard_table", counted)
+    write_subset(full, rows, store, "a", ["latents"], shard_rows=4)
+    assert sorted(read) == [0, 1, 2]
+    assert [store.get(f"a/rows/{n:05d}.parquet") for n in range(len(expected))] == expected
+    write_subset(full, rows, store, "a", ["latents"], shard_rows=4)
+    assert len(read) == 3  # nothing is read for a finished one
 
 
 def test_subset_is_idempotent_and_restartable(full: DataSet, store: Store, tmp_path: Path) -> None:

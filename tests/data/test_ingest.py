@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -21,6 +23,7 @@ from atoll.data.glyphs import GlyphOptions, GlyphSource
 from atoll.data.images import safe_id
 from atoll.data.ingest import IngestConfig, ingest
 from atoll.data.records import Record, Reject
+from atoll.data.samples import read_labels
 from atoll.data.sources import open_source
 from atoll.store.store import Store
 
@@ -148,6 +151,38 @@ def test_hostile_captions_and_ids(store: Store, picture: Callable[..., bytes]) -
         names = tar.getnames()
     assert len(names) == 30
     assert all(name.count(".") == 1 and "/" not in name and len(name) < 106 for name in names)
+
+
+@pytest.mark.parametrize("length", [94, 95, 96, 100, 101])
+def test_the_longest_ids(store: Store, picture: Callable[..., bytes], length: int) -> None:
+    names = [letter * length for letter in "ab"]
+    rows: list[Record | Reject] = [Record(n, n, picture(seed=k), "x") for k, n in enumerate(names)]
+    dataset = ingest(Rows(rows), store, "d", CONFIG)
+    assert dataset.ids == [safe_id(name) for name in names]
+    assert (dataset.ids == names) == (length <= 95)
+    assert max(map(len, dataset.ids)) <= 95
+    with tarfile.open(store.path("d/images/00000.tar")) as tar:
+        assert tar.getnames()[2] == f"{dataset.ids[0]}.json"
+    assert audit(dataset) == []
+
+
+def test_labels_stand_in_for_captions(
+    store: Store, tmp_path: Path, picture: Callable[..., bytes], folder: Path
+) -> None:
+    """What the recipe imagenet ingests: pictures and labels."""
+    images = [{"bytes": picture(seed=n), "path": "x.png"} for n in range(8)]
+    pq.write_table(pa.table({"image": images, "label": [n % 3 for n in range(8)]}), tmp_path / "x.parquet")
+    lines = [{"file_name": name, "label": n} for n, name in enumerate(["0.png", "1.jpg", "2.png"])]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = CONFIG.model_copy(update={"label": "label", "mode": "rgb"})
+    for name, path, count in (("p", tmp_path / "x.parquet", 8), ("f", folder, 3)):
+        dataset = ingest(open_source(path, config), store, name, config)
+        found = dataset.table().to_pylist()
+        assert [(row["caption"], row["label"]) for row in found] == [
+            (str(n % 3), n % 3) for n in range(count)
+        ]
+        assert "empty caption" not in dataset.manifest.rejects
+        assert read_labels(dataset).tolist() == [n % 3 for n in range(count)]
 
 
 def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: DataSet, tmp_path: Path) -> None:

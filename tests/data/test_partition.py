@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.base.errors import PartitionError
+from atoll.base.errors import ConfigError, PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column, write_column
 from atoll.data.dataset import DataSet, write_subset
@@ -102,13 +102,19 @@ def test_the_hash_is_of_what_was_decided(dataset: DataSet) -> None:
     assert np.array_equal(others[2].clusters, first.clusters)
 
 
-@pytest.mark.parametrize("k", [0, -1, ROWS])
 @pytest.mark.parametrize("method", ["kmeans", "random"])
-def test_k_that_cannot_be(dataset: DataSet, k: int, method: str) -> None:
-    config = PartitionConfig(method=method, k=k)  # type: ignore[arg-type]
+def test_more_clusters_than_rows_are_refused(dataset: DataSet, method: str) -> None:
+    config = PartitionConfig(method=method, k=ROWS)  # type: ignore[arg-type]
     count = len(dataset.split("train"))
-    with pytest.raises(PartitionError, match=rf"K = {k} clusters for {count} training rows"):
+    with pytest.raises(PartitionError, match=rf"K = {ROWS} clusters for {count} training rows"):
         make(dataset, features(dataset), config, 0)
+
+
+@pytest.mark.parametrize("key", ["k", "fine", "fit_rows"])
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_under_one_are_refused_at_once(key: str, number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"'{key}' in x.*greater than or equal to 1"):
+        PartitionConfig.parse({key: number}, "x")
 
 
 def test_clusters_that_stay_empty_are_refused(dataset: DataSet) -> None:
@@ -133,6 +139,39 @@ def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
     store.put_json("partition/partition.json", {**store.get_json("partition/partition.json"), "schema": 5})
     with pytest.raises(PartitionError, match="schema 5"):
         partitions.load(store)
+
+
+@pytest.mark.parametrize("config", [KMEANS, RANDOM])
+def test_damage_is_told_in_one_line(dataset: DataSet, tmp_path: Path, config: PartitionConfig) -> None:
+    store = Store.open(tmp_path / "campaign", create=True)
+    made = make(dataset, features(dataset) if config is KMEANS else None, config, 0)
+    partitions.save(made, store, dataset)
+    fields, key = store.get_json("partition/partition.json"), "partition/centroids.safetensors"
+    tensors = store.get(key)
+    for place in range(0, len(tensors), 7):  # header and values
+        flipped = bytearray(tensors)
+        flipped[place] ^= 1
+        store.put(key, bytes(flipped))
+        with pytest.raises(PartitionError, match=r"campaign/partition is damaged: [^\n]*$"):
+            partitions.load(store)
+    store.put(key, tensors.replace(b"I64", b"F64"))
+    with pytest.raises(PartitionError, match="do not match the hash"):
+        partitions.load(store)
+    store.put(key, tensors)
+    changed = {name: {k: v for k, v in fields.items() if k != name} for name in fields}
+    changed |= {f"other {name}": {**fields, name: 5} for name in fields if name != "warnings"}
+    first, *others = fields["sizes"]
+    changed["other balance"] = {**fields, "sizes": [first - 1, *others]}
+    for what, about in changed.items():
+        store.put_json("partition/partition.json", about)
+        with pytest.raises(PartitionError) as caught:
+            partitions.load(store)
+        assert "schema" in what or "is damaged" in str(caught.value)
+    store.put_json("partition/partition.json", [1])
+    with pytest.raises(PartitionError, match="no object"):
+        partitions.load(store)
+    store.put_json("partition/partition.json", fields)
+    assert partitions.load(store).hash == made.hash
 
 
 def test_odd_balances_are_told() -> None:

@@ -5,20 +5,28 @@ import pytest
 import torch
 
 from atoll.base.errors import DataError
-from atoll.data.columns import write_column
+from atoll.data.columns import Column, write_column
 from atoll.data.dataset import DataSet
 from atoll.data.encode import encode_latents, encode_text
+from atoll.data.glyphs import GlyphOptions, GlyphSource
+from atoll.data.ingest import IngestConfig, ingest
 from atoll.data.samples import Samples, data_shape, read_labels
+from atoll.data.sources import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.networks.families import DataShape
+from atoll.store.store import Store
 
 
-@pytest.fixture
-def encoded(glyphs: DataSet) -> DataSet:
-    encode_latents(glyphs, autoencoder("none"))
-    encode_text(glyphs, text_encoder("minilm", 12))
-    return glyphs
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+    """40 gray pictures of 8x8 with latents and text states."""
+    store = Store.open(tmp_path_factory.mktemp("samples"))
+    config = IngestConfig(size=8, shard_rows=16, heldout=0.3)
+    dataset = ingest(GlyphSource(GlyphOptions(limit=40)), store, "", config)
+    encode_latents(dataset, autoencoder("none"))
+    encode_text(dataset, text_encoder("minilm", 12))
+    return dataset
 
 
 def test_shapes_are_read_from_the_columns(encoded: DataSet) -> None:
@@ -55,6 +63,13 @@ def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
     torch.testing.assert_close(null.text, states, rtol=1e-2, atol=1e-3)
 
 
+def test_the_null_condition_is_read_once(encoded: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = Samples(encoded, encoded.split("train"), "text", data_shape(encoded, "text"))
+    first = samples.null()
+    monkeypatch.setattr(Column, "extra", lambda self, name: pytest.fail("read again"))
+    assert samples.null() is first
+
+
 def test_labels_and_their_null(encoded: DataSet) -> None:
     rows = encoded.split("heldout")
     samples = Samples(encoded, rows, "class", data_shape(encoded, "class"))
@@ -72,9 +87,6 @@ def test_without_condition_there_is_none(encoded: DataSet) -> None:
 
 
 def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore[no-untyped-def]
-    from atoll.data.ingest import IngestConfig, ingest
-    from atoll.data.sources import open_source
-
     config = IngestConfig(size=8, heldout=0.2)
     dataset = ingest(open_source(folder, config), store, "x", config)
     with pytest.raises(DataError, match="6 rows have no label"):

@@ -84,6 +84,27 @@ def test_a_wrong_column_names_what_is_there(folder: Path) -> None:
         open_source(folder)
 
 
+def test_folder_with_labels_and_no_captions(folder: Path) -> None:
+    table = folder / "metadata.jsonl"
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    kinds = [3, "4", 5.0, -1, None, "cat"]
+    for row, kind in zip(rows, kinds, strict=True):
+        row["kind"] = kind
+        del row["text"]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good, bad = read(open_source(folder, {"label": "kind"}))
+    assert [(row.caption, row.label) for row in good] == [("3", 3), ("4", 4), ("5", 5)]
+    assert [reject.reason for reject in bad] == ["empty caption"] * 2 + ["label is no integer"]
+    with pytest.raises(DataError, match=r"none of text, caption, prompt.*or with `label`"):
+        open_source(folder)
+    with pytest.raises(DataError, match="no column 'text'"):
+        open_source(folder, {"label": "kind", "caption": "text"})
+    more = json.dumps({"file_name": "4.png", "text": "four", "kind": 1})
+    (folder / "more/metadata.jsonl").write_text(more)  # captions in one file only
+    with pytest.raises(DataError, match=r"images/metadata.jsonl has no column 'text'"):
+        open_source(folder, {"label": "kind"})
+
+
 def test_hostile_rows_are_named_not_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "link.png").symlink_to(tmp_path / "gone.png")
@@ -158,6 +179,22 @@ def test_parquet_rejects(tmp_path: Path, picture: Callable[..., bytes]) -> None:
     good, bad = read(open_source(tmp_path / "x.parquet", {"label": "n"}))
     assert [(row.caption, row.label) for row in good] == [("fine", 1), ("", 2)]
     assert [reject.reason for reject in bad] == ["caption is not UTF-8", "empty caption", "no picture"]
+
+
+def test_parquet_with_labels_and_no_captions(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+    labels = [0, 999, -1, None]
+    pq.write_table(table([picture(seed=n) for n in range(4)], label=labels), tmp_path / "b.parquet")
+    good, bad = read(open_source(tmp_path, {"label": "label"}))
+    assert [(row.caption, row.label) for row in good] == [("0", 0), ("999", 999)]
+    assert [reject.reason for reject in bad] == ["empty caption"] * 2
+    with pytest.raises(DataError, match="none of text, caption, prompt"):
+        open_source(tmp_path)
+    for name in ("a", "c"):  # captions in one file only, whichever comes first
+        other = tmp_path / f"{name}.parquet"
+        pq.write_table(table([picture()], label=[1], caption=["one"]), other)
+        with pytest.raises(DataError, match=r"b\.parquet has no column 'caption'"):
+            open_source(tmp_path, {"label": "label"})
+        other.unlink()
 
 
 def test_parquet_that_is_none(tmp_path: Path, picture: Callable[..., bytes]) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Answer, command, partitioned, refused
 
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
+from helpers import Answer, command, partitioned, refused
 
 Run = Callable[..., Answer]
 

@@ -39,6 +39,11 @@ def assemble(campaign: Campaign) -> list[int]:
     parts = {f"experts/{n}": f"islands/{n}/expert" for n in present} | {"router": "router/expert"}
     cards = {name: read_card(store, folder) for name, folder in parts.items()}
     check_together(list(cards.values()))
+    made = store.get_json("partition/partition.json")["hash"]
+    if cards["router"].partition != made:
+        raise PartitionError(
+            f"the parts in {store.root} were made for another partition", "put their own back"
+        )
     _check_places(present, cards)
     wanted = {name: card.weights_sha256 for name, card in cards.items()}
     if _is_assembled(store, wanted):

@@ -1,6 +1,7 @@
 """A campaign on disk: opening it, freezing its settings, finding its parts."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -50,11 +51,11 @@ class Campaign:
         if store.exists(YAML):
             tree = _read_yaml(store)
         elif frozen is not None:
-            tree = dict(frozen["config"])
+            tree = deepcopy(frozen["config"])
         else:
             raise StoreError(f"{store.root} is not a campaign (no {YAML})", "make one with 'atoll new'")
         # What the campaign was started with counts for every later command, without repeating it.
-        overrides = (*(frozen or {}).get("overrides", ()), *sets)
+        overrides = (*(frozen or {}).get("overrides", ()), *from_shell(sets))
         for assignment in overrides:
             set_value(tree, assignment)
         config = CampaignConfig.parse(tree, str(store.root / YAML))
@@ -88,11 +89,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
         Conflict: there is a campaign already.
     """
     tree = yaml.safe_load(recipe)
-    for assignment in sets:
+    for assignment in from_shell(sets):
         set_value(tree, assignment)
-    for key in ("path", "source"):  # on the command line a path means what it means to the shell
-        if any(s.startswith(f"data.{key}=") for s in sets) and isinstance(tree["data"][key], str):
-            tree["data"][key] = _absolute(tree["data"][key])
     CampaignConfig.parse(tree, "the new campaign")
     store = Store.open(folder, create=True)
     text = (
@@ -107,8 +105,16 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
     return store.root / YAML
 
 
-def _absolute(text: str) -> str:
-    return str(Path(text).expanduser().absolute()) if text != "glyphs" else text
+def from_shell(sets: Sequence[str]) -> list[str]:
+    """The assignments, paths made absolute: on the command line they mean what they mean to the shell."""
+    return [_absolute(s) if s.startswith(("data.path=", "data.source=")) else s for s in sets]
+
+
+def _absolute(assignment: str) -> str:
+    key, _, text = assignment.partition("=")
+    if text in ("glyphs", "null", ""):
+        return assignment
+    return f"{key}={yaml.safe_dump(str(Path(text).expanduser().absolute()), width=10**6).splitlines()[0]}"
 
 
 def _comment(recipe: str) -> str:

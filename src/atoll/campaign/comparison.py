@@ -17,13 +17,13 @@ from atoll.campaign.assemble import MANIFEST, load_ensemble
 from atoll.campaign.campaign import Campaign
 from atoll.data import partition as partitions
 from atoll.data.samples import Samples
-from atoll.encoders.vae import autoencoder
+from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import vision_encoder
 from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.ensemble import Trace
+from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert, published, read_card
 from atoll.ensemble.routing import Routing
-from atoll.evaluate.compare import SCHEMA, Conditions, Judge, Models, compare, drawn_conditions
+from atoll.evaluate.compare import SCHEMA, CompareConfig, Conditions, Judge, Models, compare, drawn_conditions
 from atoll.networks.families import DataShape
 
 RESULT = "reports/compare.json"
@@ -32,9 +32,8 @@ RESULT = "reports/compare.json"
 def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     """Measure monolith and strategies; a comparison of the same parts and settings is not repeated."""
     store, config = campaign.store, campaign.config.compare
-    for name in config.strategies:
-        Routing.named(name)  # a wrong name is told before minutes of loading
     ensemble, router = load_ensemble(store)
+    config = _possible(config, ensemble)
     baseline = _baseline(campaign, router)
     parts = store.get_json(MANIFEST)["parts"] | ({"monolith": baseline.weights_sha256} if baseline else {})
     settings = {"config": config.model_dump(), "default": campaign.config.sampling.routing}
@@ -47,7 +46,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     try:
-        result = _measure(campaign, ensemble, router, baseline)
+        result = _measure(campaign, config, ensemble, router, baseline)
     finally:
         torch.set_num_threads(before)
     result = {
@@ -61,6 +60,20 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     return result
 
 
+def _possible(config: CompareConfig, ensemble: Ensemble) -> CompareConfig:
+    """The same without strategies that this ensemble cannot follow, which is said."""
+    kept, experts = [], len(ensemble.experts)
+    for name in config.strategies:
+        routing = Routing.named(name)
+        if routing.strategy == "oracle" and ensemble.missing:
+            say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
+        elif routing.strategy == "top-k" and routing.k > experts:
+            say(f"  warning: {name} is left out: there are {experts} experts")
+        else:
+            kept.append(name)
+    return config.model_copy(update={"strategies": kept})
+
+
 def _baseline(campaign: Campaign, router: Card) -> Card | None:
     if not published(campaign.store, "monolith/expert"):
         return None
@@ -69,8 +82,10 @@ def _baseline(campaign: Campaign, router: Card) -> Card | None:
     return card
 
 
-def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | None) -> dict[str, Any]:
-    store, config, seed = campaign.store, campaign.config.compare, campaign.config.seed
+def _measure(
+    campaign: Campaign, config: CompareConfig, ensemble: Ensemble, router: Card, baseline: Card | None
+) -> dict[str, Any]:
+    store, seed = campaign.store, campaign.config.seed
     dataset = campaign.dataset()
     made = partitions.load(store)
     if made.about["data"] != dataset.id_hash:
@@ -81,7 +96,7 @@ def _measure(campaign: Campaign, ensemble: Any, router: Card, baseline: Card | N
     sizes = [made.sizes[card.island or 0] for card in experts]
     expert_flops = float(np.average([card.forward_flops for card in experts], weights=sizes))
     monolith = Expert.load(store, "monolith/expert") if baseline else None
-    vae = autoencoder(router.latents["name"])
+    vae = autoencoder_of(router.latents)
     models = Models(monolith, ensemble, expert_flops, router.forward_flops, vae)
 
     shape, kind = DataShape(**router.shape), campaign.config.condition
@@ -154,7 +169,10 @@ def _shown(train: Samples, clusters: Any, prompts: list[str], count: int) -> Con
     for turn in range(count - len(chosen)):
         wanted = turn % (int(clusters.max()) + 1)
         chosen.append(
-            next((int(i) for i in order if own[i] == wanted and int(i) not in chosen), int(order[turn]))
+            next(
+                (int(i) for i in order if own[i] == wanted and int(i) not in chosen),
+                int(order[turn % len(order)]),
+            )
         )
     index = np.array(chosen, dtype=np.int64)
     return Conditions(train, index, own[index])

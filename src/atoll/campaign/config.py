@@ -136,6 +136,16 @@ class CampaignConfig(Config):
                 raise ConfigError(
                     f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
                 )
+            if (network.family == "pixart") != (self.condition == "text"):
+                raise ConfigError(
+                    f"the {network.family} family does not take condition {self.condition!r}",
+                    "use pixart for text, dit for class or none",
+                )
+        if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
+            raise ConfigError(
+                f"pictures of {self.data.ingest.size} px do not divide into patches of {self.router.patch}",
+                "change router.patch",
+            )
         for name in (self.sampling.routing, *self.compare.strategies):
             Routing.named(name)
         return self

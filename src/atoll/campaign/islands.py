@@ -1,5 +1,7 @@
 """The partition stage: cut the data set and give every run a folder with all it needs."""
 
+from typing import Any
+
 import torch
 
 from atoll.base.console import say
@@ -8,13 +10,14 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.config import CampaignConfig
 from atoll.data import partition as partitions
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet, union, write_subset
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
 from atoll.train.settings import RunPlan
@@ -49,18 +52,17 @@ def make_islands(campaign: Campaign) -> Partition:
         rows = (made.clusters == number).nonzero()[0]
         parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
         network, _ = config.island(number)
-        digest = init_digest(network, shape, config.seed)
+        initial = initial_network(network, shape, config.seed)
         _write_plan(
-            campaign, made, shape, "expert", number, made.sizes[number], budget.experts[number], digest
+            campaign, made, shape, "expert", number, made.sizes[number], budget.experts[number], initial
         )
     for role in ("router", "monolith"):
         whole = union(store, f"{role}/data", parts, columns)
         _write_clusters(whole, parts, made)
-    _write_plan(
-        campaign, made, shape, "router", None, sum(made.sizes), budget.router, _router_digest(campaign, shape)
-    )
-    digest = init_digest(config.network, shape, config.seed)
-    _write_plan(campaign, made, shape, "monolith", None, sum(made.sizes), budget.monolith, digest)
+    rows, router = sum(made.sizes), initial_router(campaign, shape)
+    _write_plan(campaign, made, shape, "router", None, rows, budget.router, router)
+    initial = initial_network(config.network, shape, config.seed)
+    _write_plan(campaign, made, shape, "monolith", None, rows, budget.monolith, initial)
     partitions.save(made, store, dataset)
     _tell(made, budget)
     return made
@@ -80,25 +82,42 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
     return network
 
 
-def init_digest(config: NetworkConfig, shape: DataShape, seed: int) -> str:
-    """Digest of a denoiser's initial weights."""
-    return digest_tensors(dict(initial_network(config, shape, seed).named_parameters()))
+def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
+    """Columns that the campaign needs, and what its settings say of their producer."""
+    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
+    if config.condition == "text":
+        wanted["text"] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+    if config.partition.method == "kmeans":
+        encoder, size = config.partition.encoder, config.partition.encoder_size
+        wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
+    return wanted
 
 
-def _router_digest(campaign: Campaign, shape: DataShape) -> str:
-    return digest_tensors(dict(initial_router(campaign, shape).named_parameters()))
+def made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
+    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
+    if not dataset.has_column(column):
+        return False
+    producer = dataset.column(column).meta.producer
+    return all(producer.get(key) == value for key, value in asked.items())
 
 
 def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
-    """Columns that an island needs."""
-    needed = ["latents", "split"] + (["text"] if campaign.config.condition == "text" else [])
-    for name in needed:
-        if not dataset.has_column(name):
-            raise DataError(f"{dataset.store.root} has no column {name!r}", "run 'atoll data encode' first")
-    name = features_column(campaign.config.partition.encoder)
-    if campaign.config.partition.method == "kmeans" and not dataset.has_column(name):
-        raise DataError(f"{dataset.store.root} has no column {name!r}", "run 'atoll data embed' first")
-    return needed
+    """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
+    made, config = dataset.manifest.config, campaign.config
+    if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
+        fix = "put data.ingest back, or choose another data.path"
+        raise DataError(
+            f"{dataset.store.root} was ingested with other settings than data.ingest has now", fix
+        )
+    wanted = wanted_columns(config)
+    for name, asked in wanted.items():
+        if not made_by(dataset, name, asked):
+            command = "embed" if name.startswith("features-") else "encode"
+            what = "of other settings" if dataset.has_column(name) else "missing"
+            raise DataError(
+                f"column {name!r} of {dataset.store.root} is {what}", f"run 'atoll data {command}'"
+            )
+    return [name for name in ("latents", "split", "text") if name in wanted or name == "split"]
 
 
 def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> None:
@@ -120,7 +139,7 @@ def _write_plan(
     island: int | None,
     rows: int,
     share: Share,
-    digest: str,
+    initial: torch.nn.Module,
 ) -> None:
     config, folder = campaign.config, run_folder(role, island)
     plan = RunPlan(
@@ -132,7 +151,8 @@ def _write_plan(
         partition=made.hash,
         seed=seed_of(config.seed, "run/" + folder),
         init_seed=config.seed,
-        init_sha256=digest,
+        init_sha256=digest_tensors(dict(initial.named_parameters())),
+        parameters=parameter_count(initial),
         train_flops=share.train_flops,
         forward_flops=share.flops.forward,
         shape=vars(shape),

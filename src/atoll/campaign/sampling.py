@@ -14,7 +14,7 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.assemble import load_ensemble
 from atoll.campaign.campaign import Campaign
 from atoll.encoders.text import text_encoder
-from atoll.encoders.vae import autoencoder
+from atoll.encoders.vae import autoencoder_of
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import RoutedField, SingleField
 from atoll.ensemble.expert import Expert
@@ -74,7 +74,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
     cond, null, labels = _conditions(card, request)
     shape = (card.shape["channels"], card.shape["size"], card.shape["size"])
     total = max(1, len(request.prompts)) * request.count
-    pictures = []
+    pictures, vae = [], autoencoder_of(card.latents)
     for first in range(0, total, BATCH):
         rows = range(first, min(first + BATCH, total))
         prompt = torch.tensor([row // request.count for row in rows])
@@ -85,7 +85,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         else:
             field = SingleField(monolith, own, null, guidance, len(rows))
         latents = sample(field, starting_noise(request.seed, rows, shape), steps)
-        pictures += to_images(autoencoder(card.latents["name"]).decode(latents))
+        pictures += to_images(vae.decode(latents))
     scale = max(1, 64 // pictures[0].width)
     sheet = grid(
         pictures,
@@ -93,7 +93,10 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         scale=scale,
         labels=[labels[i // request.count] for i in range(total)],
     )
-    request.out.write_bytes(png(sheet))
+    try:
+        request.out.write_bytes(png(sheet))
+    except OSError as error:
+        raise AtollError(f"cannot write {request.out}: {error.strerror}", "give another --out") from None
     say(
         f"wrote {request.out}: {total} pictures, {steps} steps, guidance {guidance:g}, "
         f"{routing if request.model == 'ensemble' else 'monolith'}"

@@ -1,12 +1,12 @@
 """The order of stages, each of which knows whether it is finished."""
 
-from typing import Any
+from pathlib import Path
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.config import CampaignConfig
-from atoll.campaign.islands import make_islands, run_folder
+from atoll.campaign.islands import made_by, make_islands, run_folder, wanted_columns
 from atoll.data.dataset import DataSet
 from atoll.data.embed import embed, features_column
 from atoll.data.encode import encode_latents, encode_text
@@ -22,6 +22,7 @@ from atoll.store.store import Store
 from atoll.train.settings import RunPlan
 
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
+STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
 
 def ingest_stage(campaign: Campaign) -> DataSet:
@@ -83,33 +84,18 @@ def prepare(campaign: Campaign) -> Partition:
     config, store = campaign.config, campaign.store
     if store.exists("partition/partition.json"):
         return make_islands(campaign)
-    path = config.data_path(store.root)
-    if not (path / "manifest.json").exists():
-        ingest_stage(campaign)
+    named = config.source(store.root)
+    here = named is not None and (named == "glyphs" or Path(named).exists())
+    if here or not (config.data_path(store.root) / "manifest.json").exists():
+        ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()
-    made = dataset.manifest.config
-    if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
-        fix = "put data.ingest back, or choose another data.path"
-        raise DataError(f"{path} was ingested with other settings than data.ingest has now", fix)
-    encoder, size = config.partition.encoder, config.partition.encoder_size
-    asked = {"name": encoder} | ({"size": size} if size is not None else {})
-    if config.partition.method == "kmeans" and not _made_by(dataset, features_column(encoder), asked):
-        embed_stage(dataset, encoder, size)
-    text = config.data.text_encoder if config.condition == "text" else None
-    has_text = text is None or _made_by(
-        dataset, "text", {"name": text, "max_length": config.data.text_length}
-    )
-    if not has_text or not _made_by(dataset, "latents", {"name": config.data.vae}):
+    stale = [name for name, asked in wanted_columns(config).items() if not made_by(dataset, name, asked)]
+    if any(name.startswith("features-") for name in stale):
+        embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
+    if "latents" in stale or "text" in stale:
+        text = config.data.text_encoder if config.condition == "text" else None
         encode_stage(dataset, config.data.vae, text, config.data.text_length)
     return make_islands(campaign)
-
-
-def _made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
-    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
-    if not dataset.has_column(column):
-        return False
-    producer = dataset.column(column).meta.producer
-    return all(producer.get(key) == value for key, value in asked.items())
 
 
 def training_jobs(campaign: Campaign, k: int) -> list[Job]:
@@ -140,7 +126,8 @@ def _job(campaign: Campaign, role: str, island: int | None) -> Job:
     argv = local.command("train", role, campaign.store.root, *extra)
     threads = _threads(campaign.config, role, island)
     name = role if island is None else f"island {island}"
-    return Job(name, argv, threads, memory=BASE_MEMORY, work=plan.train_flops)
+    memory = BASE_MEMORY + STATE_BYTES * plan.parameters
+    return Job(name, argv, threads, memory=memory, work=plan.train_flops)
 
 
 def _threads(config: CampaignConfig, role: str, island: int | None) -> int:

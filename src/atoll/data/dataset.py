@@ -281,7 +281,8 @@ def write_subset(
     if finished:
         dataset = DataSet.open(store, prefix)
     else:
-        shards = [_copy_rows(source, part, store, prefix, number) for number, part in enumerate(parts)]
+        tables = _row_tables(source, parts)
+        shards = [_write_rows(table, store, prefix, number) for number, table in enumerate(tables)]
         count = sum(shard.rows for shard in shards)
         origin = {**source.manifest.source, **made_of}
         dataset = DataSet(
@@ -292,10 +293,28 @@ def write_subset(
     return dataset if finished else create_manifest(dataset)
 
 
-def _copy_rows(source: DataSet, rows: Rows, store: Store, prefix: str, number: int) -> Shard:
-    data = to_parquet(source.take(rows))
-    entry = write_file(store, prefix or ".", f"rows/{number:05d}.parquet", data)
-    return Shard(rows=len(rows), files={"rows": entry})
+def _row_tables(source: DataSet, parts: list[Rows]) -> Iterator[pa.Table]:
+    """Rows of every part, as `source.take(part)` gives them, but every shard of `source` is read once."""
+    rows = np.concatenate(parts)
+    shards = np.searchsorted(source.bounds, rows, side="right") - 1
+    order = np.argsort(shards, kind="stable")  # the rows, gathered shard by shard
+    present, starts = np.unique(shards[order], return_index=True)
+    gathered = [
+        source.shard_table(shard).take(pa.array(rows[chosen] - source.bounds[shard], pa.int64()))
+        for shard, chosen in zip(present.tolist(), np.split(order, starts[1:]), strict=True)
+    ]
+    table = pa.concat_tables(gathered)
+    place = np.empty(len(rows), dtype=np.int64)
+    place[order] = np.arange(len(rows))
+    for part in np.split(place, np.cumsum([len(part) for part in parts])[:-1]):
+        first, last = int(part.min()), int(part.max())  # of ascending rows, just these lie between
+        near = table.slice(first, last - first + 1).combine_chunks()
+        yield near.take(pa.array(part - first, pa.int64()))
+
+
+def _write_rows(table: pa.Table, store: Store, prefix: str, number: int) -> Shard:
+    entry = write_file(store, prefix or ".", f"rows/{number:05d}.parquet", to_parquet(table))
+    return Shard(rows=table.num_rows, files={"rows": entry})
 
 
 def _copy_column(column: Column, dataset: DataSet, parts: list[Rows]) -> None:

@@ -1,7 +1,8 @@
-"""A source: a folder of image files with captions beside them.
+"""A source: a folder of image files with captions or class labels beside them.
 
-Captions stand in `metadata.jsonl` or `metadata.csv` (the layout of Hugging Face's imagefolder, in any
-subfolder, with file names relative to it), or, where there is no such file, in `NAME.txt` beside `NAME.png`.
+They stand in `metadata.jsonl` or `metadata.csv` (the layout of Hugging Face's imagefolder, in any
+subfolder, with file names relative to it); where there is no such file, captions stand in `NAME.txt` beside
+`NAME.png`.
 """
 
 import csv
@@ -106,14 +107,16 @@ class FolderSource:
         if len(set(folders)) < len(folders):
             raise DataError(f"{folders[0]} holds both {' and '.join(METADATA)}", "keep one of them")
         entries: list[_Entry | Reject] = []
+        columns = []
         for table in tables:
             rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
             found = _columns(rows, table)
             if "file_name" not in found:
                 what = f"{table} has the columns {', '.join(found)}, but not file_name"
                 raise DataError(what, "name each row's image in file_name")
-            self.options = self.options.resolve(found, str(table))
+            columns.append((str(table), found))
             entries += [self._entry(table, number, row) for number, row in rows]
+        self.options = self.options.resolve_all(columns)
         captioned = {entry.path for entry in entries if isinstance(entry, _Entry)}
         return entries + [self._uncaptioned(path) for path in images if path not in captioned]
 

@@ -13,7 +13,7 @@ from PIL import Image
 from atoll.base.errors import DataError
 from atoll.base.hashing import sha256
 
-_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,94}")  # with ".json" 100 characters, the most USTAR holds
 
 
 def safe_id(text: str) -> str:

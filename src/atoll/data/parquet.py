@@ -37,12 +37,13 @@ class ParquetSource:
         self.files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not self.files:
             raise DataError(f"{path} holds no parquet files", "give a parquet file or a folder of them")
-        self.options, self._images, counts = options or RowOptions(), [], []
+        columns, self._images, counts = [], [], []
         for file in self.files:
             reader = _open(file)
-            self.options = self.options.resolve(reader.schema_arrow.names, str(file))
+            columns.append((str(file), reader.schema_arrow.names))
             self._images.append(_image_column(reader.schema_arrow, file))
             counts.append(reader.metadata.num_rows)
+        self.options = (options or RowOptions()).resolve_all(columns)
         self._starts = np.cumsum([0, *counts])
 
     def __len__(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
@@ -29,15 +31,15 @@ class PartitionConfig(Config):
 
     method: Literal["kmeans", "random"] = "kmeans"
     """`kmeans` on features, or `random` as the comparison."""
-    k: int = 8
+    k: int = Field(default=8, ge=1)
     """Number of clusters, and of experts."""
-    fine: int = 1024
+    fine: int = Field(default=1024, ge=1)
     """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""
     encoder: str = "facebook/dinov2-base"
     """Vision encoder whose features decide."""
     encoder_size: int | None = None
     """Side in pixels that the encoder sees; its own default if not set."""
-    fit_rows: int = 1_000_000
+    fit_rows: int = Field(default=1_000_000, ge=1)
     """Most rows that the k-means is fitted on; the rest is assigned."""
 
 
@@ -51,7 +53,7 @@ class Partition:
         sizes: training rows per cluster.
         heldout: held-out rows per cluster.
         about: what decided it: method, encoder, seed, data.
-        hash: of all of the above.
+        hash: of clusters, centroids and `about`; the sizes follow from them and the split.
     """
 
     clusters: NDArray[np.int64]
@@ -90,7 +92,7 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
         PartitionError: K is larger than the rows, or a cluster stays empty.
     """
     train, heldout = dataset.split("train"), dataset.split("heldout")
-    if not 1 <= config.k <= len(train):
+    if config.k > len(train):
         raise PartitionError(
             f"K = {config.k} clusters for {len(train)} training rows", "choose 1 <= partition.k <= rows"
         )
@@ -115,8 +117,7 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
         "rows": len(dataset),
         "data": dataset.id_hash,
     }
-    name = digest({**about, "clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())})
-    return Partition(clusters, centroids, sizes, held, about, name)
+    return Partition(clusters, centroids, sizes, held, about, _hash(clusters, centroids, about))
 
 
 def save(partition: Partition, store: Store, dataset: DataSet) -> None:
@@ -133,16 +134,50 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
 
 
 def load(store: Store) -> Partition:
-    """Read `partition/` back."""
+    """Read `partition/` back.
+
+    Raises:
+        PartitionError: it is of another schema version, or is not what its hash says.
+        StoreError: a file is missing, or `partition.json` is not JSON.
+    """
     about = store.get_json("partition/partition.json")
+    if not isinstance(about, dict):
+        raise _damaged(store, "partition.json is no object")
     if about.get("schema") != SCHEMA:
         raise PartitionError(
             f"partition of schema {about.get('schema')}, this Atoll reads {SCHEMA}", "make it again"
         )
-    tensors = load_tensors(store.get("partition/centroids.safetensors"))
-    sizes, heldout, name = about.pop("sizes"), about.pop("heldout"), about.pop("hash")
-    about.pop("warnings")
-    return Partition(tensors["clusters"].numpy(), tensors["centroids"].numpy(), sizes, heldout, about, name)
+    try:
+        sizes, heldout, name, _ = (about.pop(key) for key in ("sizes", "heldout", "hash", "warnings"))
+        tensors = load_tensors(store.get("partition/centroids.safetensors"))
+        clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
+    except KeyError as error:
+        raise _damaged(store, f"{error} is missing") from None
+    except (SafetensorError, TypeError):  # TypeError: a type that numpy lacks
+        raise _damaged(store, "centroids.safetensors cannot be read") from None
+    typed = clusters.dtype == np.int64 and centroids.dtype == np.float32
+    if not typed or _hash(clusters, centroids, about) != name:
+        raise _damaged(store, "its files do not match the hash in partition.json")
+    if not _adds_up(clusters, about["k"], sizes, heldout):
+        raise _damaged(store, "the sizes in partition.json are not those of its clusters")
+    return Partition(clusters, centroids, sizes, heldout, about, name)
+
+
+def _hash(clusters: NDArray[np.int64], centroids: NDArray[np.float32], about: dict[str, Any]) -> str:
+    arrays = {"clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())}
+    return digest({**about, **arrays})
+
+
+def _adds_up(clusters: NDArray[np.int64], k: int, *counts: Any) -> bool:
+    """Whether these counts per cluster, such as training and held-out rows, are together all rows."""
+    if not all(isinstance(c, list) and len(c) == k and all(type(n) is int for n in c) for c in counts):
+        return False
+    return np.array_equal(np.sum(counts, axis=0), np.bincount(clusters, minlength=k))
+
+
+def _damaged(store: Store, why: str) -> PartitionError:
+    what = f"{store.path('partition')} is damaged: {why}"
+    return PartitionError(what, "restore it from a copy, or start a new campaign")
 
 
 def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: int = 60) -> bytes:

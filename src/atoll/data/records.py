@@ -17,7 +17,8 @@ class RowOptions(Config):
     """Which columns of a source mean what."""
 
     caption: str | None = None
-    """Column of the caption; without it text, caption or prompt."""
+    """Column of the caption; without it text, caption or prompt, or, where there is none of them and
+    `label` is set, the label written as a number is the caption."""
     group: str | None = None
     """Column of the group: rows of one group fall into the same split. Without it, equal pictures do."""
     label: str | None = None
@@ -28,15 +29,27 @@ class RowOptions(Config):
     """Licence of the data, written into the manifest."""
 
     def resolve(self, found: Sequence[str], where: str) -> "RowOptions":
-        """The same with the caption's column filled in; `DataError` if a column is not there."""
+        """The same with the caption's column filled in; `DataError` if a column is not there.
+
+        It stays None where there is no such column and the label is the caption.
+        """
         for name in (self.caption, self.group, self.label, self.id):
             if name is not None and name not in found:
                 raise DataError(f"{where} has no column {name!r}", f"it has {_listed(found)}")
         caption = self.caption or next((name for name in CAPTIONS if name in found), None)
-        if caption is None:
+        if caption is None and self.label is None:
             what = f"{where} has the columns {_listed(found)}, but none of {', '.join(CAPTIONS)}"
-            raise DataError(what, "say with `caption` which one holds the captions")
+            raise DataError(
+                what, "say with `caption` which one holds the captions, or with `label` the class labels"
+            )
         return self.model_copy(update={"caption": caption})
+
+    def resolve_all(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
+        """Resolved for tables (name and columns) that are read alike; `DataError` if one lacks a column."""
+        options = self
+        for where, found in [*tables, *tables[:1]]:  # the first may lack the caption that a later one has
+            options = options.resolve(found, where)
+        return options
 
 
 @dataclass(frozen=True)
@@ -110,15 +123,18 @@ def to_record(
     """
     if not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
-    caption = row.get(options.caption or "")
+    label = row.get(options.label) if options.label else None
+    number = _label(label)
+    if options.caption is not None:
+        caption = row.get(options.caption)
+    else:  # the label stands for it; one that is no integer is rejected below
+        caption = None if number == -1 else str(number)
     if caption is None:
         return Reject(key, "empty caption")
     if isinstance(caption, bytes):
         return Reject(key, "caption is not UTF-8")
     if not isinstance(caption, str):
         return Reject(key, "caption is not text", f"it is of type {type(caption).__name__}")
-    label = row.get(options.label) if options.label else None
-    number = _label(label)
     if number is None:
         return Reject(key, "label is no integer", repr(label)[:100])
     name = row.get(options.id) if options.id else place
@@ -139,7 +155,7 @@ def _label(value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         return None
     exact = not isinstance(value, float) or value == number
-    return number if exact and abs(number) < 2**31 else None
+    return max(number, -1) if exact and abs(number) < 2**31 else None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -52,6 +53,10 @@ class Samples:
 
     def null(self) -> Condition:
         """The null condition: the stored encoding of "", the null label, or nothing. One row."""
+        return self._null
+
+    @cached_property
+    def _null(self) -> Condition:
         if self._text is not None:
             states = self._text.extra("null")["values"].float()[None]
             return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))

@@ -1,7 +1,7 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,14 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device)
+
+
+def autoencoder_of(producer: Mapping[str, Any]) -> Autoencoder:
+    """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now."""
+    vae = autoencoder(producer["name"])
+    if vae.producer() != dict(producer):
+        raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
+    return vae
 
 
 def _pixels(pictures: Sequence[Image.Image]) -> Tensor:

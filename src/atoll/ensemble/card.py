@@ -21,7 +21,7 @@ class Card(Config):
     family: str
     """Name of the network family, or `router`."""
     prediction: Prediction = "v"
-    """What the network predicts: v, eps or x0."""
+    """What the network predicts: v, eps, x0 or score."""
     schedule: str = "rectified-flow"
     """Noise schedule it was trained on."""
     condition: str
@@ -46,6 +46,8 @@ class Card(Config):
     """Operations spent on training, forward and backward."""
     forward_flops: float
     """Operations of one evaluation of one sample."""
+    config_sha256: str = ""
+    """Digest of `config.json`; set when it is written."""
     weights_sha256: str
     """Digest of the weights (the averaged ones)."""
     provenance: dict[str, Any]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError
-from atoll.base.hashing import digest_tensors
+from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import SCHEMA, Card
 from atoll.flow.prediction import Prediction, flow_velocity
 from atoll.flow.schedule import schedule
@@ -89,6 +89,7 @@ def write_part(
     config = dict(network.config)  # type: ignore[arg-type]
     settings = {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}
     store.put_json(f"{prefix}/config.json", settings)
+    card = card.model_copy(update={"config_sha256": digest(settings)})
     data = save_tensors(
         {k: v.detach().cpu().contiguous() for k, v in weights.items()}, metadata={"format": "pt"}
     )
@@ -106,10 +107,19 @@ def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[
     except Exception as error:  # safetensors raises its own type for a damaged header
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} is damaged", "publish it again") from None
+        raise StoreError(
+            f"{store.path(prefix)}/{WEIGHTS} is damaged", "remove card.json beside it and train again"
+        ) from None
     if digest_tensors(weights) != card.weights_sha256:
-        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} is not what its card says", "publish it again")
-    return card, store.get_json(f"{prefix}/config.json"), weights
+        raise StoreError(
+            f"{store.path(prefix)}/{WEIGHTS} is not what its card says",
+            "remove card.json beside it and train again",
+        )
+    config = store.get_json(f"{prefix}/config.json")
+    if digest(config) != card.config_sha256:
+        fix = "remove card.json beside it and train again"
+        raise StoreError(f"{store.path(prefix)}/config.json is not what its card says", fix)
+    return card, config, weights
 
 
 def read_card(store: Store, prefix: str) -> Card:

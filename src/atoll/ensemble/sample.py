@@ -13,9 +13,11 @@ from atoll.base.rng import normals
 from atoll.ensemble.ensemble import Field
 
 
-def starting_noise(seed: int, indices: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "B C H W"]:
+def starting_noise(
+    seed: int, indices: Sequence[int], shape: Sequence[int], stream: str = "sample-noise"
+) -> Float[Tensor, "B C H W"]:
     """Noise of each sample from a generator of its own, so a picture does not depend on its batch."""
-    return normals(seed, "noise", indices, shape)
+    return normals(seed, stream, indices, shape)
 
 
 def flow_scheduler(steps: int, shift: float = 1.0) -> FlowMatchEulerDiscreteScheduler:

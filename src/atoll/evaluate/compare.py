@@ -47,17 +47,17 @@ class CompareConfig(Config):
     """Pictures sampled at once; it does not change them."""
     extractor: str = "efficientnet-lite2"
     """Vision encoder whose features are compared: another one than the partition's."""
-    extractor_size: int = 64
+    extractor_size: int = Field(default=64, ge=8)
     """Side in pixels that it sees."""
     components: int = Field(default=64, ge=1)
     """Most principal components that the distance is taken in; half the pictures at hand if that is less."""
-    fit_rows: int = 2000
+    fit_rows: int = Field(default=2000, ge=2)
     """Training pictures that fix the components."""
     prompts: list[str] = []
     """Captions to show side by side; training captions are added up to `shown`."""
-    shown: int = 12
+    shown: int = Field(default=12, ge=1)
     """How many prompts are shown."""
-    threads: int = 0
+    threads: int = Field(default=0, ge=0)
     """CPU threads; 0 uses all cores."""
 
 

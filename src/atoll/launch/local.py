@@ -24,7 +24,8 @@ class _Running:
         environment = {**os.environ, "OMP_NUM_THREADS": str(job.cpus), "MKL_NUM_THREADS": str(job.cpus)}
         environment["PYTHONUNBUFFERED"] = "1"
         if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            environment["CUDA_VISIBLE_DEVICES"] = mine[gpu] if mine else str(gpu)
         self.job, self.gpu = job, gpu
         self.process = subprocess.Popen(
             job.argv,
@@ -60,11 +61,10 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     waiting = deque(sorted(jobs, key=lambda job: -job.work))
     running: list[_Running] = []
     start = time.monotonic()
-    handler = (
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
+    if in_main:
         signal.signal(signal.SIGTERM, _interrupt)
-        if threading.current_thread() is threading.main_thread()
-        else None
-    )
     try:
         while waiting or running:
             while waiting and (free := _room(waiting[0], running, gpus)) is not None:
@@ -78,9 +78,11 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                 if done.process.returncode != 0:
                     raise _failure(done)
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second signal must not leave islands without a parent
         _stop(running)
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
 
 

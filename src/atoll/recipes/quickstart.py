@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.base.console import duration, say
+from atoll.base.errors import ConfigError
+from atoll.campaign.campaign import Campaign
 from atoll.store.store import Store
 
 STAGES = "reports/stages.json"
@@ -35,15 +37,21 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
     if not store.exists("campaign.yaml"):
         overrides = [part for assignment in sets for part in ("--set", assignment)]
         _step(["new", folder, "--recipe", "quickstart", *overrides], invoke)
+    elif Campaign.open(folder, sets).config != Campaign.open(folder).config:
+        raise ConfigError(
+            f"{store.root} was started with other settings", "leave --set out, or give another --dir"
+        )
     done_before = store.exists("reports/index.html")
     seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}
     for argv in commands(folder):
         name = " ".join(part for part in argv[:2] if part != folder)
         began = time.monotonic()
-        if argv[0] == "report" and not done_before:
-            store.put_json(STAGES, seconds)
-        _step(argv, invoke)
-        seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 1)
+        try:
+            _step(argv, invoke)
+        finally:
+            if not done_before:
+                seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 1)
+                store.put_json(STAGES, seconds)
     say(f"\nquickstart: {duration(time.monotonic() - start)}. Open {store.root}/reports/index.html")
 
 

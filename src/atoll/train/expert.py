@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
@@ -14,7 +15,7 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.base.rng import normals, uniforms
 from atoll.data.order import Order
 from atoll.data.samples import Samples
-from atoll.encoders.vae import Autoencoder, autoencoder
+from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, write_part
 from atoll.ensemble.sample import sample, starting_noise
@@ -73,6 +74,11 @@ def draw_batch(samples: Samples, order: Order, recipe: Recipe, positions: range)
     return Batch(x0, cond, normals(seed, "noise", where, x0.shape[1:]), t), index
 
 
+def spread(rows: int, count: int) -> NDArray[np.int64]:
+    """At most `count` of so many rows, evenly spread: data of several islands lie one after the other."""
+    return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
+
+
 class DenoiserTask:
     """The task of `train.loop.train` for experts and monoliths.
 
@@ -116,7 +122,7 @@ class DenoiserTask:
         rows = min(len(self.heldout), self.recipe.train.validation_rows)
         if rows == 0:
             return {}
-        index = np.arange(rows)
+        index = spread(len(self.heldout), rows)
         x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
         eps = normals(0, "validation", range(rows), x0.shape[1:])
         losses = []
@@ -127,14 +133,14 @@ class DenoiserTask:
 
     def preview(self) -> bytes:
         """Twelve training conditions sampled in 12 steps with guidance 2."""
-        index = np.arange(min(12, len(self.train)))
+        index = spread(len(self.train), 12)
         cond = self.train.conditions(index).to(self.device)
         null = self.train.null().to(self.device)
         denoiser = Expert(
             self.network, self.family.name, self.recipe.objective.prediction, self.recipe.objective.schedule
         )
         shape = (self.train.shape.channels, self.train.shape.size, self.train.shape.size)
-        noise = starting_noise(0, index.tolist(), shape).to(self.device)
+        noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
         guidance = 2.0 if self.train.condition != "none" else 1.0
         latents = sample(SingleField(denoiser, cond, null, guidance, len(index)), noise, steps=12)
         return png(grid(to_images(_decode(self.latents, latents)), columns=6, scale=max(1, 64 // shape[-1])))
@@ -154,7 +160,7 @@ class DenoiserTask:
 def _decode(latents: dict[str, Any], values: Tensor) -> Tensor:
     """Pixels of latents; false colours of the first channels where the VAE is not at hand."""
     try:
-        return autoencoder(latents["name"]).decode(values)
+        return autoencoder_of(latents).decode(values)
     except ConfigError:
         channels: Sequence[int] = (0, 1, 2) if values.shape[1] >= 3 else (0,)
         return Autoencoder("none").decode(values[:, list(channels)].cpu() / 2)

@@ -204,7 +204,13 @@ def _metrics_until(run: Store, step: int) -> list[dict[str, Any]]:
         text = run.get("metrics.jsonl").decode()
     except StoreError:
         return []
-    return [line for line in map(json.loads, text.splitlines()) if line["step"] <= step]
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
+    return [line for line in found if line["step"] <= step]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.networks.router import Router
 from atoll.store.store import Store
-from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch
+from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch, spread
 from atoll.train.publish import card_of
 from atoll.train.settings import Recipe
 
@@ -69,7 +68,7 @@ class RouterTask:
         rows = min(len(self.heldout), self.recipe.train.validation_rows)
         if rows == 0:
             return {}
-        index = np.arange(rows)
+        index = spread(len(self.heldout), rows)
         x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
         eps = normals(0, "validation", range(rows), x0.shape[1:])
         losses, hits = [], []

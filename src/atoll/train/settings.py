@@ -81,6 +81,8 @@ class RunPlan(Config):
     """Of the initial weights; all experts of a campaign share it."""
     init_sha256: str
     """Digest of the initial weights."""
+    parameters: int = 0
+    """Trainable numbers; decides how many runs fit into memory at once."""
     train_flops: float
     """Operations of the whole run."""
     forward_flops: float
