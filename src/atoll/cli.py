@@ -137,13 +137,14 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
 @click.argument("what", type=click.Choice(["expert", "router", "monolith"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
-def train(what: str, campaign: str, island: int | None) -> None:
+@click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
+def train(what: str, campaign: str, island: int | None, wait: bool) -> None:
     """Train one network; the same command again goes on where it stopped."""
     from atoll.campaign.runs import parse_role, train_run
 
     opened = _open(campaign)
     parse_role(what, island, opened.config.partition.k)
-    train_run(opened, what, island)
+    train_run(opened, what, island, wait=wait)
 
 
 @atoll.command()

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 from atoll.store.log import Fenced, Log
-from atoll.store.store import Store
+from atoll.store.store import Conflict, Store
 from helpers import environment
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path)
+
+
+def take(log: Log) -> None:
+    log.refresh()
+    log.acquire()
 
 
 def kinds(store: Store) -> list[tuple[str, str]]:
@@ -24,7 +29,9 @@ def test_entries_are_numbered_and_kept(store: Store) -> None:
     log = Log(store, "a")
     log.acquire(host="here")
     log.append("commit", step=1)
+    assert log.publication() is None
     log.append("publish")
+    assert (log.publication() or {})["kind"] == "publish"
     assert store.list("log") == [f"log/{n:06d}.json" for n in range(3)]
     assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("a", "publish")]
     assert log.entries()[0]["host"] == "here" and log.entries()[1]["step"] == 1
@@ -35,7 +42,9 @@ def test_a_second_holder_fences_the_first(store: Store) -> None:
     first.acquire()
     first.append("commit", step=1)
     first.check()
-    second.acquire()  # it was made before the first wrote anything: it must find the end
+    with pytest.raises(Conflict):
+        second.acquire()  # it was made before the first wrote anything: it must look first
+    take(second)
     with pytest.raises(Fenced, match="taken over by b"):
         first.append("commit", step=2)
     with pytest.raises(Fenced, match="taken over by b"):
@@ -50,7 +59,7 @@ def test_a_second_holder_fences_the_first(store: Store) -> None:
 def test_the_last_taker_is_named(store: Store) -> None:
     logs = [Log(store, name) for name in "abc"]
     for log in logs:
-        log.acquire()
+        take(log)
     logs[2].append("commit")
     with pytest.raises(Fenced, match="taken over by c"):
         logs[0].append("commit")
@@ -59,9 +68,8 @@ def test_the_last_taker_is_named(store: Store) -> None:
 
 def test_a_holder_may_take_over_again(store: Store) -> None:
     first, second = Log(store, "a"), Log(store, "b")
-    first.acquire()
-    second.acquire()
-    first.acquire()
+    for log in (first, second, first):
+        take(log)
     first.append("commit")
     with pytest.raises(Fenced, match="taken over by a"):
         second.append("commit")
@@ -72,12 +80,18 @@ def test_processes_that_race_leave_one_holder_and_no_gap(store: Store) -> None:
     script = """
 import sys
 from atoll.store.log import Fenced, Log
-from atoll.store.store import Store
+from atoll.store.store import Conflict, Store
 sys.stdin.readline()
 fenced = done = 0
 for turn in range(40):
     log = Log(Store.open(sys.argv[1]), f"{sys.argv[2]}-{turn}")
-    log.acquire()
+    while True:
+        try:
+            log.refresh()
+            log.acquire()
+            break
+        except Conflict:
+            pass
     try:
         for _ in range(3):
             log.append("commit")
@@ -110,3 +124,32 @@ print(fenced, done)
     for name, kind in entries:  # nobody appends after somebody else acquired
         holder = name if kind == "acquire" else holder
         assert name == holder
+
+
+def test_a_damaged_entry_says_nothing_and_is_told(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(store, "a")
+    log.acquire()
+    log.append("commit", step=1)
+    path = store.path("log/000001.json")
+    path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
+    assert [entry["kind"] for entry in Log(store, "b").entries()] == ["acquire", "damaged"]
+    assert "log/000001.json is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "holder"),
+    [
+        ([], None),
+        (["acquire"], "a"),
+        (["acquire", "commit"], "a"),
+        (["acquire", "release"], None),
+        (["acquire", "release", "acquire", "commit"], "a"),
+        (["acquire", "publish"], None),
+    ],
+)
+def test_who_holds_it(store: Store, kinds: list[str], holder: str | None) -> None:
+    log = Log(store, "a")
+    for kind in kinds:
+        log.append(kind)
+    holding = Log(store, "b").holding()
+    assert (holding[0]["holder"] if holding else None) == holder

@@ -13,10 +13,16 @@ import pytest
 from atoll.base.errors import AtollError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.runs import train_run
+from atoll.store.lease import Held
 from helpers import atoll, bits, environment, metrics, newest_checkpoint, partitioned, same_bits, start
 
 # A run of two seconds that saves its state five times a second.
-OFTEN = {"checkpoint_minutes": 0.003, "validations": 5, "log_every": 7}
+OFTEN = {
+    "checkpoint_minutes": 0.003,
+    "validations": 5,
+    "log_every": 7,
+    "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},
+}
 CHANGES = {
     "budget": {"samples": 8000},
     "train": OFTEN,
@@ -149,7 +155,9 @@ def test_of_two_runs_of_one_island_the_first_is_fenced(copy: Path, reference: Pa
     process = begun(copy, "islands/0")
     process.send_signal(signal.SIGSTOP)  # as a machine that hangs, or that lost its network
     try:
-        train_here(copy, "islands/0")
+        with pytest.raises(Held, match=f"-{process.pid}-.* holds this run"):
+            train_here(copy, "islands/0")
+        train_run(Campaign.open(copy), "expert", 0, wait=True)
     finally:
         process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)

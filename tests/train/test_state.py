@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.networks.families import NetworkConfig, family
 from atoll.networks.init import initialise
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
-from atoll.train import state as checkpoint
 from atoll.train.ema import Ema
-from atoll.train.state import TrainState
+from atoll.train.guard import Guard, GuardConfig
+from atoll.train.state import Saver, TrainState, newest, restore
 from helpers_networks import CLASSES, TINY, conditions, noise
 
 LEARNED = {"lr": 1e-3}
@@ -22,7 +22,7 @@ def fresh(seed: int = 0) -> TrainState:
     network = family("dit").build(NetworkConfig.parse({**TINY, "family": "dit"}, ""), CLASSES)
     initialise(network, seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1)
-    return TrainState(network, Ema(network, 100.0, 0.05), optimizer)
+    return TrainState(network, Ema(network, 100.0, 0.05), optimizer, Guard(GuardConfig()), tracker="t")
 
 
 def steps(state: TrainState, count: int) -> None:
@@ -36,6 +36,24 @@ def steps(state: TrainState, count: int) -> None:
         state.optimizer.zero_grad()
         state.step, state.samples = s + 1, state.samples + 4
         state.ema.update(state.network, state.samples, 4)
+
+
+def save(
+    store: Store, log: Log, state: TrainState, learned: dict[str, float], keep: int, milestone: bool = False
+) -> None:
+    saver = Saver(store, log, learned, keep)
+    try:
+        saver.save(state, state.tensors(), milestone)
+        saver.wait()
+    finally:
+        saver.close()
+
+
+def resume(store: Store, log: Log, state: TrainState, learned: dict[str, float]) -> bool:
+    found = newest(store, log)
+    if found is not None:
+        restore(state, found[0], found[2], learned)
+    return found is not None
 
 
 def held(store: Store, name: str = "a") -> Log:
@@ -52,11 +70,13 @@ def store(tmp_path: Path) -> Store:
 def test_everything_comes_back_to_the_bit(store: Store) -> None:
     state, log = fresh(), held(store)
     steps(state, 5)
-    state.seconds = 1.25
-    checkpoint.save(store, log, state, LEARNED, keep=2)
+    state.seconds, state.tracker = 1.25, "mine"
+    assert state.guard.admits(1.5, 1.0) and not state.guard.admits(float("nan"), 1.0)
+    save(store, log, state, LEARNED, keep=2)
     back = fresh(seed=9)
-    assert checkpoint.resume(store, held(store, "b"), back, LEARNED)
-    assert (back.step, back.samples, back.seconds) == (5, 20, 1.25)
+    assert resume(store, held(store, "b"), back, LEARNED)
+    assert (back.step, back.samples, back.seconds, back.tracker) == (5, 20, 1.25, "mine")
+    assert back.guard.counters() == {"window": [1.5], "skipped": 1, "in_a_row": 1}
     assert back.blobs() == state.blobs()
     assert len(state.blobs()["optimizer.safetensors"]) > 2 * len(state.blobs()["weights.safetensors"])
     steps(state, 5)
@@ -69,7 +89,8 @@ def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
     state, back = fresh(), fresh()
     steps(state, 5)
     back.restore(
-        state.counters(), {**state.blobs(), "optimizer.safetensors": fresh().blobs()["optimizer.safetensors"]}
+        {**state.counters(), "guard": state.guard.counters(), "tracker": ""},
+        {**state.blobs(), "optimizer.safetensors": fresh().blobs()["optimizer.safetensors"]},
     )
     assert back.blobs()["weights.safetensors"] == state.blobs()["weights.safetensors"]
     steps(state, 2)
@@ -80,7 +101,7 @@ def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
 def test_nothing_to_resume(store: Store) -> None:
     state = fresh()
     before = state.blobs()
-    assert not checkpoint.resume(store, held(store), state, LEARNED)
+    assert not resume(store, held(store), state, LEARNED)
     assert state.blobs() == before
 
 
@@ -89,41 +110,112 @@ def test_the_newest_whole_one_wins(store: Store, capsys: pytest.CaptureFixture[s
     saved = {}
     for _ in range(3):
         steps(state, 1)
-        checkpoint.save(store, log, state, LEARNED, keep=3)
+        save(store, log, state, LEARNED, keep=3)
         saved[state.step] = state.blobs()
     for step, harm in ((3, lambda d: d[:-1]), (2, lambda d: d[:-1] + bytes([d[-1] ^ 1]))):
         path = store.path(f"checkpoints/{step:08d}-a/ema.safetensors")
         path.write_bytes(harm(path.read_bytes()))
         back = fresh()
-        assert checkpoint.resume(store, held(store, f"b{step}"), back, LEARNED)
+        assert resume(store, held(store, f"b{step}"), back, LEARNED)
         assert back.step == step - 1 and back.blobs() == saved[step - 1]
         assert "warning: checkpoint set aside" in capsys.readouterr().out
     path = store.path("checkpoints/00000001-a/weights.safetensors")
     path.unlink()
-    assert not checkpoint.resume(store, held(store, "c"), fresh(), LEARNED)
+    assert not resume(store, held(store, "c"), fresh(), LEARNED)
+
+
+def test_what_was_set_aside_is_said_in_the_log_and_not_tried_again(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, log = fresh(), held(store)
+    for _ in range(2):
+        steps(state, 1)
+        save(store, log, state, LEARNED, keep=1 + state.step)
+    path = store.path("checkpoints/00000002-a/COMMIT.json")
+    path.write_bytes(path.read_bytes().replace(b'"samples": 8', b'"samples": 9'))
+    second = held(store, "b")
+    back = fresh()
+    assert resume(store, second, back, LEARNED) and back.step == 1
+    (aside,) = [entry for entry in second.entries() if entry["kind"] == "set_aside"]
+    assert aside["checkpoint"] == "checkpoints/00000002-a" and "COMMIT.json is not what" in aside["reason"]
+    capsys.readouterr()
+    assert resume(store, held(store, "c"), fresh(), LEARNED)
+    assert "set aside" not in capsys.readouterr().out
+    steps(back, 3)
+    save(store, held(store, "d"), back, LEARNED, keep=1)
+    assert folders(store) == {"00000002-a", "00000004-d"}
+
+
+def test_milestones_stay(store: Store) -> None:
+    state, log = fresh(), held(store)
+    for step in range(1, 5):
+        steps(state, 1)
+        save(store, log, state, LEARNED, keep=1, milestone=step == 2)
+    assert folders(store) == {"00000002-a", "00000004-a"}
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(store: Store) -> None:
+    """Steps that are made while it is written do not get into it."""
+    state, log = fresh(), held(store)
+    steps(state, 2)
+    then = state.blobs()
+    saver = Saver(store, log, LEARNED, keep=2)
+    saver.save(state, state.tensors())
+    steps(state, 3)
+    saver.wait()
+    saver.close()
+    back = fresh()
+    assert resume(store, held(store, "b"), back, LEARNED)
+    assert back.step == 2 and back.blobs() == then != state.blobs()
+
+
+def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, log = fresh(), held(store)
+    saver = Saver(store, log, LEARNED, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", _full)
+        steps(state, 1)
+        saver.save(state, state.tensors())
+        steps(state, 1)
+        saver.save(state, state.tensors())
+        with pytest.raises(StoreError, match="no space"):
+            saver.wait()
+    assert "could not be saved" in capsys.readouterr().out
+    steps(state, 1)
+    saver.save(state, state.tensors())
+    saver.wait()
+    saver.close()
+    back = fresh()
+    assert resume(store, held(store, "b"), back, LEARNED) and back.step == 3
+
+
+def _full(self: Store, key: str, data: bytes) -> None:
+    raise StoreError("no space left")
 
 
 def test_a_checkpoint_that_the_log_does_not_name_does_not_exist(store: Store) -> None:
     """Killed between the manifest and the log's entry, or fenced: it is not resumed from."""
     first, state = held(store, "a"), fresh()
     steps(state, 1)
-    checkpoint.save(store, first, state, LEARNED, keep=2)
+    save(store, first, state, LEARNED, keep=2)
     second = held(store, "b")
     steps(state, 1)
     with pytest.raises(Fenced):
-        checkpoint.save(store, first, state, LEARNED, keep=2)
+        save(store, first, state, LEARNED, keep=2)
     assert store.exists("checkpoints/00000002-a/COMMIT.json")
     back = fresh()
-    assert checkpoint.resume(store, second, back, LEARNED) and back.step == 1
+    assert resume(store, second, back, LEARNED) and back.step == 1
 
 
 def test_other_settings_are_refused(store: Store) -> None:
     state = fresh()
-    checkpoint.save(store, held(store), state, LEARNED, keep=2)
+    save(store, held(store), state, LEARNED, keep=2)
     other = fresh(seed=3)
     before = other.blobs()
     with pytest.raises(ConfigError, match="was made with other settings"):
-        checkpoint.resume(store, held(store, "b"), other, {"lr": 2e-3})
+        resume(store, held(store, "b"), other, {"lr": 2e-3})
     assert other.blobs() == before
 
 
@@ -136,7 +228,7 @@ def test_older_ones_go(store: Store, keep: int) -> None:
     state, log = fresh(), held(store)
     for step in range(1, 5):
         steps(state, 1)
-        checkpoint.save(store, log, state, LEARNED, keep)
+        save(store, log, state, LEARNED, keep)
         assert folders(store) == {f"{s:08d}-a" for s in range(max(1, step - keep + 1), step + 1)}
 
 
@@ -144,7 +236,7 @@ def test_leavings_of_earlier_holders_go_too(store: Store) -> None:
     held(store, "dead")
     store.put("checkpoints/00000007-dead/weights.safetensors", b"half")
     state = fresh()
-    checkpoint.save(store, held(store, "b"), state, LEARNED, keep=2)
+    save(store, held(store, "b"), state, LEARNED, keep=2)
     assert folders(store) == {"00000000-b"}
 
 
@@ -162,12 +254,12 @@ def test_a_holder_that_was_overtaken_removes_nothing_of_its_successor(
             overtaken.append(True)
             second, later = held(store, "b"), fresh()
             steps(later, 4)
-            checkpoint.save(store, second, later, LEARNED, keep=1)
+            save(store, second, later, LEARNED, keep=1)
             store.put("checkpoints/00000009-b/weights.safetensors", b"being written")
         return found
 
     monkeypatch.setattr(Log, "entries", hang)
-    checkpoint.save(store, first, state, LEARNED, keep=1)
+    save(store, first, state, LEARNED, keep=1)
     assert overtaken
     assert {"00000004-b", "00000009-b"} <= folders(store)
 
@@ -175,5 +267,5 @@ def test_a_holder_that_was_overtaken_removes_nothing_of_its_successor(
 def test_only_what_runs_no_code_is_written(store: Store) -> None:
     state = fresh()
     steps(state, 1)
-    checkpoint.save(store, held(store), state, LEARNED, keep=2)
+    save(store, held(store), state, LEARNED, keep=2)
     assert {Path(key).suffix for key in store.list()} == {".json", ".safetensors"}

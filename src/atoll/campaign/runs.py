@@ -19,11 +19,12 @@ from atoll.networks.families import DataShape, NetworkConfig
 from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.loop import train
+from atoll.train.parallel import own_device
 from atoll.train.router import RouterTask
 from atoll.train.settings import Recipe, RunPlan, TrainConfig
 
 
-def train_run(campaign: Campaign, role: str, island: int | None = None) -> None:
+def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait: bool = False) -> None:
     """Train the expert of an island, the router, or the monolith; go on where an earlier run stopped.
 
     Raises:
@@ -42,10 +43,10 @@ def train_run(campaign: Campaign, role: str, island: int | None = None) -> None:
     )
     name = folder.replace("islands/", "island ")
     if role == "router":
-        _train_router(campaign, plan, dataset, store)
+        _train_router(campaign, plan, dataset, store, wait)
     else:
         network, settings = campaign.config.island(island) if island is not None else _common(campaign)
-        _train_denoiser(campaign, plan, dataset, store, network, settings, name)
+        _train_denoiser(campaign, plan, dataset, store, network, settings, name, wait)
 
 
 def _common(campaign: Campaign) -> tuple[NetworkConfig, TrainConfig]:
@@ -60,21 +61,22 @@ def _train_denoiser(
     settings: NetworkConfig,
     training: TrainConfig,
     name: str,
+    wait: bool,
 ) -> None:
     shape = DataShape(**plan.shape)
-    network = initial_network(settings, shape, plan.init_seed).to(_device())
+    network = initial_network(settings, shape, plan.init_seed).to(own_device())
     _check_init(network, plan, name)
     recipe = Recipe(
         objective=campaign.config.objective, train=training, network=settings.model_dump(), plan=plan
     )
     rows, heldout = _splits(campaign, dataset, shape)
     task = DenoiserTask(network, settings.family, rows, heldout, recipe, *_producers(dataset))
-    train(task, recipe, store, name)
+    train(task, recipe, store, name, wait=wait)
 
 
-def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store) -> None:
+def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
     shape, own = DataShape(**plan.shape), campaign.config.router
-    network = initial_router(campaign, shape).to(_device())
+    network = initial_router(campaign, shape).to(own_device())
     _check_init(network, plan, "router")
     settings = own.model_dump(exclude={"time", "condition_dropout", "train", "share"})
     objective = ObjectiveConfig(time=own.time, condition_dropout=own.condition_dropout)
@@ -86,6 +88,7 @@ def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: St
         recipe,
         store,
         "router",
+        wait=wait,
     )
 
 
@@ -105,10 +108,6 @@ def _producers(dataset: DataSet) -> tuple[dict[str, Any], dict[str, Any] | None]
 def _check_init(network: torch.nn.Module, plan: RunPlan, name: str) -> None:
     if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
         say(f"{name}: warning: this machine draws other initial weights than the one that made the partition")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parse_role(role: str, island: int | None, k: int) -> None:

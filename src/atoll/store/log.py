@@ -2,13 +2,18 @@
 
 Entries are `log/NNNNNN.json`, each created if-absent at the next number, so conditional create is all
 that a store must offer. An `acquire` fences every earlier holder: its next append finds the number
-taken, learns of the newer holder, and leaves.
+taken, learns of the newer holder, and leaves. A `publish` ends the log: nobody acquires after it.
+Whether a holder still lives is a question of patience only (`lease.py`); nothing here reads a clock.
 """
 
+import json
+import threading
 import time
 from typing import Any
 
+from atoll.base.console import say
 from atoll.base.errors import StoreError
+from atoll.base.hashing import digest
 from atoll.store.store import Conflict, Store
 
 Entry = dict[str, Any]
@@ -28,21 +33,40 @@ class Log:
 
     def __init__(self, store: Store, holder: str) -> None:
         self.store, self.holder = store, holder
+        self._read: list[Entry] = []  # entries never change, so each is fetched once
+        self._lock = threading.RLock()  # training, saving and heartbeat share this log
         self._next = len(self.entries())
 
     def entries(self) -> list[Entry]:
-        """All entries in order."""
-        keys = [key for key in self.store.list("log") if key.endswith(".json")]
-        return [self.store.get_json(key) for key in keys]
+        """All entries in order; one that is not what was written has the kind `damaged`."""
+        with self._lock:
+            keys = [key for key in self.store.list("log") if key.endswith(".json")]
+            for key in keys[len(self._read) :]:
+                self._read.append(self._entry(key))
+            return list(self._read)
+
+    def publication(self) -> Entry | None:
+        """The entry that names what the run published, if it did."""
+        return next((entry for entry in self.entries() if entry["kind"] == "publish"), None)
+
+    def holding(self) -> tuple[Entry, str] | None:
+        """The `acquire` of the process that holds the run, with its key; None if none does or it released."""
+        entries = self.entries()
+        for number in range(len(entries) - 1, -1, -1):
+            kind = entries[number]["kind"]
+            if kind in ("acquire", "damaged"):  # an unreadable entry may be one: its writer gets the doubt
+                return {"holder": "?", **entries[number]}, _key(number)
+            if kind in ("release", "publish"):
+                return None
+        return None
 
     def acquire(self, **fields: Any) -> None:
-        """Become the holder. Every earlier holder is fenced from here on."""
-        while True:
-            try:
-                self._append("acquire", fields)
-                return
-            except Conflict:
-                self._next = len(self.entries())
+        """Become the holder. Every earlier holder is fenced from here on.
+
+        Raises:
+            Conflict: somebody else added an entry since this log was last read: look again, then decide.
+        """
+        self._append("acquire", fields)
 
     def append(self, kind: str, **fields: Any) -> None:
         """Add an entry as the holder; `Fenced` if somebody else acquired the island since."""
@@ -53,17 +77,36 @@ class Log:
 
     def check(self) -> None:
         """`Fenced` if somebody else acquired the island: to be asked before a file that all holders share."""
-        if self.store.exists(self._key()):
-            raise self._fenced()
+        with self._lock:
+            if self.store.exists(_key(self._next)):
+                raise self._fenced()
+
+    def refresh(self) -> None:
+        """Take notice of what others wrote, so that the next `acquire` is an answer to it."""
+        with self._lock:
+            self._next = len(self.entries())
 
     def _fenced(self) -> Fenced:
-        taker = [entry["holder"] for entry in self.entries() if entry["kind"] == "acquire"][-1]
+        taker = [e.get("holder", "?") for e in self.entries() if e["kind"] in ("acquire", "damaged")][-1]
         return Fenced(f"this run was taken over by {taker}", "let that one finish")
-
-    def _key(self) -> str:
-        return f"log/{self._next:06d}.json"
 
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         entry = {"kind": kind, "holder": self.holder, "time": round(time.time(), 3), **fields}
-        self.store.create_json(self._key(), entry)
-        self._next += 1
+        with self._lock:
+            self.store.create_json(_key(self._next), {**entry, "digest": digest(entry)})
+            self._next += 1
+
+    def _entry(self, key: str) -> Entry:
+        try:
+            content = json.loads(self.store.get(key))
+            claimed = content.pop("digest")
+            if digest(content) == claimed:
+                return dict(content)
+        except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
+            pass
+        say(f"warning: {key} is damaged; it counts as an entry that says nothing")
+        return {"kind": "damaged"}
+
+
+def _key(number: int) -> str:
+    return f"log/{number:06d}.json"

@@ -26,6 +26,12 @@ def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
     return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
 
 
+def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
+    """The entry that names a blob as it is now."""
+    data = store.get(f"{prefix}/{path}")
+    return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
+
+
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
     """Read one blob; `StoreError` unless its size and hash are what the entry says."""
     data = store.get(f"{prefix}/{entry.path}")

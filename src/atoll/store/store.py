@@ -106,6 +106,26 @@ class Store:
             ) from None
         return True
 
+    def modified(self, key: str) -> float:
+        """When an object was last written, in POSIX seconds by the store's own clock."""
+        try:
+            return float(obstore.head(self._store, self._key(key))["last_modified"].timestamp())
+        except (BaseError, OSError) as error:
+            if _is_absent(error):
+                raise StoreError(f"{self.root / key} is missing", "run the stage that writes it") from None
+            raise StoreError(
+                f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
+            ) from None
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the store, over an older one if there is one."""
+        try:
+            obstore.copy(self._store, self._key(source), self._key(target))
+        except (BaseError, OSError) as error:
+            raise StoreError(
+                f"cannot copy {self.root / source}: {_first_line(error)}", "check free space and permissions"
+            ) from None
+
     def list(self, prefix: str = "") -> list[str]:
         """Keys of all objects below a folder, sorted."""
         found = [

@@ -6,12 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from atoll.train.parallel import local
+
 
 class Ema:
     """An exponential moving average whose memory is a fraction of the run.
 
     The half-life is also at most a fraction of the samples seen so far, so that early on the average
-    forgets the random start (as in EDM2's warm-up, arXiv 2312.02696).
+    forgets the random start (as in EDM2's warm-up, arXiv 2312.02696). Of sharded weights each process
+    averages its own part.
 
     Args:
         network: whose parameters are averaged.
@@ -32,8 +35,10 @@ class Ema:
     def update(self, network: nn.Module, samples: int, batch: int) -> None:
         """Move the average towards the weights after a step of `batch` samples that ends at `samples`."""
         parameters = dict(network.named_parameters())
-        average = [self.weights[name] for name in parameters]
-        torch._foreach_lerp_(average, list(parameters.values()), 1.0 - self.decay(samples, batch))
+        average = [local(self.weights[name]) for name in parameters]
+        torch._foreach_lerp_(
+            average, [local(p.detach()) for p in parameters.values()], 1.0 - self.decay(samples, batch)
+        )
 
     @contextmanager
     def in_place(self, network: nn.Module) -> Iterator[None]:
@@ -50,4 +55,4 @@ class Ema:
 @torch.no_grad()
 def _copy(into: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
     for name, parameter in into.items():
-        parameter.copy_(values[name])
+        local(parameter.detach()).copy_(local(values[name]))

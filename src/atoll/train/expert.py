@@ -145,10 +145,10 @@ class DenoiserTask:
         latents = sample(SingleField(denoiser, cond, null, guidance, len(index)), noise, steps=12)
         return png(grid(to_images(_decode(self.latents, latents)), columns=6, scale=max(1, 64 // shape[-1])))
 
-    def publish(self, store: Store, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write `expert/`."""
+    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write network and card."""
         card = card_of(self, self.recipe, weights, self.family.name, seconds)
-        write_part(store, "expert", self.network, weights, card)
+        write_part(store, prefix, self.network, weights, card)
 
     def _losses(self, batch: Batch) -> Tensor:
         prediction = self.recipe.objective.prediction

@@ -1,15 +1,9 @@
 """The training loop. There is one; expert, router and monolith each supply a `Task`."""
 
 import json
-import os
-import signal
-import socket
 import time
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -17,21 +11,18 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, duration, say
 from atoll.base.errors import AtollError, StoreError
-from atoll.store.log import Log
+from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
+from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train import state as checkpoint
+from atoll.train.ahead import Ahead
 from atoll.train.ema import Ema
+from atoll.train.guard import Guard
+from atoll.train.leaving import Interrupted, leaving
+from atoll.train.parallel import Spread, World, joined, whole
+from atoll.train.publication import announce, settle
 from atoll.train.settings import Recipe
-from atoll.train.state import TrainState
-
-INTERRUPTED = 75
-"""Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
-
-
-class Interrupted(AtollError):
-    """The run was told to leave; its state is saved."""
-
-    exit_code = INTERRUPTED
+from atoll.train.state import Saver, TrainState
 
 
 class Task(Protocol):
@@ -47,7 +38,7 @@ class Task(Protocol):
         ...
 
     def step(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
-        """Loss (a scalar with a graph) and metrics of one batch."""
+        """Mean loss (a scalar with a graph) and mean metrics of one batch."""
         ...
 
     def validate(self) -> dict[str, Any]:
@@ -58,144 +49,303 @@ class Task(Protocol):
         """A PNG that shows what the network can do now, or None."""
         ...
 
-    def publish(self, store: Store, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write the finished network below `expert/`, its card last."""
+    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write the finished network below `prefix`, its card last."""
         ...
 
 
-def train(task: Task, recipe: Recipe, store: Store, name: str) -> None:
-    """Train to the end, or go on where an earlier process stopped.
+def train(task: Task, recipe: Recipe, store: Store, name: str, *, wait: bool = False) -> None:
+    """Train to the end, or go on where an earlier process stopped; alone or as one rank of `torchrun`.
 
     Args:
         task: network, data and objective.
         recipe: settings and numbers.
         store: narrowed to the run's own folder (`islands/K`, `router`, `monolith`).
         name: for messages.
+        wait: wait while another living process holds the run.
 
     Raises:
         Interrupted: SIGTERM or SIGINT came; the state is saved.
+        Held: another living process holds the run.
         Fenced: another process took the run over.
+        AtollError: too many steps in a row had to be left out; data or another rank did not come.
     """
-    if store.exists("expert/card.json"):
-        say(f"{name}: finished already")
-        return
-
-    # Set up.
-    settings, plan = recipe.train, recipe.plan
-    torch.set_num_threads(settings.threads)
-    device = next(task.network.parameters()).device
-    autocast = settings.precision == "bf16" or (settings.precision == "auto" and device.type != "cpu")
-    optimizer = torch.optim.AdamW(
-        task.network.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,  # one pass over the weights: on a CPU at small batches a third of a step's time
-    )
-    ema = Ema(task.network, settings.ema_half_life * plan.samples, settings.ema_ramp)
-    state = TrainState(task.network, ema, optimizer)
-    run = store.sub("run")
-    log = Log(run, holder=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
-
-    # Take the island over and go on where it was left.
-    log.acquire(host=socket.gethostname(), threads=settings.threads)
-    learned = recipe.learned()
-    if checkpoint.resume(run, log, state, learned):
-        say(f"{name}: resumed at step {state.step:,} of {plan.steps:,}")
-    state.metrics = _metrics_until(run, state.step)
-    progress = Progress(name, plan.samples, state.samples, "images")
-    saved = time.monotonic()
-
-    with _leaving() as told, ThreadPoolExecutor(max_workers=1) as ahead:
-        ready = ahead.submit(task.batch, range(state.samples, state.samples + plan.batch))
-        while state.step < plan.steps:
-            started = time.monotonic()
-
-            # Data of this step; the next step's is made meanwhile.
-            batch = ready.result()
-            begin = state.samples + plan.batch
-            ready = ahead.submit(task.batch, range(begin, begin + plan.batch))
-
-            # Loss, gradient, update.
-            lr = settings.learning_rate(begin, plan.samples)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            task.network.train()
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss, metrics = task.step(batch)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(task.network.parameters(), settings.clip or float("inf"))
-            if not torch.isfinite(norm) or not torch.isfinite(loss.detach()):
-                fix = "lower train.lr or check the data (atoll data audit); the last checkpoint is kept"
-                raise AtollError(
-                    f"{name}: loss {float(loss.detach()):g}, gradient {float(norm):g} at step {state.step}",
-                    fix,
-                )
-            optimizer.step()
-            state.samples, state.step = begin, state.step + 1
-            ema.update(task.network, state.samples, plan.batch)
-            state.seconds += time.monotonic() - started
-
-            # Report.
-            last = state.step == plan.steps
-            if state.step % settings.log_every == 0 or last:
-                state.metrics.append(
-                    {
-                        "step": state.step,
-                        "samples": state.samples,
-                        "loss": float(loss.detach()),
-                        "lr": lr,
-                        "grad_norm": float(norm),
-                        "seconds": round(state.seconds, 3),
-                        **metrics,
-                    }
-                )
-                progress(state.samples, note=f"loss {state.metrics[-1]['loss']:.4f}")
-            _look(task, state, run, log, settings.validations, settings.previews, plan.steps)
-
-            # Save.
-            due = time.monotonic() - saved > 60 * settings.checkpoint_minutes
-            if due or last or told:
-                _write_metrics(run, log, state)
-                checkpoint.save(run, log, state, learned, settings.keep)
-                saved = time.monotonic()
-            if told and not last:
-                raise Interrupted(
-                    f"{name} left at step {state.step:,} of {plan.steps:,}", "run it again to go on"
-                )
-
-    # Publish.
-    log.append("publish", step=state.step, samples=state.samples)
-    task.publish(store, ema.weights, state.seconds)
-    say(f"{name}: finished, {plan.samples:,} images in {duration(state.seconds)}")
+    torch.set_num_threads(recipe.train.threads)
+    with joined(recipe.train.parallel) as world:
+        if world.once(lambda: store.exists("expert/card.json")):
+            _say(world, f"{name}: finished already")
+            return
+        _Run(task, recipe, store, name, world).go(wait)
 
 
-def _look(
-    task: Task, state: TrainState, run: Store, log: Log, validations: int, previews: int, steps: int
-) -> None:
-    """Validate and draw with the averaged weights where it is time to."""
-    validate, draw = _due(state.step, steps, validations), _due(state.step, steps, previews)
-    if not validate and not draw:
-        return
-    task.network.eval()
-    with state.ema.in_place(task.network), torch.inference_mode():
-        if validate:
-            state.metrics.append({"step": state.step, "samples": state.samples, **task.validate()})
-        picture = task.preview() if draw else None
-    _write_metrics(run, log, state)
-    if picture is not None:
-        run.put(f"previews/{state.step:08d}.png", picture)
+class _Run:
+    """One process's part in one run."""
+
+    def __init__(self, task: Task, recipe: Recipe, store: Store, name: str, world: World) -> None:
+        self.task, self.recipe, self.store, self.name, self.world = task, recipe, store, name, world
+        self.settings, self.plan, self.learned = recipe.train, recipe.plan, recipe.learned()
+        self.spread = Spread(task.network, self.settings.parallel, world, self.plan.batch)
+        self.forward = self.spread.wrap(task.step)
+        settings = self.settings
+        self.autocast = settings.precision == "bf16" or (
+            settings.precision == "auto" and world.device.type != "cpu"
+        )
+        optimizer = torch.optim.AdamW(
+            task.network.parameters(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,  # one pass over the weights: on a CPU at small batches a third of a step's time
+        )
+        ema = Ema(task.network, settings.ema_half_life * self.plan.samples, settings.ema_ramp)
+        self.state = TrainState(task.network, ema, optimizer, Guard(settings.guard))
+        self.run = store.sub("run")
+        self.log = Log(self.run, new_holder())
+        self.saver = Saver(self.run, self.log, self.learned, settings.keep)
+        self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
+
+    def go(self, wait: bool) -> None:
+        """Take the run over, train, publish, and say in the log how it ended."""
+        if not self.world.once(lambda: self._acquire(wait)):
+            self.world.once(lambda: settle(self.store, self.log))
+            _say(self.world, f"{self.name}: finished already")
+            return
+        try:
+            with ExitStack() as stack:
+                stack.callback(self.saver.close)
+                self.heart = Heart(self.log, self.settings.lease, self._signs)
+                if self.world.first:
+                    stack.enter_context(self.heart)
+                self._resume()
+                self._steps()
+                self._publish()
+        except Fenced:
+            raise
+        except BaseException as error:
+            self._release(error)
+            raise
+
+    # Before and after.
+
+    def _acquire(self, wait: bool) -> bool:
+        first = next((e for e in self.log.entries() if e.get("tracker")), None)
+        self.state.tracker = first["tracker"] if first else uuid.uuid4().hex[:8]
+        own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.world.size}
+        return acquire(self.log, self.settings.lease, wait=wait, **own)
+
+    def _resume(self) -> None:
+        state, before = self.state, read_heartbeat(self.run) if self.world.first else None
+        mine: list[checkpoint.Loaded] = []
+
+        def find() -> tuple[str, str] | None:
+            found = checkpoint.newest(self.run, self.log)
+            if found is None:
+                return None
+            mine.append(found[2])
+            return found[:2]
+
+        found = self.world.once(find)
+        if found is not None:
+            loaded = mine[0] if mine else checkpoint.load(self.run, *found)
+            checkpoint.restore(state, found[0], loaded, self.learned)
+            self.saver.committed = state.step
+            _say(self.world, f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
+        if self.world.first:
+            reached = int((before or {}).get("step") or 0)
+            if reached or found:
+                self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
+            state.metrics = _metrics_until(self.run, state.step)
+
+    def _publish(self) -> None:
+        self.phase = "publishing"
+        state = self.state
+        weights = {name: whole(tensor).cpu() for name, tensor in state.ema.weights.items()}
+
+        def write() -> None:
+            announce(
+                self.run, self.log, state.step, lambda s, p: self.task.publish(s, p, weights, state.seconds)
+            )
+            settle(self.store, self.log)
+
+        self.world.once(write)
+        _say(self.world, f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
+
+    def _release(self, error: BaseException) -> None:
+        if not self.world.first:
+            return
+        left = isinstance(error, Interrupted)
+        why = {} if left else {"error": str(error) or type(error).__name__}
+        try:
+            self.log.append("release", reason="left" if left else "failed", step=self.state.step, **why)
+        except StoreError as unsaid:
+            say(f"warning: {unsaid}")
+
+    def _signs(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "phase": self.phase,
+            "step": state.step,
+            "steps": self.plan.steps,
+            "samples": state.samples,
+            "loss": self.loss if self.loss == self.loss else None,
+            "speed": round(self.speed, 3),
+            "skipped": state.guard.skipped,
+            "committed": max(0, self.saver.committed),
+            "ranks": self.world.size,
+        }
+
+    # The loop.
+
+    def _steps(self) -> None:
+        state, settings, plan, spread = self.state, self.settings, self.plan, self.spread
+        progress = Progress(self.name, plan.samples, state.samples, "images")
+        first, start, saved = state.samples, time.monotonic(), time.monotonic()
+
+        def make(begin: int) -> list[Any]:
+            return [self.task.batch(part) for part in spread.parts(begin)] if begin < plan.samples else []
+
+        with leaving() as told, Ahead(make, state.samples, plan.batch, settings.data_seconds) as ahead:
+            while state.step < plan.steps:
+                self.phase = "training"
+                started = time.monotonic()
+                batches = ahead.take(told)
+
+                # All ranks agree whether to leave or save; a rank without data has been told to leave.
+                due = self.world.first and time.monotonic() - saved > 60 * settings.checkpoint_minutes
+                leave, save = self.world.sum([float(batches is None or bool(told)), float(due)])
+                if leave:
+                    self._leave()
+                if save:
+                    self._save()
+                    saved = time.monotonic()
+                self._still_ours()
+
+                assert batches is not None
+                metrics = self._step(batches)
+                state.seconds += time.monotonic() - started
+                self.speed = (state.samples - first) / (time.monotonic() - start)
+
+                # Report.
+                if state.step % settings.log_every == 0 or state.step == plan.steps:
+                    state.metrics.append(metrics)
+                    if self.world.first:
+                        progress(state.samples, note=f"loss {self.loss:.4f}")
+                self._look()
+                if _due(state.step, plan.steps, settings.milestones):
+                    self._save(milestone=True)
+            self._save()
+            self.saver.wait()
+
+    def _step(self, batches: list[Any]) -> dict[str, Any]:
+        """Loss, gradient, update; returns the step's line of metrics."""
+        state, settings, plan = self.state, self.settings, self.plan
+        begin = state.samples
+        lr = settings.learning_rate(begin + plan.batch, plan.samples)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        self.task.network.train()
+        state.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, float] = {}
+        parts = self.spread.parts(begin)
+        for part, batch in zip(parts, batches, strict=True):
+            weight = self.spread.weight(part)
+            with self.spread.accumulating(self.forward, part is parts[-1]):
+                with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
+                    loss, metrics = self.forward(batch)
+                (loss if weight == 1 else loss * weight).backward()
+            for key, value in {"loss": loss.detach(), **metrics}.items():
+                sums[key] = sums.get(key, 0.0) + float(value) * weight / self.world.size
+        means = dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
+        clip = settings.clip or float("inf")
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.task.network.parameters(), clip)))
+        state.samples, state.step = begin + plan.batch, state.step + 1
+        if state.guard.admits(means["loss"], norm):
+            state.optimizer.step()
+            state.ema.update(self.task.network, state.samples, plan.batch)
+        else:
+            self._left_out(means["loss"], norm)
+        self.loss = means["loss"]
+        line = {"step": state.step, "samples": state.samples, **means, "lr": lr, "grad_norm": norm}
+        line |= {"skipped": state.guard.skipped, "seconds": round(state.seconds, 3)}
+        return {
+            key: value if value == value and abs(value) != float("inf") else None
+            for key, value in line.items()
+        }
+
+    def _left_out(self, loss: float, norm: float) -> None:
+        guard, step = self.state.guard, self.state.step
+        what = f"{self.name}: loss {loss:g}, gradient {norm:g} at step {step:,}"
+        if guard.exhausted:
+            raise AtollError(
+                f"{what}: the last {guard.in_a_row} steps had to be left out (bound {guard.bound():.3g})",
+                "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
+            )
+        _say(self.world, f"warning: {what}: left out (bound {guard.bound():.3g})")
+
+    def _look(self) -> None:
+        """Validate and draw with the averaged weights where it is time to."""
+        state, steps = self.state, self.plan.steps
+        validate = _due(state.step, steps, self.settings.validations)
+        draw = _due(state.step, steps, self.settings.previews)
+        if not validate and not draw:
+            return
+        self.phase = "validating"
+        self.task.network.eval()
+        with state.ema.in_place(self.task.network), torch.inference_mode():
+            if validate:
+                state.metrics.append({"step": state.step, "samples": state.samples, **self.task.validate()})
+            picture = self.task.preview() if draw else None
+        if not self.world.first:
+            return
+        self._write_metrics()
+        if picture is not None:
+            self._try_to_write(f"previews/{state.step:08d}.png", picture)
+
+    # Saving and leaving.
+
+    def _save(self, milestone: bool = False) -> None:
+        if self.saver.committed == self.state.step and not milestone:
+            return
+        self.phase = "saving"
+        tensors = self.state.tensors()
+        if self.world.first:
+            self._write_metrics()
+            self.saver.save(self.state, tensors, milestone)
+
+    def _leave(self) -> None:
+        self._save()
+        self.saver.wait()
+        where = f"step {self.state.step:,} of {self.plan.steps:,}"
+        if self.world.first:
+            raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
+        raise SystemExit(Interrupted.exit_code)
+
+    def _still_ours(self) -> None:
+        if self.world.first:
+            self.heart.check()
+            self.saver.poll()
+
+    def _write_metrics(self) -> None:
+        self.log.check()  # the file is the run's: a holder that was overtaken must not put its own over it
+        lines = "".join(json.dumps(line) + "\n" for line in self.state.metrics)
+        self._try_to_write("metrics.jsonl", lines.encode())
+
+    def _try_to_write(self, key: str, data: bytes) -> None:
+        """Write what the result does not depend on; a store that fails for a while must not end the run."""
+        try:
+            self.run.put(key, data)
+        except StoreError as error:
+            say(f"warning: {error}")
+
+
+def _say(world: World, message: str) -> None:
+    if world.first:
+        say(message)
 
 
 def _due(step: int, steps: int, times: int) -> bool:
     """Whether the step is one of `times` evenly spaced ones that end with the last."""
     return times > 0 and (step * times) // steps > ((step - 1) * times) // steps
-
-
-def _write_metrics(run: Store, log: Log, state: TrainState) -> None:
-    log.check()  # the file is the run's: a holder that was overtaken must not put its own over it
-    run.put("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in state.metrics).encode())
 
 
 def _metrics_until(run: Store, step: int) -> list[dict[str, Any]]:
@@ -211,19 +361,3 @@ def _metrics_until(run: Store, step: int) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
     return [line for line in found if line["step"] <= step]
-
-
-@contextmanager
-def _leaving() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT are noted, not obeyed at once: the loop saves and leaves after the step."""
-    told: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-
-    before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -82,10 +82,10 @@ class RouterTask:
     def preview(self) -> None:
         """A router draws nothing."""
 
-    def publish(self, store: Store, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write `expert/`, as every run does."""
+    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write network and card."""
         write_part(
-            store, "expert", self.network, weights, card_of(self, self.recipe, weights, "router", seconds)
+            store, prefix, self.network, weights, card_of(self, self.recipe, weights, "router", seconds)
         )
 
     def _clusters(self, samples: Samples, index: Any) -> Tensor:

@@ -7,6 +7,9 @@ from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.flow.objective import ObjectiveConfig
+from atoll.store.lease import LeaseConfig
+from atoll.train.guard import GuardConfig
+from atoll.train.parallel import ParallelConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -50,6 +53,16 @@ class TrainConfig(Config):
     """Minutes between checkpoints; there is one at the end in any case."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
+    milestones: int = Field(default=0, ge=0)
+    """Checkpoints over the run that stay for good, evenly spaced."""
+    data_seconds: float = Field(default=600.0, gt=0)
+    """Seconds that a step waits for its data before that is an error."""
+    guard: GuardConfig = GuardConfig()
+    """Which steps are left out."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run uses its processors."""
+    lease: LeaseConfig = LeaseConfig()
+    """How the run says that it lives."""
 
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
@@ -58,6 +71,20 @@ class TrainConfig(Config):
             return self.lr * warm
         part = min(1.0, max(0.0, (samples - self.warmup) / max(1, total - self.warmup)))
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+_PRACTICAL = (
+    "log_every",
+    "validations",
+    "validation_rows",
+    "previews",
+    "checkpoint_minutes",
+    "keep",
+    "milestones",
+    "data_seconds",
+    "parallel",
+    "lease",
+)
 
 
 class RunPlan(Config):
@@ -109,8 +136,8 @@ class Recipe(Config):
     """Numbers of the run."""
 
     def learned(self) -> dict[str, Any]:
-        """The part that decides the weights; how often it is logged or saved is left out."""
+        """The part that decides the weights; how it is logged, saved and spread is left out."""
         tree = self.model_dump()
-        for name in ("log_every", "validations", "validation_rows", "previews", "checkpoint_minutes", "keep"):
+        for name in _PRACTICAL:
             del tree["train"][name]
         return tree

@@ -1,9 +1,11 @@
 """Checkpoints: everything that a run needs to go on, in one commit.
 
 A checkpoint is a folder of safetensors and JSON under the holder's own name, verified and then made
-real by `COMMIT.json`; the island's log names it. The newest one that is whole wins.
+real by `COMMIT.json`; the island's log names it, with the hash of that file. The newest one that is
+whole wins; one that is torn or damaged is set aside in the log, where everybody sees it.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +16,16 @@ from torch import Tensor, nn
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
-from atoll.base.hashing import digest
-from atoll.store.log import Log
+from atoll.base.hashing import digest, sha256
+from atoll.store.log import Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Store
 from atoll.train.ema import Ema
+from atoll.train.guard import Guard
+from atoll.train.parallel import fill, whole
 
-SCHEMA = 1
+SCHEMA = 2
+COMMIT = "COMMIT.json"
 
 
 @dataclass
@@ -31,6 +36,8 @@ class TrainState:
         network: the network.
         ema: the average of its weights.
         optimizer: AdamW over its parameters.
+        guard: the rolling bound on the loss.
+        tracker: name of the run in trackers, the same over all restarts.
         samples: training samples consumed: the cursor.
         step: optimizer steps done.
         seconds: time spent in steps, over all restarts.
@@ -40,29 +47,39 @@ class TrainState:
     network: nn.Module
     ema: Ema
     optimizer: torch.optim.Optimizer
+    guard: Guard
+    tracker: str = ""
     samples: int = 0
     step: int = 0
     seconds: float = 0.0
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def blobs(self) -> dict[str, bytes]:
-        """The state as files."""
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The state's tensors by file: whole, on the CPU, apart from the live ones. All ranks call it."""
         weights = {name: p.detach() for name, p in self.network.named_parameters()}
         files = {"weights": weights, "ema": self.ema.weights, "optimizer": self._optimizer_tensors()}
-        return {f"{name}.safetensors": save_tensors(_on_cpu(tensors)) for name, tensors in files.items()}
+        return {
+            f"{file}.safetensors": {name: _apart(tensor) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+    def blobs(self) -> dict[str, bytes]:
+        """The state as files."""
+        return {name: save_tensors(tensors) for name, tensors in self.tensors().items()}
 
     def counters(self) -> dict[str, Any]:
-        """The state's plain numbers."""
+        """The state's plain numbers that everybody may see."""
         return {"samples": self.samples, "step": self.step, "seconds": self.seconds}
 
-    def restore(self, counters: dict[str, Any], blobs: dict[str, bytes]) -> None:
+    def restore(self, content: dict[str, Any], blobs: dict[str, bytes]) -> None:
         """Take over a saved state, in place."""
-        self.samples, self.step, self.seconds = counters["samples"], counters["step"], counters["seconds"]
+        self.samples, self.step, self.seconds = content["samples"], content["step"], content["seconds"]
+        self.tracker = content["tracker"]
+        self.guard.restore(content["guard"])
         weights, average = load_tensors(blobs["weights.safetensors"]), load_tensors(blobs["ema.safetensors"])
-        with torch.no_grad():
-            for name, parameter in self.network.named_parameters():
-                parameter.copy_(weights[name])
-                self.ema.weights[name].copy_(average[name])
+        for name, parameter in self.network.named_parameters():
+            fill(parameter.detach(), weights[name])
+            fill(self.ema.weights[name], average[name])
         self._restore_optimizer(load_tensors(blobs["optimizer.safetensors"]))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -77,69 +94,155 @@ class TrainState:
         for full_name, value in tensors.items():
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
-            # a copy: mapped bytes may be unaligned, which changes how kernels sum
-            self.optimizer.state[parameter][key] = value.clone().to(parameter.device)
+            own = value.clone()  # mapped bytes may be unaligned, which changes how kernels sum
+            if value.shape == parameter.shape and value.ndim:
+                own = torch.empty_like(parameter, dtype=value.dtype)
+                fill(own, value)
+            self.optimizer.state[parameter][key] = own.to(parameter.device)
 
 
-def save(store: Store, log: Log, state: TrainState, learned: dict[str, Any], keep: int) -> None:
-    """Commit a checkpoint, then prune older ones.
+class Saver:
+    """Commits checkpoints beside the training: the state is copied at once and written by a thread.
+
+    A write that fails is told and made up for by the next one; only a takeover, and a failure of the
+    write that is waited for, end the run.
 
     Args:
         store: narrowed to the run's folder.
         log: whose holder we are.
-        state: what to save.
         learned: settings that the weights depend on; a resume must agree with them.
-        keep: newest commits that stay.
+        keep: newest commits that stay, besides milestones.
     """
-    name = f"checkpoints/{state.step:08d}-{log.holder}"
-    if store.exists(f"{name}/COMMIT.json"):
-        return  # this step is saved already
-    content = {"schema": SCHEMA, **state.counters(), "recipe": digest(learned)}
-    publish(store, name, state.blobs(), "COMMIT.json", content)
-    log.append("commit", checkpoint=name, **state.counters())
-    _prune(store, log, keep)
+
+    def __init__(self, store: Store, log: Log, learned: dict[str, Any], keep: int) -> None:
+        self.store, self.log, self.learned, self.keep = store, log, learned, keep
+        self.committed = -1
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
+        self._pending: Future[None] | None = None
+
+    def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
+        """Commit this state; returns when it has been copied, after the write before it is done."""
+        self._settle(fatal=False)
+        content = {
+            "schema": SCHEMA,
+            **state.counters(),
+            "recipe": digest(self.learned),
+            "guard": state.guard.counters(),
+            "tracker": state.tracker,
+        }
+        self._pending = self._thread.submit(self._write, content, tensors, milestone)
+
+    def poll(self) -> None:
+        """Raise `Fenced` if a finished write found that the run was taken over."""
+        if self._pending is not None and self._pending.done():
+            self._settle(fatal=False)
+
+    def wait(self) -> None:
+        """Until the last write is done.
+
+        Raises:
+            StoreError: it failed.
+        """
+        self._settle(fatal=True)
+
+    def close(self) -> None:
+        """End the thread; a write that is under way is finished."""
+        self._thread.shutdown()
+
+    def _settle(self, fatal: bool) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Fenced:
+            raise
+        except StoreError as error:
+            if fatal:
+                raise
+            say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
+
+    def _write(self, content: dict[str, Any], tensors: dict[str, dict[str, Tensor]], milestone: bool) -> None:
+        step: int = content["step"]
+        name = f"checkpoints/{step:08d}-{self.log.holder}"
+        if self.committed == step:
+            return
+        if not self.store.exists(f"{name}/{COMMIT}"):
+            blobs = {file: save_tensors(parts) for file, parts in tensors.items()}
+            publish(self.store, name, blobs, COMMIT, content)
+        shown = {key: content[key] for key in ("samples", "step", "seconds")}
+        hashed = sha256(self.store.get(f"{name}/{COMMIT}"))
+        self.log.append("commit", checkpoint=name, sha256=hashed, milestone=milestone, **shown)
+        self.committed = step
+        _prune(self.store, self.log, self.keep)
 
 
 def _prune(store: Store, log: Log, keep: int) -> None:
-    """Remove what this holder and those before it left, but for the newest commits.
+    """Remove what this holder and those before it left, but for the newest commits and the milestones.
 
     What later holders wrote is never touched: this process may have been overtaken without knowing it yet.
+    What was set aside stays for whoever wants to know why.
     """
     entries = log.entries()
-    kept = {entry["checkpoint"] for entry in [e for e in entries if e["kind"] == "commit"][-keep:]}
+    aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
+    commits = [e for e in entries if e["kind"] == "commit" and e["checkpoint"] not in aside]
+    kept = {e["checkpoint"] for e in commits[-keep:]} | {e["checkpoint"] for e in commits if e["milestone"]}
     holders = [entry["holder"] for entry in entries if entry["kind"] == "acquire"]
     ours = set(holders[: holders.index(log.holder) + 1])
     for key in store.list("checkpoints"):
         folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
-        if folder not in kept and name.partition("-")[2] in ours:
+        if folder not in kept | aside and name.partition("-")[2] in ours:
             store.delete(key)
 
 
-def resume(store: Store, log: Log, state: TrainState, learned: dict[str, Any]) -> bool:
-    """Restore the newest whole checkpoint; False if there is none.
+Loaded = tuple[dict[str, Any], dict[str, bytes]]
+"""Content of COMMIT.json and the blobs."""
 
-    Raises:
-        ConfigError: the checkpoint belongs to other settings.
-    """
-    commits = [entry["checkpoint"] for entry in log.entries() if entry["kind"] == "commit"]
-    for name in reversed(commits):
-        if not store.exists(f"{name}/COMMIT.json"):
+
+def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
+    """Name, hash and content of the newest whole checkpoint; damaged ones on the way are set aside."""
+    entries = log.entries()
+    aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
+    for entry in reversed(entries):
+        if entry["kind"] != "commit" or entry["checkpoint"] in aside:
+            continue
+        name, hashed = entry["checkpoint"], entry["sha256"]
+        if not store.list(name):
             continue  # pruned
         try:
-            content, blobs = read_published(store, name, "COMMIT.json")
+            return name, hashed, load(store, name, hashed)
         except StoreError as error:
             say(f"warning: checkpoint set aside: {error}")
-            continue
-        if content.get("schema") != SCHEMA:
-            raise ConfigError(f"{name} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}")
-        if content["recipe"] != digest(learned):
-            raise ConfigError(
-                f"{name} was made with other settings", "restore them, or remove the run's folder"
-            )
-        state.restore(content, blobs)
-        return True
-    return False
+            log.append("set_aside", checkpoint=name, reason=str(error))
+    return None
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def load(store: Store, name: str, hashed: str) -> Loaded:
+    """A checkpoint, verified.
+
+    Raises:
+        StoreError: it is missing, torn or damaged.
+    """
+    if sha256(store.get(f"{name}/{COMMIT}")) != hashed:
+        raise StoreError(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
+    return read_published(store, name, COMMIT)
+
+
+def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any]) -> None:
+    """Go on from a checkpoint.
+
+    Raises:
+        ConfigError: it belongs to other settings or another version.
+    """
+    content, blobs = loaded
+    if content.get("schema") != SCHEMA:
+        raise ConfigError(f"{name} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}")
+    if content["recipe"] != digest(learned):
+        raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
+    state.restore(content, blobs)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that later steps do not change."""
+    there = whole(tensor.detach())
+    return there.to("cpu", copy=True).contiguous()

@@ -1,0 +1,192 @@
+"""Who holds a run and whether they still live: heartbeats, their age, and taking over.
+
+Liveness decides only when somebody else may start; that nothing is written twice rests on the log
+alone. An age is the difference of two times that the store itself gave, so no machine's clock counts.
+"""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from atoll.base.config import Config
+from atoll.base.console import say
+from atoll.base.errors import StoreError
+from atoll.store.log import Entry, Fenced, Log
+from atoll.store.store import Conflict, Store
+
+HEARTBEAT = "heartbeat.json"
+HELD = 73
+"""Exit code of a run that somebody else holds (EX_CANTCREAT)."""
+
+
+class LeaseConfig(Config):
+    """How a run says that it lives, and when others stop believing it."""
+
+    heartbeat_seconds: float = Field(default=10.0, gt=0)
+    """Seconds between heartbeats."""
+    expiry_seconds: float = Field(default=90.0, gt=0)
+    """Seconds of silence after which another process may take the run over."""
+
+
+class Held(StoreError):
+    """Another living process holds the run."""
+
+    exit_code = HELD
+
+
+def process() -> dict[str, Any]:
+    """This process, so that another one on the same machine can tell whether it has ended."""
+    return {"pid": os.getpid(), "machine": _machine(), "started": _started(os.getpid())}
+
+
+def new_holder() -> str:
+    """A name for this process that no other ever had."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+def acquire(log: Log, lease: LeaseConfig, *, wait: bool = False, **fields: Any) -> bool:
+    """Become the holder of a run, unless it is published or somebody alive holds it.
+
+    Args:
+        log: of the run.
+        lease: when a holder counts as gone.
+        wait: wait for the holder to release or fall silent, instead of leaving.
+        fields: more for the log's entry.
+
+    Returns:
+        False if the run is published: there is nothing to hold.
+
+    Raises:
+        Held: a living process holds it; says which and how to go on.
+    """
+    told = ""
+    while True:
+        log.refresh()
+        if log.publication() is not None:
+            return False
+        holding = log.holding()
+        if holding is None or (silence := _silence(log.store, *holding)) > lease.expiry_seconds:
+            try:
+                log.acquire(host=socket.gethostname(), process=process(), **fields)
+                return True
+            except Conflict:
+                continue  # somebody was faster: look who
+        holder = holding[0]["holder"]
+        what = f"{holder} holds this run; its last sign of life was {silence:.0f} s ago"
+        if not wait:
+            fix = f"it can be taken over after {lease.expiry_seconds:.0f} s of silence: try again then"
+            raise Held(what, fix)
+        if holder != told:
+            say(f"waiting: {what}")
+            told = holder
+        time.sleep(min(2.0, max(0.05, lease.expiry_seconds / 10)))
+
+
+def _silence(store: Store, holder: Entry, key: str) -> float:
+    """Seconds since a holder's last sign of life; infinite if its process is known to have ended."""
+    if _has_ended(holder.get("process")):
+        return float("inf")
+    signs = [store.modified(key)]
+    beat = read_heartbeat(store)
+    if beat is not None and beat.get("holder") == holder["holder"]:
+        signs.append(store.modified(HEARTBEAT))
+    return max(0.0, _now(store) - max(signs))
+
+
+def read_heartbeat(store: Store) -> dict[str, Any] | None:
+    """The last heartbeat of a run, whoever's; None if there is none that can be read."""
+    try:
+        beat = store.get_json(HEARTBEAT)
+    except StoreError:
+        return None
+    return beat if isinstance(beat, dict) else None
+
+
+def _now(store: Store) -> float:
+    """The time by the store's clock: that of a file just written."""
+    key = f"clock/{uuid.uuid4().hex}"
+    store.put(key, b"")
+    try:
+        return store.modified(key)
+    finally:
+        store.delete(key)
+
+
+def _has_ended(known: Any) -> bool:
+    """Whether a process of this machine is gone for sure; False where that cannot be known."""
+    if not isinstance(known, dict) or known.get("machine") in (None, "") or known["machine"] != _machine():
+        return False
+    return bool(_started(int(known["pid"])) != known["started"])
+
+
+def _machine() -> str:
+    """Boot and process namespace: where process ids mean the same; empty where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks; None if there is none, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Heart:
+    """A thread that writes `heartbeat.json` until it is stopped or the run is taken over.
+
+    Args:
+        log: of the run, acquired.
+        lease: how often.
+        read: what to write besides holder and host: step, loss, speed.
+    """
+
+    def __init__(self, log: Log, lease: LeaseConfig, read: Callable[[], dict[str, Any]]) -> None:
+        self.log, self.lease, self.read = log, lease, read
+        self.fenced: Fenced | None = None
+        self._stop = threading.Event()
+        self._beats = 0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> "Heart":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=30)
+
+    def check(self) -> None:
+        """`Fenced` if the run was found to be taken over."""
+        if self.fenced is not None:
+            raise self.fenced
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            if self.fenced is not None or self._stop.wait(self.lease.heartbeat_seconds):
+                return
+
+    def _beat(self) -> None:
+        try:
+            self.log.check()
+            self._beats += 1
+            beat = {"holder": self.log.holder, "host": socket.gethostname(), "beat": self._beats}
+            self.log.store.put_json(HEARTBEAT, {**beat, "time": round(time.time(), 3), **self.read()})
+        except Fenced as error:
+            self.fenced = error
+        except StoreError as error:  # the next beat may come through; the log guards what counts
+            if self._beats <= 1:
+                say(f"warning: no heartbeat: {error}")

@@ -1,0 +1,243 @@
+"""Several processes that train one network, and how a step is spread: all applied from outside the network.
+
+`torchrun` starts the processes. The global batch stays what the plan says; each process takes its slice
+of every step's positions, in micro-batches. What a sample brings (row, noise, time, dropout) depends on
+its position alone, so only the order of float sums changes with the number of processes.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.base.config import Config
+from atoll.base.errors import AtollError, ConfigError
+
+Result = TypeVar("Result")
+
+
+class ParallelConfig(Config):
+    """How one run uses its processors. None of it changes what is learned, but for the order of sums."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: `ddp` copies the weights to each, `fsdp` (FSDP2) shards them."""
+    shard: int | None = Field(default=None, ge=1)
+    """Processes that share one copy of the weights under `fsdp`; all if not set."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Most samples of a process that go through the network at once; gradients add up over the rest."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the network with `torch.compile`."""
+    collective_seconds: float = Field(default=600.0, gt=0)
+    """Seconds after which a collective that does not finish is an error."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of one run.
+
+    Attributes:
+        rank: number of this one.
+        size: how many there are.
+        device: this one's.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all processes, float64; the same bits on each."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)  # over gloo: the GPU need not be waited for
+        with _named("the sum of losses and signals"):
+            dist.all_reduce(tensor)
+            return list(tensor.tolist())
+
+    def once(self, do: Callable[[], Result]) -> Result:
+        """Let rank 0 do something and tell the others its answer (plain data), or its failure."""
+        if self.size == 1:
+            return do()
+        answer: list[Any] = [None, None]
+        if self.first:
+            try:
+                answer = [do(), None]
+            except AtollError as error:
+                answer = [None, error]
+        box = [answer]
+        with _named("a message of rank 0"):
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        value, failure = box[0]
+        if failure is not None:
+            if self.first:
+                raise failure
+            raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
+        return value  # type: ignore[no-any-return]
+
+
+@contextmanager
+def joined(config: ParallelConfig) -> Iterator[World]:
+    """The processes that `torchrun` started, or this one alone.
+
+    Raises:
+        AtollError: the others did not come in time.
+    """
+    device = own_device()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(device=device)
+        return
+    limit = timedelta(seconds=config.collective_seconds)
+    with _named("the meeting of all processes"):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def own_device() -> torch.device:
+    """The device of this process: under `torchrun` each has a GPU of its own."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Name the collective that fails."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise AtollError(
+            f"{what} did not finish ({reason[:200]})",
+            "another process of this run has ended or hangs: look at its output, then run it again",
+        ) from None
+
+
+class Spread:
+    """One step spread over processes and micro-batches.
+
+    Args:
+        network: initialised, on the world's device; sharded in place under `fsdp`.
+        config: how.
+        world: the processes.
+        batch: global samples per step.
+
+    Raises:
+        ConfigError: more processes than samples in a step, or a mesh that does not fit.
+    """
+
+    def __init__(self, network: nn.Module, config: ParallelConfig, world: World, batch: int) -> None:
+        if batch < world.size:
+            raise ConfigError(
+                f"{world.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
+            )
+        self.network, self.config, self.world, self.size = network, config, world, batch
+        if config.checkpointing:
+            _recompute(network)
+        if config.compile:
+            network.compile()
+        if world.size > 1 and config.strategy == "fsdp":
+            _shard(network, config.shard or world.size, world)
+
+    def wrap(self, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> nn.Module:
+        """The step as a module that DDP can hold; call it with a batch."""
+        module = _Step(self.network, step)
+        if self.world.size == 1 or self.config.strategy == "fsdp":
+            return module
+        return DistributedDataParallel(module)
+
+    def parts(self, begin: int) -> list[range]:
+        """Positions of this process's micro-batches in the step that begins at a position."""
+        rank, size = self.world.rank, self.world.size
+        first, last = begin + self.size * rank // size, begin + self.size * (rank + 1) // size
+        micro = self.config.micro_batch or last - first
+        return [range(at, min(at + micro, last)) for at in range(first, last, micro)]
+
+    def weight(self, part: range) -> float:
+        """Factor of a micro-batch's mean loss, so that the averaged gradient is that of the global mean."""
+        return len(part) * self.world.size / self.size
+
+    @contextmanager
+    def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
+        """Gradients are exchanged after a step's last micro-batch only."""
+        if isinstance(module, DistributedDataParallel) and not last:
+            with module.no_sync():
+                yield
+        else:
+            if isinstance(self.network, FSDPModule):
+                self.network.set_requires_gradient_sync(last)
+            yield
+
+
+class _Step(nn.Module):
+    def __init__(self, network: nn.Module, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> None:
+        super().__init__()
+        self.network, self._step = network, step
+
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
+        return self._step(batch)
+
+
+def _recompute(network: nn.Module) -> None:
+    if not getattr(network, "_supports_gradient_checkpointing", False):
+        return  # the router: too small to need it
+    network.enable_gradient_checkpointing()  # type: ignore[operator]
+
+
+def _shard(network: nn.Module, shard: int, world: World) -> None:
+    if world.size % shard:
+        raise ConfigError(
+            f"{world.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
+        )
+    shape = (shard,) if shard == world.size else (world.size // shard, shard)
+    names = ("shard",) if len(shape) == 1 else ("copy", "shard")
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for block in getattr(network, "transformer_blocks", []):
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together on every process; all must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded, in place."""
+    if isinstance(target, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        spread = distribute_tensor(
+            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        )
+        target.to_local().copy_(spread.to_local())
+    else:
+        target.copy_(value)

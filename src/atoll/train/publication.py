@@ -1,0 +1,50 @@
+"""Publishing a finished network once and for all, whatever dies in between.
+
+The network is written under the holder's own name, then the log's `publish` entry names it with the
+hash of every file: from then on the run is over and nobody can acquire it. Copying it to `expert/` is
+housekeeping that any process may do or repeat, since all copy the same bytes.
+"""
+
+from collections.abc import Callable
+
+from atoll.base.errors import StoreError
+from atoll.store.log import Log
+from atoll.store.manifest import FileEntry, entry_of, read_file
+from atoll.store.store import Conflict, Store
+
+CARD = "card.json"
+
+
+def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], None]) -> None:
+    """Write the network below `export/HOLDER` and name it in the log.
+
+    Raises:
+        Fenced: another process took the run over: what was written does not count.
+    """
+    prefix = f"export/{log.holder}"
+    if not run.exists(f"{prefix}/{CARD}"):
+        write(run, prefix)
+    files = [entry_of(run, prefix, key[len(prefix) + 1 :]) for key in run.list(prefix)]
+    log.append("publish", step=step, export=prefix, files=[file.model_dump() for file in files])
+
+
+def settle(store: Store, log: Log) -> None:
+    """Copy what the log says was published to `expert/`, its card last; nothing to do if it is there."""
+    entry = log.publication()
+    assert entry is not None
+    source, run = f"run/{entry['export']}", store.sub("run")
+    files = [FileEntry.parse(file, "the log's publish entry") for file in entry["files"]]
+    try:
+        if not store.exists(f"expert/{CARD}"):
+            for file in files:
+                if file.path != CARD:
+                    store.copy(f"{source}/{file.path}", f"expert/{file.path}")
+                    read_file(store, "expert", file)
+            card = next(file for file in files if file.path == CARD)
+            store.create(f"expert/{CARD}", read_file(store, source, card))
+    except Conflict:
+        pass  # another process copied the same bytes meanwhile
+    except StoreError:
+        if not store.exists(f"expert/{CARD}"):
+            raise
+    run.delete(*run.list("export"))
