@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from atoll.train.parallel import local
+from atoll.train.parallel import gather_no_more, local
 
 
 class Ema:
@@ -43,16 +43,16 @@ class Ema:
     @contextmanager
     def in_place(self, network: nn.Module) -> Iterator[None]:
         """Let the network hold the averaged weights for a while; the bits of its own come back after."""
-        parameters = dict(network.named_parameters())
-        own = {name: p.detach().clone() for name, p in parameters.items()}
+        own = {name: p.detach().clone() for name, p in network.named_parameters()}
         try:
-            _copy(parameters, self.weights)
+            _copy(network, self.weights)
             yield
         finally:
-            _copy(parameters, own)
+            _copy(network, own)
 
 
 @torch.no_grad()
-def _copy(into: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-    for name, parameter in into.items():
+def _copy(network: nn.Module, values: dict[str, Tensor]) -> None:
+    gather_no_more(network)
+    for name, parameter in network.named_parameters():
         local(parameter.detach()).copy_(local(values[name]))

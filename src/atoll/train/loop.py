@@ -291,7 +291,7 @@ class _Run:
             return
         self.phase = "validating"
         self.task.network.eval()
-        with state.ema.in_place(self.task.network), torch.inference_mode():
+        with state.ema.in_place(self.task.network), torch.no_grad():
             if validate:
                 state.metrics.append({"step": state.step, "samples": state.samples, **self.task.validate()})
             picture = self.task.preview() if draw else None

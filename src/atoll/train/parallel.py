@@ -214,7 +214,8 @@ def _shard(network: nn.Module, shard: int, world: World) -> None:
     shape = (shard,) if shard == world.size else (world.size // shard, shard)
     names = ("shard",) if len(shape) == 1 else ("copy", "shard")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    for block in getattr(network, "transformer_blocks", []):
+    # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
+    for block in list(getattr(network, "transformer_blocks", []))[1:]:
         fully_shard(block, mesh=mesh)
     fully_shard(network, mesh=mesh)
 
@@ -227,6 +228,13 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together on every process; all must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_no_more(network: nn.Module) -> None:
+    """Forget what a forward pass gathered, so that `named_parameters` are the sharded ones again."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
