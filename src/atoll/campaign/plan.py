@@ -285,7 +285,8 @@ def make_plan(
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
-    notes = [
+    notes = ["utilisation and price are examples: --table FILE puts in what you measure and pay"]
+    notes += [
         f"{run.name} uses {run.gpus} of the {gpus} GPUs: its batch is {run.share.batch} samples"
         for run in runs
         if run.gpus < gpus

@@ -23,14 +23,12 @@ def lines(plan: Plan) -> list[str]:
     found += _table(_MEMORY, [_memory(title, run) for title, run in groups])
     found += ["", *_wrapped(_EXPLAINED.format(overhead=OVERHEAD / 2**30)), "", "Bytes:"]
     found += _traffic(plan)
-    if plan.notes:
-        found += ["", "Assumed:", *(f"  {note}" for note in plan.notes)]
-    return found
+    return [*found, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
 
 
 _EXPLAINED = (
-    "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, with "
-    "bf16 copies, activations and {overhead:g} GiB of overhead: plain, with activation checkpointing "
+    "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, "
+    "with bf16 copies, activations and {overhead:g} GiB of overhead: plain, with activation checkpointing "
     "(ckpt), with the state sharded over the run's GPUs, and with both. Estimates: leave a margin."
 )
 _COST = ("run", "params", "rows", "steps x batch", "FLOPs", "GPUs", "time", "GPU hours", "USD")
@@ -107,7 +105,7 @@ def _traffic(plan: Plan) -> list[str]:
         f"  {out:>8}  data sets out to the islands",
         f"  {size(traffic.experts_in):>8}  networks back in",
         f"  {size(traffic.between_islands):>8}  between islands while they train",
-        f"  {size(traffic.all_reduce):>8}  between {k} nodes that train the monolith data-parallel (all-reduce)",
+        f"  {size(traffic.all_reduce):>8}  between {k} nodes of a data-parallel monolith (all-reduce)",
     ]
 
 

@@ -40,7 +40,7 @@ class Footprint:
     parameters: int
     block_parameters: int
     outer_parameters: int
-    casts: float
+    casts: int
     activations: float
     checkpointed: float
 
