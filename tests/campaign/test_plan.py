@@ -18,7 +18,7 @@ from atoll.campaign.campaign import Campaign, new
 from atoll.campaign.config import CampaignConfig
 from atoll.campaign.expected import Expected, expected
 from atoll.campaign.gpus import Gpu
-from atoll.campaign.plan import OVERHEAD, Plan, choose, make_plan, mode, must_fit
+from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make_plan, mode
 from atoll.campaign.plan_text import lines
 from atoll.networks.families import DataShape, family
 from atoll.networks.memory import Footprint
@@ -79,7 +79,7 @@ def test_time_and_money_by_hand() -> None:
     assert sum(run.usd for run in plan.own) == pytest.approx(plan.monolith.usd, rel=0.01)
 
 
-def test_more_is_more(paper: Plan) -> None:
+def test_more_is_more() -> None:
     base = small([100, 300], budget={"samples": 100_000})
     for change in (
         {"budget": {"samples": 200_000}},
@@ -146,41 +146,50 @@ def test_less_memory_never_gives_a_way_that_takes_more() -> None:
     assert totals == sorted(totals)
 
 
-def test_what_does_not_fit_says_what_would(paper: Plan, run: Run, tmp_path: Path) -> None:
-    table = gpus.load()
-    must_fit(paper, table)
-    new(tmp_path / "c", catalogue.text("paper-3b"), [])
-    said = run("plan", tmp_path / "c", "--gpu", "rtx-4090", "--rows", "1000")
-    line = refused(said, "expert 0 does not fit", "1 rtx-4090 with 23.5 GiB", "use --gpus ", "or --gpu ")
+def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c", {"network": {"heads": 8, "head_width": 64, "depth": 4}})
+    campaign = Campaign.open(folder)
+    one = denoiser_footprint(campaign.config.network, expected(campaign).shape, bf16=True)
+    alone, shared = (mode(one, n, 1, n > 1, checkpointing=True).total / 2**30 for n in (1, 4))
+    table = tmp_path / "table.yaml"
+
+    def write(**memory: float) -> None:
+        rest = {"tflops": 1, "utilisation": 0.5, "usd_per_hour": 0}
+        table.write_text(json.dumps({name: {"memory_gib": gib, **rest} for name, gib in memory.items()}))
+
+    write(large=alone * 1.0001, small=shared * 1.0001)
+    argv = ["plan", folder, "--table", table, "--gpu"]
+    said = run(*argv, "small")
+    refused(said, "expert 0 does not fit", "each of 1 small with 2.", "use --gpus 4 or --gpu large")
     assert "DOES NOT FIT" in said.out
-    wanted = line.split("--gpus ")[1].split()[0]
-    other = line.split("--gpu ")[1].split()[0]
-    assert table[other].memory > table["rtx-4090"].memory
-    assert run("plan", tmp_path / "c", "--gpu", other, "--rows", "1000").code == 0
-    assert run("plan", tmp_path / "c", "--gpu", "rtx-4090", "--gpus", wanted).code == 0
-    fewer = str(int(wanted) - 1)
-    assert run("plan", tmp_path / "c", "--gpu", "rtx-4090", "--gpus", fewer).code == 2
+    refused(run(*argv, "small", "--gpus", "3"), "each of 3 small", "--gpus 4")
+    for fits in (["small", "--gpus", "4"], ["large"]):
+        assert run(*argv, *fits).code == 0
+    write(small=1)
+    refused(run(*argv, "small"), "use --gpu a10g")
 
 
 # The paper's campaign.
 
 
+@pytest.mark.slow
 def test_the_papers_eight_times_three_billion(paper: Plan) -> None:
     assert len(paper.experts) == 8 and {run.gpus for run in paper.experts} == {8}
     parameters = [run.footprint.parameters for run in paper.experts]
     assert sum(parameters) == pytest.approx(24e9, rel=0.01)
     assert {run.share.batch for run in paper.experts} == {128}
     assert paper.monolith.share.steps == 1_000_000 and paper.monolith.gpus == 64
-    # 6 operations a parameter and token, and attention; the router's 4 % come out of the experts' steps.
-    tokens = 256 + 77
-    by_parameters = 6 * parameters[0] * tokens * 128 * 960_000
-    assert 1 < paper.experts[0].share.train_flops / by_parameters < 1.05 * 333 / 256
+    # 6 operations a parameter and token, but for modulation (a fifth of the parameters), which is once a
+    # sample; and attention. The router's 4 % come out of the experts' steps.
+    by_parameters = 6 * 0.8 * parameters[0] * (256 + 77) * 128 * 960_000
+    assert paper.experts[0].share.train_flops == pytest.approx(by_parameters, rel=0.05)
     # The paper: 6.5 days of one 8-GPU node for each. It does not say which GPU our source knows of.
     days = paper.experts[0].seconds / 86400
     assert 1 < days < 13
     assert paper.experts[0].mode is not None
 
 
+@pytest.mark.slow
 def test_bytes_by_hand(paper: Plan) -> None:
     traffic = paper.traffic
     assert traffic.between_islands == 0
@@ -193,6 +202,7 @@ def test_bytes_by_hand(paper: Plan) -> None:
     assert small([100]).traffic.all_reduce == 0
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_terminal(paper: Plan) -> None:
     text = lines(paper)
     assert max(map(len, text)) <= 100

@@ -60,10 +60,12 @@ def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bo
 
     found = counted(name, bf16)
     assert found.activations == pytest.approx((kept(9) - kept(5)) / 4, rel=0.05)
-    fixed = kept(5) - 5 * found.activations  # weights in bf16, positions, null rows
+    fixed = kept(5) - 5 * found.activations
     assert found.casts == (2 * found.parameters if bf16 else 0)
-    if bf16:
-        assert fixed == pytest.approx(found.casts, rel=0.25)
+    if (
+        bf16
+    ):  # weights of matrix products are kept in bf16; tables, and what only the autocast cache holds, not
+        assert 0.4 * found.casts < fixed <= found.casts
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -95,12 +97,13 @@ def test_the_router_is_counted_too() -> None:
     assert one.activations < four.activations and four.checkpointed < four.activations
 
 
+@pytest.mark.slow
 def test_billions_of_parameters_are_counted_without_the_memory_for_them() -> None:
     adapter, shape = family("dit"), DataShape(4, 32, classes=1000)
     settings = NetworkConfig(family="dit", size="XL", patch=2)
     found = footprint(lambda: adapter.build(settings, shape), adapter.predict, shape, bf16=True)
     assert found.parameters == pytest.approx(750e6, rel=1e-3)
-    # By hand, in tokens x width of bf16: a block keeps its two norms and their modulated results, q, k, v, what
+    # By hand, in tokens x width of bf16: a block keeps its two norms, modulated results, q, k, v, what
     # attention gives, the hidden layer of four widths before and after its GELU, and what the gates see.
     unit = 256 * 1152 * 2
     assert 14 * unit < found.activations / 28 < 24 * unit

@@ -1,7 +1,8 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +79,7 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     import diffusers
 
     try:
-        with warnings.catch_warnings():  # diffusers passes the hub an option that the hub has dropped
-            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+        with _quiet():
             settings = diffusers.AutoencoderKL.load_config(name)
             kind = settings.get("_class_name", "AutoencoderKL")
             network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
@@ -91,6 +91,14 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """diffusers passes the hub an option that the hub has dropped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+        yield
 
 
 def latent_size(name: str, size: int) -> tuple[int, int]:
@@ -105,7 +113,8 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
         import diffusers
 
         try:
-            config = diffusers.AutoencoderKL.load_config(name)
+            with _quiet():
+                config = diffusers.AutoencoderKL.load_config(name)
             levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
             channels, factor = int(config["latent_channels"]), 2 ** (len(levels) - 1)
         except (OSError, ValueError, KeyError):
