@@ -236,6 +236,8 @@ def test_from_the_settings_alone(tmp_path: Path) -> None:
     assert found.sizes == [1, 1] and not found.partitioned
     assert any("equal clusters" in note for note in found.notes)
     assert any("no data set" in note for note in found.notes)
+    said = lines(make_plan(campaign.config, found, gpus.load(), "l4"))
+    assert "     128 B  for every row of the data sets out to the islands" in said
     with_rows = expected(campaign, 81)
     assert with_rows.sizes == [41, 40] and with_rows.stored == [41 * 128, 40 * 128]
 

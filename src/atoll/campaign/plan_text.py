@@ -100,9 +100,12 @@ def how(run: RunCost) -> str:
 
 def _traffic(plan: Plan) -> list[str]:
     traffic, k = plan.traffic, len(plan.experts)
-    out = f"{size(traffic.row)} a row of" if traffic.data_out is None else size(traffic.data_out)
+    known = traffic.data_out is not None
+    out, what = (
+        (traffic.data_out or 0, "data sets") if known else (traffic.row, "for every row of the data sets")
+    )
     return [
-        f"  {out:>8}  data sets out to the islands",
+        f"  {size(out):>8}  {what} out to the islands",
         f"  {size(traffic.experts_in):>8}  networks back in",
         f"  {size(traffic.between_islands):>8}  between islands while they train",
         f"  {size(traffic.all_reduce):>8}  between {k} nodes of a data-parallel monolith (all-reduce)",
