@@ -23,9 +23,9 @@ def random_weights(network: torch.nn.Module, seed: int, std: float = 0.15) -> to
     return network.eval().requires_grad_(False)
 
 
-def denoiser(seed: int, shape: DataShape = TEXT, depth: int = 1) -> torch.nn.Module:
-    """A PixArt (text) or DiT (labels or none) of a few thousand weights."""
-    name = "pixart" if shape.text_width else "dit"
+def denoiser(seed: int, shape: DataShape = TEXT, depth: int = 1, name: str = "") -> torch.nn.Module:
+    """A PixArt (text) or DiT (labels or none), or the named family, of a few thousand weights."""
+    name = name or ("pixart" if shape.text_width else "dit")
     config = NetworkConfig.parse({**TINY, "family": name, "depth": depth}, "a test")
     network = family(name).build(config, shape)
     initialise(network, seed)

@@ -70,6 +70,7 @@ COMMANDS = [
     ["data", "show"],
     ["data", "audit"],
     ["partition"],
+    ["plan"],
     ["train", "router"],
     ["launch"],
     ["assemble"],
@@ -458,7 +459,18 @@ def test_recipes_are_listed_with_their_first_line(run: Run) -> None:
 def test_help_names_every_command(option: str, run: Run) -> None:
     said = run(option)
     assert said.code == 0
-    for name in ("quickstart", "new", "data", "partition", "train", "launch", "sample", "compare", "report"):
+    for name in (
+        "quickstart",
+        "new",
+        "data",
+        "partition",
+        "plan",
+        "train",
+        "launch",
+        "sample",
+        "compare",
+        "report",
+    ):
         assert f"\n  {name} " in said.out
 
 

@@ -1,5 +1,6 @@
 """The commands. Each is thin: it opens a campaign, calls one stage, and imports what it needs only then."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,38 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
     from atoll.campaign.islands import make_islands
 
     make_islands(_open(campaign, sets))
+
+
+@atoll.command()
+@CAMPAIGN
+@click.option("--gpu", default="h100", show_default=True, help="Kind of GPU, a name of the table.")
+@click.option(
+    "--gpus", type=click.IntRange(1, 100_000), default=1, show_default=True, help="GPUs of one island."
+)
+@click.option("--table", metavar="FILE", help="YAML that adds GPUs to the table or changes their numbers.")
+@click.option("--rows", type=click.IntRange(min=1), help="Training rows, where there is no data set yet.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, US dollars.")
+@SETS
+def plan(
+    campaign: str,
+    gpu: str,
+    gpus: int,
+    table: str | None,
+    rows: int | None,
+    as_json: bool,
+    sets: tuple[str, ...],
+) -> None:
+    """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
+    from atoll.campaign import gpus as kinds
+    from atoll.campaign.expected import expected
+    from atoll.campaign.plan import make_plan, must_fit
+    from atoll.campaign.plan_text import lines
+
+    opened, known = _open(campaign, sets), kinds.load(table)
+    kinds.find(known, gpu)
+    made = make_plan(opened.config, expected(opened, rows), known, gpu, gpus)
+    say(json.dumps(made.to_json(), indent=2) if as_json else "\n".join(lines(made)))
+    must_fit(made, known)
 
 
 @atoll.command()

@@ -91,6 +91,19 @@ def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None
     assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
 
 
+def test_a_flux_comes_back_in_all_of_its_forms(tmp_path: Path) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    store, e = Store.open(tmp_path), Expert(denoiser(0, name="flux"), "flux", "v", "rectified-flow")
+    weights = dict(e.network.named_parameters())
+    own = card(family="flux", weights_sha256=digest_tensors(weights))
+    write_part(store, "a", e.network, weights, own)
+    x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
+    assert torch.equal(Expert.load(store, "a").velocity(x, t, cond), e.velocity(x, t, cond))
+    theirs = FluxTransformer2DModel.from_pretrained(tmp_path / "a")
+    assert all(torch.equal(p, weights[name]) for name, p in theirs.named_parameters())
+
+
 def test_diffusers_reads_it_too(tmp_path: Path) -> None:
     from diffusers import DiTTransformer2DModel
 

@@ -28,7 +28,7 @@ def built(name: str, size: str, patch: int = 2) -> torch.nn.Module:
 # label embedding; diffusers' class has one in every block, hence more.
 @pytest.mark.parametrize(
     ("name", "size", "millions"),
-    [("dit", "XL", 750), ("pixart", "XL", 611)],
+    [("dit", "XL", 750), ("pixart", "XL", 611), ("flux", "3B", 2989)],
 )
 def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str, millions: float) -> None:
     network = built(name, size)
@@ -73,6 +73,20 @@ def test_published_sizes_are_those_of_dit() -> None:
         "B": (12, 768),
         "XL": (28, 1152),
     }
+
+
+def flux_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
+    """By hand: a diffusers Flux of single-stream blocks with patch 2 on 4 channels."""
+    d = heads * head_width
+    into = (16 * d + d) + (text * d + d)
+    time = (256 * d + d) + (d * d + d) + (768 * d + d) + (d * d + d)
+    block = 3 * (d * d + d) + (4 * d * d + 4 * d) + (5 * d * d + d) + 3 * (d * d + d) + 2 * head_width
+    return into + time + depth * block + 2 * (d * d + d) + (d * 16 + 16)
+
+
+@pytest.mark.parametrize("size", ["S", "B", "3B"])
+def test_flux_counted_by_hand(size: str) -> None:
+    assert parameter_count(built("flux", size)) == flux_count(*SIZES[size])
 
 
 def test_parts_of_a_preset_can_be_replaced() -> None:
@@ -167,10 +181,68 @@ def test_time_is_scaled_by_a_thousand(shape: DataShape) -> None:
     assert seen["t"].tolist() == [250.0]
 
 
+def flux(network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None) -> torch.Tensor:
+    x = noise(B) if x is None else x
+    return family("flux").predict(network, x, torch.linspace(0, 1, len(x)), cond)
+
+
+def test_flux_takes_time_as_it_is_and_its_class_scales_it() -> None:
+    network, seen = denoiser(0, name="flux"), {}
+    embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
+    embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
+    family("flux").predict(network, noise(1), torch.tensor([0.25]), conditions(1))
+    assert seen["t"].tolist() == [250.0]
+
+
+def test_flux_without_a_pooled_text_gets_zeros() -> None:
+    network, cond = denoiser(0, name="flux"), conditions(B)
+    zeros = Condition(text=cond.text, mask=cond.mask, pooled=torch.zeros(B, 768))
+    assert torch.equal(flux(network, cond), flux(network, zeros))
+    ones = Condition(text=cond.text, mask=cond.mask, pooled=torch.ones(B, 768))
+    assert float((flux(network, cond) - flux(network, ones)).abs().max()) > 1e-3
+
+
+def test_padding_is_nothing_to_flux() -> None:
+    """Its class has no mask: left alone, a picture would depend on the longest prompt of its batch."""
+    network, cond = denoiser(0, name="flux", depth=2), conditions(B)
+    assert cond.text is not None and cond.mask is not None
+    first = flux(network, cond)
+    longer = Condition(
+        text=torch.nn.functional.pad(cond.text, (0, 0, 0, 4), value=9.0),
+        mask=torch.nn.functional.pad(cond.mask, (0, 4)),
+    )
+    torch.testing.assert_close(flux(network, longer), first, rtol=1e-5, atol=1e-5)
+    unmasked = Condition(text=longer.text, mask=torch.ones_like(longer.mask))
+    assert float((flux(network, unmasked) - first).abs().max()) > 1e-3
+    assert float((flux(network, conditions(B, seed=1)) - first).abs().max()) > 1e-3
+
+
+def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+
+    x, seen = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0)), {}
+    config = NetworkConfig.parse({**TINY, "patch": 2, "family": "flux"}, "")
+    network = family("flux").build(config, TEXT)
+    network.register_forward_pre_hook(lambda module, args, kw: seen.update(x=args[0], **kw), with_kwargs=True)
+    out = flux(network, conditions(2), x)
+    assert out.shape == x.shape
+    assert torch.equal(seen["x"], FluxPipeline._pack_latents(x, 2, 3, 8, 16))
+    places = FluxPipeline._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32)
+    assert torch.equal(seen["img_ids"], places) and not seen["txt_ids"].any()
+
+
+def test_patches_of_flux_come_back_where_they_were() -> None:
+    """A network whose every token is its input leaves the picture as it is."""
+    network = family("flux").build(NetworkConfig.parse({**TINY, "family": "flux"}, ""), TEXT)
+    network.forward = lambda tokens, **rest: type("Output", (), {"sample": tokens})  # type: ignore[method-assign]
+    x = noise(2)
+    assert torch.equal(flux(network, conditions(2), x), x)
+
+
 def test_shapes_that_would_go_wrong_silently_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"square images, not 8x16: use the pixart family"):
         call(denoiser(0, CLASSES), CLASSES, conditions(B, CLASSES), torch.zeros(B, 3, 8, 16))
-    for name, shape in (("dit", CLASSES), ("pixart", TEXT)):
+    for name, shape in (("dit", CLASSES), ("pixart", TEXT), ("flux", TEXT)):
         with pytest.raises(ConfigError, match="latents of 8 px do not divide into patches of 3"):
             family(name).build(NetworkConfig.parse({**TINY, "family": name, "patch": 3}, ""), shape)
 
@@ -184,6 +256,12 @@ def test_pixart_takes_pictures_that_are_not_square() -> None:
 def test_conditions_that_a_family_cannot_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="the pixart family needs text states"):
         family("pixart").build(NetworkConfig(), CLASSES)
+    with pytest.raises(ConfigError, match="the flux family needs text states"):
+        family("flux").build(NetworkConfig(family="flux"), CLASSES)
+    with pytest.raises(ConfigError, match="flux heads are 5 wide"):
+        family("flux").build(NetworkConfig(family="flux", head_width=5, patch=2), TEXT)
+    with pytest.raises(ConfigError, match="Flux was called without text states"):
+        flux(denoiser(0, name="flux"), Condition())
     with pytest.raises(ConfigError, match="the dit family takes no text"):
         family("dit").build(NetworkConfig(family="dit"), TEXT)
     with pytest.raises(ConfigError, match="PixArt was called without text states"):

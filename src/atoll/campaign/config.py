@@ -136,10 +136,10 @@ class CampaignConfig(Config):
                 raise ConfigError(
                     f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
                 )
-            if (network.family == "pixart") != (self.condition == "text"):
+            if (network.family != "dit") != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
-                    "use pixart for text, dit for class or none",
+                    "use pixart or flux for text, dit for class or none",
                 )
         if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
             raise ConfigError(

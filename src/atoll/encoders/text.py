@@ -19,6 +19,15 @@ _TOWERS = {
 }
 _TOWERS |= {"clip_text_model": "CLIPTextModel", "siglip": "SiglipTextModel"}
 
+# width of the states of well-known encoders, so that a plan need not ask for their config
+_WIDTHS = {"minilm": 384, "openai/clip-vit-base-patch32": 512, "openai/clip-vit-large-patch14": 768}
+_WIDTHS |= {
+    f"google/{kind}-{size}": width
+    for kind in ("t5-v1_1", "flan-t5")
+    for size, width in (("small", 512), ("base", 768), ("large", 1024), ("xl", 2048), ("xxl", 4096))
+}
+_LIMITS = {"openai/clip-vit-base-patch32": 77, "openai/clip-vit-large-patch14": 77}
+
 
 @dataclass
 class TextEncoder:
@@ -101,10 +110,33 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
         raise ConfigError(
             f"cannot load the text encoder {name!r}: it has no tokenizer", "add its tokenizer's files"
         )
-    config = getattr(network.config, "text_config", network.config)
+    width, length = _size(getattr(network.config, "text_config", network.config), max_length)
+    return TextEncoder(name, tokenizer, network, length, width, torch.device(device))
+
+
+def text_size(name: str, max_length: int) -> tuple[int, int]:
+    """Width of the states and most tokens of a text encoder, from its name or its config: no weights.
+
+    Raises:
+        ConfigError: its config cannot be found.
+    """
+    if name in _WIDTHS:
+        return _WIDTHS[name], min(max_length, _LIMITS.get(name, max_length))
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError):
+        fix = "use 'minilm', a folder or a hub name, or encode first: atoll data encode"
+        raise ConfigError(f"cannot tell the width of the text encoder {name!r}", fix) from None
+    return _size(getattr(config, "text_config", config), max_length)
+
+
+def _size(config: Any, max_length: int) -> tuple[int, int]:
+    """Width and most tokens, from the config of a text tower."""
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)
-    return TextEncoder(name, tokenizer, network, min(max_length, limit), width, torch.device(device))
+    return width, min(max_length, limit)
 
 
 def _minilm() -> str:

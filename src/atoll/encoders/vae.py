@@ -1,7 +1,8 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,12 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
 from atoll.encoders.weights import weights_hash
+
+# channels and factor of well-known autoencoders, so that a plan need not ask for their config
+_SHAPES = dict.fromkeys(
+    ("stabilityai/sd-vae-ft-mse", "stabilityai/sd-vae-ft-ema", "stabilityai/sdxl-vae", "madebyollin/taesd"),
+    (4, 8),
+) | {"madebyollin/taef1": (16, 8), "mit-han-lab/dc-ae-f32c32-in-1.0-diffusers": (32, 32)}
 
 
 @dataclass
@@ -72,8 +79,7 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     import diffusers
 
     try:
-        with warnings.catch_warnings():  # diffusers passes the hub an option that the hub has dropped
-            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+        with _quiet():
             settings = diffusers.AutoencoderKL.load_config(name)
             kind = settings.get("_class_name", "AutoencoderKL")
             network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
@@ -85,6 +91,38 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """diffusers passes the hub an option that the hub has dropped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+        yield
+
+
+def latent_size(name: str, size: int) -> tuple[int, int]:
+    """Channels and side of the latents of `size` px pictures, from the VAE's name or config: no weights.
+
+    Raises:
+        ConfigError: its config cannot be found, or the pictures do not divide by its factor.
+    """
+    if name in _SHAPES:
+        channels, factor = _SHAPES[name]
+    else:
+        import diffusers
+
+        try:
+            with _quiet():
+                config = diffusers.AutoencoderKL.load_config(name)
+            levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
+            channels, factor = int(config["latent_channels"]), 2 ** (len(levels) - 1)
+        except (OSError, ValueError, KeyError):
+            fix = "use 'none', a folder or a hub name, or encode first: atoll data encode"
+            raise ConfigError(f"cannot tell the latents' shape of the VAE {name!r}", fix) from None
+    if size % factor:
+        raise ConfigError(f"pictures of {size} px do not divide by {factor}, as {name} asks", "change size")
+    return channels, size // factor
 
 
 def autoencoder_of(producer: Mapping[str, Any]) -> Autoencoder:

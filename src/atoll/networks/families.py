@@ -18,10 +18,10 @@ from atoll.base.condition import Condition
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 
-FamilyName = Literal["dit", "pixart"]
+FamilyName = Literal["dit", "pixart", "flux"]
 
 # depth, heads, width of a head. nano is for a CPU; S, B, XL are the published DiT sizes
-# (arXiv 2212.09748, table 1), which PixArt shares.
+# (arXiv 2212.09748, table 1), which PixArt shares; 3B is the paper's MMDiT (arXiv 2501.05450).
 SIZES: dict[str, tuple[int, int, int]] = {
     "nano": (6, 3, 48),
     "micro": (6, 4, 48),
@@ -29,6 +29,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "S": (12, 6, 64),
     "B": (12, 12, 64),
     "XL": (28, 16, 72),
+    "3B": (30, 20, 128),
 }
 
 
@@ -36,9 +37,9 @@ class NetworkConfig(Config):
     """Which denoiser, how large. The image shape comes from the data."""
 
     family: FamilyName = "pixart"
-    """`dit` (class labels or none) or `pixart` (text)."""
+    """`dit` (class labels or none), `pixart` (text) or `flux` (text among the tokens of the picture)."""
     size: str = "nano"
-    """Preset: nano, micro, tiny, S, B, XL."""
+    """Preset: nano, micro, tiny, S, B, XL, 3B."""
     patch: int = Field(default=2, ge=1)
     """Side of a patch, in latent pixels."""
     depth: int | None = Field(default=None, ge=1)
@@ -201,8 +202,73 @@ class PixArt(Family):
         return cast(Tensor, output[:, : cast(Any, network).config.in_channels])
 
 
-FAMILIES: dict[str, Family] = {"dit": DiT(), "pixart": PixArt()}
-_CLASS_NAMES = {"DiTTransformer2DModel": "dit", "PixArtTransformer2DModel": "pixart"}
+class Flux(Family):
+    """`FluxTransformer2DModel` of single-stream blocks: text and picture are one rotary sequence.
+
+    The class takes no mask by itself and would attend to padding, so that a picture would depend on the
+    longest prompt of its batch: the mask goes to the attention. Without `pooled` it crashes: zeros.
+    """
+
+    name: FamilyName = "flux"
+    time_scale = 1.0  # the class multiplies by 1000 itself
+
+    def network_class(self) -> type[nn.Module]:
+        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+        return cast(type[nn.Module], FluxTransformer2DModel)
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        if not shape.text_width:
+            raise ConfigError("the flux family needs text states", "set condition: text, or family: dit")
+        depth, heads, width = config.dimensions()
+        side = width * 7 // 32 * 2  # of 128: 56 for each side of the picture, 16 for the first axis
+        if width % 2 or not side:
+            raise ConfigError(f"flux heads are {width} wide", "make head_width even and at least 6")
+        return {
+            "patch_size": 1,  # the class leaves patches to its caller: see `predict`
+            "in_channels": shape.channels * config.patch**2,
+            "num_layers": 0,
+            "num_single_layers": depth,
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "joint_attention_dim": shape.text_width,
+            "axes_dims_rope": (width - 2 * side, side, side),
+        }
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if cond.text is None or cond.mask is None:
+            raise ConfigError(
+                "Flux was called without text states", 'pass the stored encoding of "" for no text'
+            )
+        config, (batch, channels, height, width) = cast(Any, network).config, x.shape
+        patch = math.isqrt(config.in_channels // channels)
+        rows, columns = height // patch, width // patch
+        grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
+        places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
+        seen = torch.cat(
+            [cond.mask.bool(), cond.mask.new_ones(batch, rows * columns, dtype=torch.bool)], dim=1
+        )
+        tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+        pooled = cond.pooled if cond.pooled is not None else x.new_zeros(batch, config.pooled_projection_dim)
+        output = network(
+            tokens.reshape(batch, rows * columns, -1),
+            encoder_hidden_states=cond.text.to(x.dtype),
+            pooled_projections=pooled.to(x.dtype),
+            timestep=t * self.time_scale,
+            img_ids=places,
+            txt_ids=places.new_zeros(cond.text.shape[1], 3),
+            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
+        ).sample
+        output = output.reshape(batch, rows, columns, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
+        return cast(Tensor, output.reshape(x.shape))
+
+
+FAMILIES: dict[str, Family] = {"dit": DiT(), "pixart": PixArt(), "flux": Flux()}
+_CLASS_NAMES = {
+    "DiTTransformer2DModel": "dit",
+    "PixArtTransformer2DModel": "pixart",
+    "FluxTransformer2DModel": "flux",
+}
 
 
 def family(name: str) -> Family:

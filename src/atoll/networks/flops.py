@@ -46,7 +46,7 @@ def count(
         network = build()
         x = torch.empty(batch, shape.channels, shape.size, shape.size)
         t = torch.empty(batch)
-        cond = _condition(shape, batch)
+        cond = empty_condition(shape, batch)
     with FlopCounterMode(display=False) as counter:
         output = call(network, x, t, cond)
         forward = counter.get_total_flops()
@@ -55,7 +55,8 @@ def count(
     return Flops(forward / batch, train / batch)
 
 
-def _condition(shape: DataShape, batch: int) -> Condition:
+def empty_condition(shape: DataShape, batch: int) -> Condition:
+    """A condition of the right shapes and no meaning."""
     labels = torch.zeros(batch, dtype=torch.long) if shape.classes else None
     if not shape.text_width:
         return Condition(labels=labels)

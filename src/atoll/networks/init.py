@@ -1,7 +1,8 @@
 """The published initialisation of each family, drawn from one seed.
 
 diffusers builds networks with torch's defaults: no adaLN-zero, no Xavier. These rules are those of the
-papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3).
+papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3). Flux has none
+published; it gets DiT's, which SD3 (arXiv 2403.03206) took over for its blocks.
 """
 
 from typing import Any, cast
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from atoll.base.rng import generator
+
+GATES = (".norm1.linear", ".attn2.to_out.0", ".norm.linear")  # of DiT, PixArt, Flux
 
 
 def initialise(network: nn.Module, seed: int) -> None:
@@ -21,6 +24,8 @@ def initialise(network: nn.Module, seed: int) -> None:
                 _xavier(module, source)
             elif isinstance(module, nn.Embedding):
                 _normal(module.weight, 0.02, source)
+            elif isinstance(module, nn.RMSNorm) and module.weight is not None:
+                module.weight.fill_(1.0)
             for own, parameter in module.named_parameters(recurse=False):
                 if own in ("scale_shift_table", "cls_token"):
                     std = 0.02 if own == "cls_token" else parameter.shape[-1] ** -0.5
@@ -39,7 +44,7 @@ def _zero_gates(network: nn.Module) -> None:
     parts = dict(network.named_modules())
     zero = [name for name in parts if name in ("proj_out", "proj_out_2", "proj_out_1", "norm_out.linear")]
     for name in parts:
-        if name.startswith("transformer_blocks.") and name.endswith(("norm1.linear", "attn2.to_out.0")):
+        if "transformer_blocks." in name and name.endswith(GATES):
             zero.append(name)
     for name in zero:
         layer = parts[name]

@@ -1,0 +1,119 @@
+"""What networks must fit, as far as it is known: from the partition, the data set, or the settings alone."""
+
+from dataclasses import dataclass, replace
+
+from atoll.base.errors import AtollError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.islands import made_by, run_folder, wanted_columns
+from atoll.data.dataset import DataSet
+from atoll.data.samples import data_shape, read_labels
+from atoll.encoders.text import text_size
+from atoll.encoders.vae import latent_size
+from atoll.networks.families import DataShape
+from atoll.train.settings import RunPlan
+
+CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The data of a campaign, known or assumed.
+
+    Attributes:
+        shape: what networks must fit.
+        sizes: training rows of each cluster, or equal shares where they are not known.
+        rows: training rows in all; None if not known.
+        stored: bytes of each island's data set; None if not known.
+        partitioned: whether sizes are those of the partition.
+        notes: what was assumed.
+    """
+
+    shape: DataShape
+    sizes: list[int]
+    rows: int | None
+    stored: list[int] | None
+    partitioned: bool
+    notes: list[str]
+
+
+def expected(campaign: Campaign, rows: int | None = None) -> Expected:
+    """Look at what is there, and assume the rest.
+
+    Args:
+        campaign: at any stage.
+        rows: training rows to assume where there is no data set yet.
+
+    Raises:
+        ConfigError: the settings do not tell the shape, such as a VAE that is not known.
+    """
+    if campaign.store.exists("partition/partition.json"):
+        return _partitioned(campaign)
+    k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
+    shape, found = None, rows
+    if not (campaign.config.data_path(campaign.store.root) / "manifest.json").exists():
+        notes.append("no data set yet: shapes are those that the settings name")
+        if campaign.config.condition == "class":
+            notes.append(f"{CLASSES} classes are assumed")
+        if rows is None:
+            notes.append("rows are not known: --rows N tells what the data set's bytes will be")
+    else:
+        dataset = campaign.dataset()
+        found = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
+        shape = _from_data(campaign, dataset)
+    shape = shape or _from_settings(campaign)
+    sizes = [found // k + (number < found % k) for number in range(k)] if found else []
+    stored = [row_bytes(shape) * size for size in sizes] if sizes else None
+    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, found, stored, False, notes)
+
+
+def row_bytes(shape: DataShape) -> int:
+    """Bytes of a row's latents and text states in float16, texts at their longest; pictures stay behind."""
+    return 2 * (shape.channels * shape.size**2 + shape.text_length * shape.text_width)
+
+
+def _partitioned(campaign: Campaign) -> Expected:
+    store, plans = campaign.store, []
+    for number in range(campaign.config.partition.k):
+        name = f"{run_folder('expert', number)}/island.json"
+        plans.append(RunPlan.parse(store.get_json(name), name))
+    shape, sizes = DataShape(**plans[0].shape), [plan.rows for plan in plans]
+    stored = [_stored(campaign, number, row_bytes(shape) * plan.rows) for number, plan in enumerate(plans)]
+    return Expected(shape, sizes, sum(sizes), stored, True, [])
+
+
+def _stored(campaign: Campaign, number: int, otherwise: int) -> int:
+    """Bytes of an island's data set by its manifest; an estimate where the island is elsewhere."""
+    try:
+        data = DataSet.open(campaign.store, f"islands/{number}/data")
+        files = [entry for shard in data.shards for entry in shard.files.values()]
+        for name in data.column_names():
+            meta = data.column(name).meta
+            files += [*meta.shards, *meta.extras.values()]
+    except AtollError:
+        return otherwise
+    return sum(entry.bytes for entry in files)
+
+
+def _from_settings(campaign: Campaign) -> DataShape:
+    config = campaign.config
+    settings = config.data
+    if settings.vae == "none":
+        channels, size = 1 if settings.ingest.mode == "gray" else 3, settings.ingest.size
+    else:
+        channels, size = latent_size(settings.vae, settings.ingest.size)
+    if config.condition == "text":
+        return DataShape(channels, size, *text_size(settings.text_encoder, settings.text_length))
+    return DataShape(channels, size, classes=CLASSES if config.condition == "class" else 0)
+
+
+def _from_data(campaign: Campaign, dataset: DataSet) -> DataShape:
+    """The shape by the columns, or as much of it as the rows and pictures tell."""
+    wanted = wanted_columns(campaign.config)
+    if all(made_by(dataset, name, wanted[name]) for name in ("latents", "text") if name in wanted):
+        return data_shape(dataset, campaign.config.condition)
+    shape = _from_settings(campaign)
+    if campaign.config.data.vae == "none" and dataset.manifest.mode is not None:
+        shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)
+    if campaign.config.condition == "class":
+        return replace(shape, classes=int(read_labels(dataset).max()) + 1)
+    return shape

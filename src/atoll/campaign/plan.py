@@ -1,0 +1,337 @@
+"""What a campaign will cost, before any GPU is spent: operations, memory, time, money, bytes.
+
+Steps and operations are those of `budget.divide`, which the partition uses too. Memory is counted by
+`networks/memory.py`. Time is operations over (GPUs x peak x assumed utilisation).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from atoll.base.errors import ConfigError
+from atoll.campaign.budget import Share, divide, router_arguments
+from atoll.campaign.config import CampaignConfig
+from atoll.campaign.expected import Expected, row_bytes
+from atoll.campaign.gpus import Gpu
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
+from atoll.networks.router import Router
+
+OVERHEAD = 2 * 2**30
+"""Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""
+SMALL = 8
+"""Samples at once below which a GPU is badly used: other ways to save memory are tried before."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a step, and the bytes that it takes on every GPU.
+
+    Attributes:
+        sharded: state divided over the GPUs (FSDP) and gathered block by block, or whole on each (DDP).
+        checkpointing: blocks computed again in the backward pass.
+        micro_batch: samples at once on one GPU; gradients of the rest are accumulated.
+        state: weights, gradients, moments, average.
+        copies: weights in bf16; where sharded, the gathered blocks.
+        activations: or the copy of the weights that a validation makes, where that is larger.
+    """
+
+    sharded: bool
+    checkpointing: bool
+    micro_batch: int
+    state: float
+    copies: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All bytes on one GPU."""
+        return self.state + self.copies + self.activations + OVERHEAD
+
+
+def mode(
+    counted: Footprint, gpus: int, micro_batch: int, sharded: bool = False, checkpointing: bool = False
+) -> Mode:
+    """Bytes on each of `gpus` GPUs at `micro_batch` samples at once."""
+    parts = gpus if sharded else 1
+    each = counted.checkpointed if checkpointing else counted.activations
+    activations = max(each * micro_batch, WEIGHTS * counted.parameters / parts)
+    copies = counted.casts
+    if parts > 1:  # the block in hand and the next one, with what lies outside of blocks
+        gathered = counted.outer_parameters + 2 * counted.block_parameters
+        copies = min(counted.parameters, gathered) * WEIGHTS
+    return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)
+
+
+def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | None:
+    """The fastest way that fits into `memory` bytes; None if none does.
+
+    Smaller micro-batches come first, as accumulation costs little down to `SMALL` samples; then sharding,
+    then checkpointing (one more forward pass), then micro-batches below that.
+    """
+    for least in dict.fromkeys((min(batch, SMALL), 1)):
+        for checkpointing in (False, True):
+            for sharded in (False, True)[: 1 + (gpus > 1)]:
+                for micro in _halvings(batch, least):
+                    found = mode(counted, gpus, micro, sharded, checkpointing)
+                    if found.total <= memory:
+                        return found
+    return None
+
+
+def _halvings(batch: int, least: int) -> Iterator[int]:
+    while batch >= least:
+        yield batch
+        if batch == 1:
+            return
+        batch = math.ceil(batch / 2)
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What one training run takes.
+
+    Attributes:
+        name: `expert 0`, `router`, `monolith`.
+        share: steps, batch and operations per sample.
+        rows: training rows; None if not known.
+        footprint: its memory, counted.
+        gpus: GPUs it uses: at most one for each sample of a step.
+        gpu: what they are.
+    """
+
+    name: str
+    share: Share
+    rows: int | None
+    footprint: Footprint
+    gpus: int
+    gpu: Gpu
+
+    @property
+    def local_batch(self) -> int:
+        """Samples of a step on one GPU."""
+        return math.ceil(self.share.batch / self.gpus)
+
+    @cached_property
+    def mode(self) -> Mode | None:
+        """How it runs; None if it does not fit."""
+        return choose(self.footprint, self.gpus, self.local_batch, self.gpu.memory)
+
+    @cached_property
+    def modes(self) -> list[Mode]:
+        """Whole local batch: as it is, checkpointing, sharded, both."""
+        pairs = [(False, False), (False, True), (True, False), (True, True)]
+        return [mode(self.footprint, self.gpus, self.local_batch, s, c) for s, c in pairs]
+
+    @property
+    def seconds(self) -> float:
+        """Duration; blocks that are computed again count here, and not among the training operations."""
+        again = self.share.flops.forward if self.mode is None or self.mode.checkpointing else 0.0
+        work = self.share.steps * self.share.batch * (self.share.flops.train + again)
+        return work / (self.gpus * self.gpu.speed)
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPUs times hours."""
+        return self.gpus * self.seconds / 3600
+
+    @property
+    def usd(self) -> float:
+        """Price."""
+        return self.gpu_hours * self.gpu.usd_per_hour
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; bytes, seconds, US dollars."""
+        how = None if self.mode is None else asdict(self.mode) | {"total": self.mode.total}
+        return {
+            "name": self.name,
+            "parameters": self.footprint.parameters,
+            "rows": self.rows,
+            "steps": self.share.steps,
+            "batch": self.share.batch,
+            "train_flops": self.share.train_flops,
+            "gpus": self.gpus,
+            "memory": {
+                "footprint": asdict(self.footprint) | {"state": self.footprint.state},
+                "whole_batch": [asdict(m) | {"total": m.total} for m in self.modes],
+                "chosen": how,
+            },
+            "seconds": self.seconds,
+            "gpu_hours": self.gpu_hours,
+            "usd": self.usd,
+        }
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes between places.
+
+    Attributes:
+        data_out: data sets sent to the islands; None where rows are not known.
+        row: of one row, at most.
+        experts_in: networks that come back.
+        between_islands: while they train.
+        all_reduce: what a monolith trained data-parallel over as many nodes sends meanwhile, all nodes
+            together: float32 gradients around a ring at every step.
+    """
+
+    data_out: int | None
+    row: int
+    experts_in: int
+    between_islands: int
+    all_reduce: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole campaign.
+
+    Attributes:
+        gpu_name: kind of GPU.
+        gpu: its numbers.
+        gpus: GPUs of one island.
+        experts: one run each.
+        router: its run.
+        monolith: the same budget on one cluster of as many GPUs as all islands have.
+        baseline: whether the campaign trains the monolith too.
+        traffic: bytes.
+        notes: what was assumed.
+    """
+
+    gpu_name: str
+    gpu: Gpu
+    gpus: int
+    experts: list[RunCost]
+    router: RunCost
+    monolith: RunCost
+    baseline: bool
+    traffic: Traffic
+    notes: list[str]
+
+    @property
+    def own(self) -> list[RunCost]:
+        """The runs that make the ensemble."""
+        return [*self.experts, self.router]
+
+    @property
+    def wall_seconds(self) -> float:
+        """Duration when all islands and the router train side by side."""
+        return max(run.seconds for run in self.own)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; bytes, seconds, US dollars."""
+        return {
+            "gpu": {"name": self.gpu_name, **self.gpu.model_dump()},
+            "gpus_per_island": self.gpus,
+            "runs": [run.to_json() for run in self.own],
+            "monolith": self.monolith.to_json(),
+            "trains_monolith": self.baseline,
+            "total": {
+                "train_flops": sum(run.share.train_flops for run in self.own),
+                "gpu_hours": sum(run.gpu_hours for run in self.own),
+                "wall_seconds": self.wall_seconds,
+                "usd": sum(run.usd for run in self.own),
+            },
+            "bytes": asdict(self.traffic),
+            "assumptions": self.notes,
+        }
+
+
+def make_plan(
+    config: CampaignConfig, data: Expected, table: dict[str, Gpu], name: str, gpus: int = 1
+) -> Plan:
+    """Plan a campaign.
+
+    Args:
+        config: its settings.
+        data: its data, known or assumed.
+        table: kinds of GPU.
+        name: the kind that every island has.
+        gpus: how many each has.
+    """
+    gpu, budget = table[name], divide(config, data.shape, data.sizes)
+    rows = [None if data.rows is None else size for size in data.sizes]
+    counts: dict[tuple[str, bool], Footprint] = {}
+
+    def run(title: str, share: Share, own: int | None, network: NetworkConfig, bf16: bool, n: int) -> RunCost:
+        key = (network.model_dump_json(), bf16)
+        if key not in counts:
+            counts[key] = denoiser_footprint(network, data.shape, bf16)
+        return RunCost(title, share, own, counts[key], min(n, share.batch), gpu)
+
+    experts = []
+    for number, share in enumerate(budget.experts):
+        network, train = config.island(number)
+        bf16 = train.precision != "float32"
+        experts.append(run(f"expert {number}", share, rows[number], network, bf16, gpus))
+    routing = router_footprint(config, data.shape)
+    router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu)
+    bf16, whole = config.train.precision != "float32", gpus * len(experts)
+    monolith = run("monolith", budget.monolith, data.rows, config.network, bf16, whole)
+
+    networks = sum(run.footprint.parameters for run in [*experts, router])
+    ring = 2 * (len(experts) - 1) * GRADIENTS * monolith.footprint.parameters
+    traffic = Traffic(
+        None if data.stored is None else sum(data.stored),
+        row=row_bytes(data.shape),
+        experts_in=EMA * networks,
+        between_islands=0,
+        all_reduce=ring * budget.monolith.steps,
+    )
+    notes = [*data.notes, *_notes([*experts, router], gpus, config)]
+    return Plan(name, gpu, gpus, experts, router, monolith, config.monolith, traffic, notes)
+
+
+def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
+    notes = ["utilisation and price are examples: --table FILE puts in what you measure and pay"]
+    notes += [
+        f"{run.name} uses {run.gpus} of the {gpus} GPUs: its batch is {run.share.batch} samples"
+        for run in runs
+        if run.gpus < gpus
+    ]
+    if any(config.island(n)[1].precision == "float32" for n in range(config.partition.k)):
+        notes.append("times are for bf16, and an expert that trains in float32 takes several times as long")
+    return notes
+
+
+def denoiser_footprint(config: NetworkConfig, shape: DataShape, bf16: bool) -> Footprint:
+    """Memory of training a denoiser."""
+    adapter = family(config.family)
+    return footprint(lambda: adapter.build(config, shape), adapter.predict, shape, bf16)
+
+
+def router_footprint(config: CampaignConfig, shape: DataShape) -> Footprint:
+    """Memory of training the router."""
+    arguments, bf16 = router_arguments(config, shape), config.router.train.precision != "float32"
+    return footprint(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape, bf16)
+
+
+def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
+    """`ConfigError` that names what would fit, if a run of the ensemble does not."""
+    for run in plan.own:
+        if run.mode is None:
+            least = _least(run.footprint, run.gpus)
+            raise ConfigError(
+                f"{run.name} does not fit: at least {least.total / 2**30:.1f} GiB on each of "
+                f"{run.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
+                _what_fits(run, table),
+            )
+
+
+def _least(counted: Footprint, gpus: int) -> Mode:
+    """The way that takes the least memory."""
+    kinds = [(s, c) for s in (False, True)[: 1 + (gpus > 1)] for c in (False, True)]
+    return min((mode(counted, gpus, 1, s, c) for s, c in kinds), key=lambda m: m.total)
+
+
+def _what_fits(run: RunCost, table: dict[str, Gpu]) -> str:
+    def fits(gpus: int, memory: float) -> bool:
+        return _least(run.footprint, gpus).total <= memory
+
+    counts = [n for n in range(run.gpus + 1, run.share.batch + 1) if fits(n, run.gpu.memory)]
+    others = sorted((gpu.memory_gib, name) for name, gpu in table.items() if fits(run.gpus, gpu.memory))
+    found = [f"--gpus {counts[0]}"] if counts else []
+    found += [f"--gpu {others[0][1]}"] if others else []
+    return f"use {' or '.join(found)}" if found else "make the network smaller"
