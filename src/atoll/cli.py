@@ -134,7 +134,7 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 def train(what: str, campaign: str, island: int | None) -> None:
