@@ -167,7 +167,7 @@ def plan(
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")

@@ -23,7 +23,8 @@ def budget(sizes: list[int], shape: DataShape = SHAPE, **changes: Any) -> Budget
 
 
 def spent(made: Budget) -> float:
-    return made.router.train_flops + sum(share.train_flops for share in made.experts)
+    seed = made.seed.train_flops if made.seed else 0.0
+    return seed + made.router.train_flops + sum(share.train_flops for share in made.experts)
 
 
 @pytest.mark.parametrize("compute", ["proportional", "equal"])
@@ -34,19 +35,23 @@ def spent(made: Budget) -> float:
     batch=st.integers(16, 300),
     share=st.floats(0.01, 0.3),
     text=st.booleans(),
+    seed=st.sampled_from([0.0, 0.05, 1 / 3, 0.6]),
 )
 def test_the_parts_cost_the_whole(
-    compute: str, sizes: list[int], samples: int, batch: int, share: float, text: bool
+    compute: str, sizes: list[int], samples: int, batch: int, share: float, text: bool, seed: float
 ) -> None:
     made = budget(
         sizes,
         TEXT if text else SHAPE,
         **merged(PIXART if text else {}, {"router": {"share": share}}),
-        budget={"compute": compute, "samples": samples},
+        budget={"compute": compute, "samples": samples, "seed": seed},
         train={"batch": batch},
     )
     assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
     assert made.ratio() == pytest.approx(spent(made) / made.monolith.train_flops)
+    assert (made.seed.train_flops if made.seed else 0.0) == pytest.approx(
+        seed * made.monolith.train_flops, rel=0.05
+    )
     assert made.router.train_flops == pytest.approx(share * made.monolith.train_flops, rel=0.05)
 
 
@@ -101,6 +106,24 @@ def test_the_router_is_counted_with_its_own_batch() -> None:
         for b in (8, 80)
     )
     assert small.steps == pytest.approx(10 * large.steps, rel=0.01)
+
+
+def test_a_seed_takes_its_share_from_the_experts() -> None:
+    without = budget([300, 700], budget={"samples": 1_000_000})
+    seeded = budget([300, 700], budget={"samples": 1_000_000, "seed": 0.3})
+    assert without.seed is None and seeded.seed is not None
+    assert (seeded.seed.batch, seeded.seed.flops) == (seeded.monolith.batch, seeded.monolith.flops)
+    assert seeded.seed.steps == round(0.3 * seeded.monolith.steps)
+    assert (seeded.monolith, seeded.router) == (without.monolith, without.router)
+    for before, after in zip(without.experts, seeded.experts, strict=True):
+        assert after.steps / before.steps == pytest.approx((1 - 0.1 - 0.3) / (1 - 0.1), rel=0.01)
+
+
+def test_a_seed_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"budget.seed and router.share are 1.05 of the budget: nothing is left"
+    ):
+        budget([5, 5], budget={"seed": 0.95})
 
 
 def test_a_patch_that_does_not_divide_is_refused() -> None:

@@ -17,8 +17,10 @@ from helpers import environment
 CORES = len(os.sched_getaffinity(0))
 
 
-def job(name: str, code: str, cpus: int = 1, work: float = 0.0, memory: int = 0) -> Job:
-    return Job(name, (sys.executable, "-S", "-c", code), cpus, memory, work)
+def job(
+    name: str, code: str, cpus: int = 1, work: float = 0.0, memory: int = 0, after: tuple[str, ...] = ()
+) -> Job:
+    return Job(name, (sys.executable, "-S", "-c", code), cpus, memory, work, after)
 
 
 def waiting(folder: Path, name: str, seconds: float = 0.4) -> str:
@@ -51,6 +53,29 @@ def test_all_run_and_their_lines_are_shown(tmp_path: Path, capsys: pytest.Captur
 def test_as_many_at_once_as_cores_allow(tmp_path: Path) -> None:
     local.run([job(str(n), waiting(tmp_path, str(n))) for n in range(CORES + 2)])
     assert most_at_once(times(tmp_path)) == CORES
+
+
+def test_a_job_waits_for_those_it_names_and_others_do_not(tmp_path: Path) -> None:
+    """The one that is waited for starts first, however short; a name that is not launched does not count."""
+    local.run(
+        [
+            job("expert", waiting(tmp_path, "expert", 0), work=9, after=("seed", "finished before")),
+            job("monolith", waiting(tmp_path, "monolith"), work=5),
+            job("seed", waiting(tmp_path, "seed")),
+        ]
+    )
+    spans = times(tmp_path)
+    assert spans["seed"][1] <= spans["expert"][0]
+    if CORES > 1:
+        assert spans["monolith"][0] < spans["seed"][1]
+    else:
+        assert spans["seed"][0] < spans["monolith"][0]
+
+
+def test_a_job_whose_forerunner_fails_is_not_started(tmp_path: Path) -> None:
+    with pytest.raises(AtollError, match="seed ended with code 3"):
+        local.run([job("seed", "raise SystemExit(3)"), job("e", waiting(tmp_path, "e"), after=("seed",))])
+    assert not times(tmp_path)
 
 
 def test_a_job_that_takes_all_cores_runs_alone(tmp_path: Path) -> None:

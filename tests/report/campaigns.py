@@ -83,6 +83,13 @@ class Builder:
             f"{folder}/island.json", {**plan, "partition": HASH, "train_flops": steps * 64 * per}
         )
 
+    def seed(self, steps: int) -> "Builder":
+        """The plan of a seed run on all rows."""
+        plan = {"role": "seed", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 64}
+        content = {**plan, "partition": HASH, "train_flops": steps * 64 * 3e8}
+        self.store.put_json("seed/island.json", content)
+        return self
+
     def run(self, folder: str, *, finished: bool = True, losses: list[Any] | None = None) -> "Builder":
         """Log a run and, if it is finished, publish its network."""
         plan = self.store.get_json(f"{folder}/island.json")

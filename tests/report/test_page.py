@@ -355,7 +355,12 @@ def test_the_summary_has_every_figure(builder: Builder):
         "partition": "ab" * 32,
         "cluster_sizes": [1000, 900, 800, 700],
         "cluster_heldout": [10, 20, 30, 40],
-        "train_flops": {"monolith": 340 * 64 * 3e8, "experts": sum(cards), "router": 50 * 64 * 1e6},
+        "train_flops": {
+            "monolith": 340 * 64 * 3e8,
+            "experts": sum(cards),
+            "router": 50 * 64 * 1e6,
+            "seed": 0.0,
+        },
         "flops_ratio": pytest.approx(1.0 + 50 * 1e6 / (340 * 3e8)),
         "distance": DISTANCES,
         "best": "top-2",
@@ -367,9 +372,23 @@ def test_the_summary_has_every_figure(builder: Builder):
     assert list(made["distance"]) == list(DISTANCES)
 
 
+def test_a_seed_run_is_counted(builder: Builder):
+    builder.campaign(budget={"seed": 0.25}).partition().seed(85)
+    made = summary(builder.train().compare())
+    assert made["unfinished"] == ["seed"]
+    assert made["train_flops"]["seed"] is made["flops_ratio"] is None
+    found = page(builder.run("seed"))
+    made = summary(builder)
+    assert made["unfinished"] == [] and made["train_flops"]["seed"] == 85 * 64 * 3e8
+    assert made["flops_ratio"] == pytest.approx(1.25 + 50 * 1e6 / (340 * 3e8))
+    assert "Experts, router and seed together cost 1.250× as much training" in found.text()
+    assert "router and seed included" in found.text()
+    assert "Experts + router + seed" in found.text()
+
+
 def test_the_summary_of_an_unfinished_campaign_holds_nothing_it_does_not_know(builder: Builder):
     made = summary(builder.campaign().partition().run("islands/0").run("router"))
-    assert made["train_flops"] == {"monolith": None, "experts": None, "router": 50 * 64 * 1e6}
+    assert made["train_flops"] == {"monolith": None, "experts": None, "router": 50 * 64 * 1e6, "seed": 0.0}
     assert made["flops_ratio"] is made["seconds"] is made["stages"] is made["best"] is made["metric"] is None
     assert made["distance"] == made["ratio_to_monolith"] == {}
     assert made["unfinished"] == ["expert 1", "expert 2", "expert 3", "monolith"]

@@ -7,8 +7,9 @@ from atoll.base.errors import PartitionError, StoreError
 from atoll.campaign.campaign import Campaign
 from atoll.ensemble.card import Card, check_together
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, read_part
+from atoll.ensemble.expert import Expert, RouterModel, published, read_card, read_part
 from atoll.ensemble.sample import flow_scheduler
+from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.manifest import FileEntry, read_file, write_file
 from atoll.store.store import Store, to_json
 

@@ -1,4 +1,4 @@
-"""Who trains how long: equal training FLOPs for the experts with their router, and the monolith."""
+"""Who trains how long: equal training FLOPs for the experts with router and seed, and the monolith."""
 
 from dataclasses import dataclass
 
@@ -36,11 +36,16 @@ class Budget:
     monolith: Share
     router: Share
     experts: list[Share]
+    seed: Share | None = None
+
+    def whole(self) -> dict[str, Share]:
+        """The runs on all the data, by role."""
+        return {"router": self.router, "monolith": self.monolith} | ({"seed": self.seed} if self.seed else {})
 
     def ratio(self) -> float:
-        """FLOPs of experts and router over the monolith's."""
-        spent = self.router.train_flops + sum(e.train_flops for e in self.experts)
-        return spent / self.monolith.train_flops
+        """FLOPs of experts, router and seed over the monolith's."""
+        parts = [self.router, *self.experts, *([self.seed] if self.seed else [])]
+        return sum(part.train_flops for part in parts) / self.monolith.train_flops
 
 
 def denoiser_flops(config: NetworkConfig, shape: DataShape) -> Flops:
@@ -78,8 +83,8 @@ def router_flops(config: CampaignConfig, shape: DataShape) -> Flops:
 def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
     """Divide the budget.
 
-    The monolith sees `budget.samples` images. The router gets its share of the monolith's FLOPs, and the
-    experts the rest: steps in proportion to their cluster's size, or the same steps for all.
+    The monolith sees `budget.samples` images. Router and seed get their shares of the monolith's FLOPs, and
+    the experts the rest: steps in proportion to their cluster's size, or the same steps for all.
 
     Args:
         config: the campaign's settings.
@@ -95,7 +100,10 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     wanted = config.router.share * monolith.train_flops / (routing.train * router_batch)
     router = Share(max(1, round(wanted)), router_batch, routing)
 
-    left = monolith.train_flops - router.train_flops
+    seed = None
+    if config.budget.seed:
+        seed = Share(max(1, round(config.budget.seed * monolith.steps)), batch, dense)
+    left = monolith.train_flops - router.train_flops - (seed.train_flops if seed else 0.0)
     equal = config.budget.compute == "equal"
     kinds: list[tuple[int, Flops]] = []
     for number in range(len(sizes)):
@@ -106,7 +114,7 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
         kinds.append((own_batch, dense if network == config.network else denoiser_flops(network, shape)))
     if equal:
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
-        return Budget(monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds])
+        return Budget(monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds], seed)
     experts: list[Share] = []
     waiting = sum(sizes)
     for size, (own_batch, flops) in zip(sizes, kinds, strict=True):
@@ -115,4 +123,4 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
         experts.append(Share(steps, own_batch, flops))
         left -= experts[-1].train_flops
         waiting -= size
-    return Budget(monolith, router, experts)
+    return Budget(monolith, router, experts, seed)

@@ -107,7 +107,14 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
 
 def from_shell(sets: Sequence[str]) -> list[str]:
     """The assignments, paths made absolute: on the command line they mean what they mean to the shell."""
-    return [_absolute(s) if s.startswith(("data.path=", "data.source=")) else s for s in sets]
+    return [_absolute(s) if _names_a_path(s) else s for s in sets]
+
+
+def _names_a_path(assignment: str) -> bool:
+    key, _, text = assignment.partition("=")
+    if key.strip().endswith("network.init"):  # `scratch` and hub names are none
+        return Path(text).expanduser().is_dir()
+    return key in ("data.path", "data.source")
 
 
 def _absolute(assignment: str) -> str:

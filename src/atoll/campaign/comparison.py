@@ -15,6 +15,7 @@ from atoll.base.pictures import png
 from atoll.base.version import code_version
 from atoll.campaign.assemble import MANIFEST, load_ensemble
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.seed import seed_finished
 from atoll.data import partition as partitions
 from atoll.data.samples import Samples
 from atoll.encoders.vae import autoencoder_of
@@ -146,6 +147,7 @@ def _measure(
             "monolith": baseline.train_flops if baseline else None,
             "experts": sum(card.train_flops for card in experts),
             "router": router.train_flops,
+            "seed": read_card(store, "seed/expert").train_flops if seed_finished(campaign) else 0.0,
         },
         "prompts": shown.captions(),
         "clusters": shown.clusters.tolist(),

@@ -39,11 +39,15 @@ class BudgetConfig(Config):
     """How much is trained in all, and how the experts share it."""
 
     samples: int = Field(default=100_000, ge=1)
-    """Training images that the monolith sees. Experts and router together cost what that costs."""
+    """Training images that the monolith sees. Experts, router and seed together cost what that costs."""
     compute: Literal["proportional", "equal"] = "proportional"
     """Steps in proportion to cluster size, or (the paper) the same steps for every expert."""
     expert_batch: int | None = Field(default=None, ge=1)
     """Samples per step of an expert; by default `train.batch`, and for `equal` that divided by K."""
+    seed: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the monolith's FLOPs spent on a seed run on all the data, which experts start from."""
+    seed_lr_schedule: Literal["constant", "cosine"] = "constant"
+    """The seed's learning rate after warm-up: its experts go on at the peak, so it need not fall."""
 
 
 class RouterConfig(Config):
@@ -146,9 +150,24 @@ class CampaignConfig(Config):
                 f"pictures of {self.data.ingest.size} px do not divide into patches of {self.router.patch}",
                 "change router.patch",
             )
+        self._check_seed()
         for name in (self.sampling.routing, *self.compare.strategies):
             Routing.named(name)
         return self
+
+    def _check_seed(self) -> None:
+        shared = self.budget.seed + self.router.share
+        if self.budget.seed and shared >= 1:
+            raise ConfigError(
+                f"budget.seed and router.share are {shared:g} of the budget: nothing is left for the experts",
+                "lower one of them",
+            )
+        for number in self.islands:
+            if self.budget.seed and self.island(number)[0].init != self.network.init:
+                raise ConfigError(
+                    f"islands.{number}.network.init: with budget.seed every expert starts from the seed",
+                    "set network.init, which the seed starts from, or budget.seed=0",
+                )
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""

@@ -1,22 +1,25 @@
 """The partition stage: cut the data set and give every run a folder with all it needs."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from atoll.base.console import say
-from atoll.base.errors import DataError
+from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.config import CampaignConfig
+from atoll.campaign.start import Checkpoints, network_of, start_of
 from atoll.data import partition as partitions
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet, union, write_subset
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
+from atoll.networks.checkpoint import compare
 from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
@@ -47,22 +50,15 @@ def make_islands(campaign: Campaign) -> Partition:
     budget = divide(config, shape, made.sizes)
     campaign.freeze()
 
-    parts = []
+    plans, parts = _Plans(campaign, made, shape, Checkpoints(store.root)), []
     for number in range(made.k):
         rows = (made.clusters == number).nonzero()[0]
         parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
-        network, _ = config.island(number)
-        initial = initial_network(network, shape, config.seed)
-        _write_plan(
-            campaign, made, shape, "expert", number, made.sizes[number], budget.experts[number], initial
-        )
-    for role in ("router", "monolith"):
+        plans.write("expert", number, made.sizes[number], budget.experts[number])
+    for role, share in budget.whole().items():
         whole = union(store, f"{role}/data", parts, columns)
         _write_clusters(whole, parts, made)
-    rows, router = sum(made.sizes), initial_router(campaign, shape)
-    _write_plan(campaign, made, shape, "router", None, rows, budget.router, router)
-    initial = initial_network(config.network, shape, config.seed)
-    _write_plan(campaign, made, shape, "monolith", None, rows, budget.monolith, initial)
+        plans.write(role, None, sum(made.sizes), share)
     partitions.save(made, store, dataset)
     _tell(made, budget)
     return made
@@ -131,33 +127,61 @@ def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> No
     write_column(whole, "clusters", {"name": "partition", "hash": made.hash}, compute)
 
 
-def _write_plan(
-    campaign: Campaign,
-    made: Partition,
-    shape: DataShape,
-    role: str,
-    island: int | None,
-    rows: int,
-    share: Share,
-    initial: torch.nn.Module,
-) -> None:
-    config, folder = campaign.config, run_folder(role, island)
-    plan = RunPlan(
-        role=role,  # type: ignore[arg-type]
-        island=island,
-        rows=rows,
-        steps=share.steps,
-        batch=share.batch,
-        partition=made.hash,
-        seed=seed_of(config.seed, "run/" + folder),
-        init_seed=config.seed,
-        init_sha256=digest_tensors(dict(initial.named_parameters())),
-        parameters=parameter_count(initial),
-        train_flops=share.train_flops,
-        forward_flops=share.flops.forward,
-        shape=vars(shape),
-    )
-    campaign.store.put_json(f"{folder}/island.json", plan.model_dump())
+@dataclass
+class _Plans:
+    """Writes `island.json` of every run, and `init/` of those that start from a checkpoint."""
+
+    campaign: Campaign
+    made: Partition
+    shape: DataShape
+    checkpoints: Checkpoints
+
+    def write(self, role: str, island: int | None, rows: int, share: Share) -> None:
+        config, folder = self.campaign.config, run_folder(role, island)
+        start, settings = start_of(config, role, island), network_of(config, island)
+        initial: torch.nn.Module
+        if role == "router":
+            initial = initial_router(self.campaign, self.shape)
+        else:
+            initial = initial_network(settings, self.shape, config.seed)
+        if start == "seed":
+            self._check_seed(initial, settings, island)
+        if start == "checkpoint":
+            run = self.campaign.store.sub(folder)
+            weights = self.checkpoints.start(run, initial, settings, self.made.hash)
+        else:
+            weights = digest_tensors(dict(initial.named_parameters()))
+        plan = RunPlan(
+            role=role,  # type: ignore[arg-type]
+            island=island,
+            rows=rows,
+            steps=share.steps,
+            batch=share.batch,
+            partition=self.made.hash,
+            seed=seed_of(config.seed, "run/" + folder),
+            init=start,
+            init_seed=config.seed,
+            init_sha256=None if start == "seed" else weights,
+            parameters=parameter_count(initial),
+            train_flops=share.train_flops,
+            forward_flops=share.flops.forward,
+            shape=vars(self.shape),
+        )
+        content = plan.model_dump(exclude={"init_origin"})  # known only when the run starts
+        self.campaign.store.put_json(f"{folder}/island.json", content)
+
+    def _check_seed(self, initial: torch.nn.Module, settings: NetworkConfig, island: int | None) -> None:
+        """Tell before the seed is trained that an expert could take nothing over from it."""
+        common = self.campaign.config.network
+        if settings == common:
+            return
+        with torch.device("meta"):
+            seed = family(common.family).build(common, self.shape)
+        if not compare(initial, dict(seed.named_parameters())).kept:
+            raise ConfigError(
+                f"islands.{island}.network has no tensor of the seed's shapes, so it cannot start from it",
+                "give it the campaign's heads and head_width, or set budget.seed=0",
+            )
 
 
 def _tell(made: Partition, budget: Budget) -> None:
@@ -167,7 +191,10 @@ def _tell(made: Partition, budget: Budget) -> None:
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
     for warning in made.warnings():
         say(f"  warning: {warning}")
+    if budget.seed:
+        say(f"  seed: {budget.seed.steps:,} steps of {budget.seed.batch} on all rows, before the experts")
+    parts = "experts + router + seed" if budget.seed else "experts + router"
     say(
-        f"  router: {budget.router.steps:,} steps of {budget.router.batch}; experts + router cost "
+        f"  router: {budget.router.steps:,} steps of {budget.router.batch}; {parts} cost "
         f"{budget.ratio():.3f} of the monolith's {budget.monolith.train_flops:.3g} FLOPs"
     )

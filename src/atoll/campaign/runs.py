@@ -5,15 +5,15 @@ An expert's run opens `islands/K/` and nothing else of the store.
 
 from typing import Any
 
-import torch
-
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
-from atoll.base.hashing import digest_tensors
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network, initial_router, run_folder
+from atoll.campaign.seed import hand_over
+from atoll.campaign.start import start
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
+from atoll.ensemble.expert import published
 from atoll.flow.objective import ObjectiveConfig
 from atoll.networks.families import DataShape, NetworkConfig
 from atoll.store.store import Store
@@ -25,12 +25,20 @@ from atoll.train.settings import Recipe, RunPlan, TrainConfig
 
 
 def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait: bool = False) -> None:
-    """Train the expert of an island, the router, or the monolith; go on where an earlier run stopped.
+    """Train an island's expert, the router, the monolith or the seed; go on where an earlier run stopped.
+
+    A seed that is finished hands its weights over to the islands.
 
     Raises:
-        PartitionError: the campaign has not been partitioned, or has no such island.
+        PartitionError: the campaign has not been partitioned, has no such island, or the run starts from
+            weights that are not there.
     """
     folder = run_folder(role, island)
+    if role == "seed" and not campaign.config.budget.seed:
+        raise ConfigError(
+            f"budget.seed is 0 in {campaign.store.root}: it has no seed run",
+            "start a campaign with, for example, --set budget.seed=0.3",
+        )
     if not campaign.store.exists(f"{folder}/island.json"):
         raise PartitionError(
             f"{campaign.store.root}/{folder} has no island.json", "run 'atoll partition' first"
@@ -42,15 +50,24 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
         DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")
     )
     name = folder.replace("islands/", "island ")
-    if role == "router":
+    if published(store, "expert"):
+        say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
+    elif role == "router":
         _train_router(campaign, plan, dataset, store, wait)
     else:
-        network, settings = campaign.config.island(island) if island is not None else _common(campaign)
+        network, settings = _settings(campaign, role, island)
         _train_denoiser(campaign, plan, dataset, store, network, settings, name, wait)
+    if role == "seed":
+        hand_over(campaign)
 
 
-def _common(campaign: Campaign) -> tuple[NetworkConfig, TrainConfig]:
-    return campaign.config.network, campaign.config.train
+def _settings(campaign: Campaign, role: str, island: int | None) -> tuple[NetworkConfig, TrainConfig]:
+    config = campaign.config
+    if island is not None:
+        return config.island(island)
+    if role == "seed":
+        return config.network, config.train.model_copy(update={"lr_schedule": config.budget.seed_lr_schedule})
+    return config.network, config.train
 
 
 def _train_denoiser(
@@ -64,8 +81,9 @@ def _train_denoiser(
     wait: bool,
 ) -> None:
     shape = DataShape(**plan.shape)
-    network = initial_network(settings, shape, plan.init_seed).to(own_device())
-    _check_init(network, plan, name)
+    network = initial_network(settings, shape, plan.init_seed)
+    plan = start(network, plan, store, name)
+    network = network.to(own_device())
     recipe = Recipe(
         objective=campaign.config.objective, train=training, network=settings.model_dump(), plan=plan
     )
@@ -76,8 +94,9 @@ def _train_denoiser(
 
 def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
     shape, own = DataShape(**plan.shape), campaign.config.router
-    network = initial_router(campaign, shape).to(own_device())
-    _check_init(network, plan, "router")
+    network = initial_router(campaign, shape)
+    plan = start(network, plan, store, "router")
+    network = network.to(own_device())
     settings = own.model_dump(exclude={"time", "condition_dropout", "train", "share"})
     objective = ObjectiveConfig(time=own.time, condition_dropout=own.condition_dropout)
     recipe = Recipe(objective=objective, train=own.train, network=settings, plan=plan)
@@ -103,11 +122,6 @@ def _splits(campaign: Campaign, dataset: DataSet, shape: DataShape) -> tuple[Sam
 def _producers(dataset: DataSet) -> tuple[dict[str, Any], dict[str, Any] | None]:
     text = dataset.column("text").meta.producer if dataset.has_column("text") else None
     return dataset.column("latents").meta.producer, text
-
-
-def _check_init(network: torch.nn.Module, plan: RunPlan, name: str) -> None:
-    if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
-        say(f"{name}: warning: this machine draws other initial weights than the one that made the partition")
 
 
 def parse_role(role: str, island: int | None, k: int) -> None:

@@ -7,6 +7,8 @@ from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.config import CampaignConfig
 from atoll.campaign.islands import made_by, make_islands, run_folder, wanted_columns
+from atoll.campaign.seed import hand_over, seed_finished
+from atoll.campaign.start import check_checkpoints
 from atoll.data.dataset import DataSet
 from atoll.data.embed import embed, features_column
 from atoll.data.encode import encode_latents, encode_text
@@ -84,6 +86,7 @@ def prepare(campaign: Campaign) -> Partition:
     config, store = campaign.config, campaign.store
     if store.exists("partition/partition.json"):
         return make_islands(campaign)
+    check_checkpoints(config, store.root)
     named = config.source(store.root)
     here = named is not None and (named == "glyphs" or Path(named).exists())
     if here or not (config.data_path(store.root) / "manifest.json").exists():
@@ -99,8 +102,10 @@ def prepare(campaign: Campaign) -> Partition:
 
 
 def training_jobs(campaign: Campaign, k: int) -> list[Job]:
-    """Commands for all runs that are not finished."""
-    runs: list[tuple[str, int | None]] = [("expert", number) for number in range(k)]
+    """Commands for all runs that are not finished; experts wait for the seed, if there is one."""
+    seeded = campaign.config.budget.seed > 0
+    runs: list[tuple[str, int | None]] = [("seed", None)] if seeded else []
+    runs += [("expert", number) for number in range(k)]
     runs += [("router", None)] + ([("monolith", None)] if campaign.config.monolith else [])
     return [_job(campaign, role, island) for role, island in runs if not finished(campaign, role, island)]
 
@@ -113,6 +118,8 @@ def finished(campaign: Campaign, role: str, island: int | None = None) -> bool:
 def launch_local(campaign: Campaign) -> None:
     """Prepare and train whatever is left, every run as a process of its own."""
     made = prepare(campaign)
+    if seed_finished(campaign):
+        hand_over(campaign)  # it may have been stopped between its last step and this
     jobs = training_jobs(campaign, made.k)
     if not jobs:
         say("training: finished already")
@@ -127,7 +134,8 @@ def _job(campaign: Campaign, role: str, island: int | None) -> Job:
     threads = _threads(campaign.config, role, island)
     name = role if island is None else f"island {island}"
     memory = BASE_MEMORY + STATE_BYTES * plan.parameters
-    return Job(name, argv, threads, memory=memory, work=plan.train_flops)
+    after = ("seed",) if plan.init == "seed" else ()
+    return Job(name, argv, threads, memory=memory, work=plan.train_flops, after=after)
 
 
 def _threads(config: CampaignConfig, role: str, island: int | None) -> int:

@@ -10,11 +10,11 @@ SCHEMA = 1
 
 
 class Card(Config):
-    """`card.json` beside the weights of an expert, a router, a monolith or a student."""
+    """`card.json` beside the weights of an expert, a router, a monolith, a seed or a student."""
 
     schema_version: int = SCHEMA
     """Version of this file's format."""
-    role: Literal["expert", "router", "monolith"]
+    role: Literal["expert", "router", "monolith", "seed"]
     """What the network is for."""
     island: int | None = None
     """Number of the cluster an expert was trained on."""

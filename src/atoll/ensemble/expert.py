@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Float
 from safetensors.torch import load as load_tensors
@@ -14,11 +15,10 @@ from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import SCHEMA, Card
 from atoll.flow.prediction import Prediction, flow_velocity
 from atoll.flow.schedule import schedule
+from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.store import Store
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @dataclass
@@ -86,8 +86,7 @@ def write_part(
     store: Store, prefix: str, network: nn.Module, weights: Mapping[str, Tensor], card: Card
 ) -> None:
     """Publish a network: config and weights first, verified, then `card.json` if-absent."""
-    config = dict(network.config)  # type: ignore[arg-type]
-    settings = {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}
+    settings = settings_of(network)
     store.put_json(f"{prefix}/config.json", settings)
     card = card.model_copy(update={"config_sha256": digest(settings)})
     data = save_tensors(
@@ -97,6 +96,12 @@ def write_part(
     if digest_tensors(load_tensors(store.get(f"{prefix}/{WEIGHTS}"))) != card.weights_sha256:
         raise StoreError(f"{store.path(prefix)}/{WEIGHTS} reads back differently", "check the disk")
     store.create_json(f"{prefix}/card.json", card.model_dump())
+
+
+def settings_of(network: nn.Module) -> dict[str, Any]:
+    """Class and arguments of a network, as diffusers writes them into `config.json`."""
+    config = dict(network.config)  # type: ignore[arg-type]
+    return {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}
 
 
 def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[str, Tensor]]:

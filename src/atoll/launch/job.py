@@ -13,6 +13,7 @@ class Job:
         cpus: threads it uses.
         memory: bytes it needs at most, roughly.
         work: how long it takes in relation to others; longer ones start first.
+        after: names of jobs that must have finished before; names that are not launched do not count.
     """
 
     name: str
@@ -20,3 +21,4 @@ class Job:
     cpus: int = 1
     memory: int = 0
     work: float = 0.0
+    after: tuple[str, ...] = ()

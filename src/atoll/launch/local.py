@@ -49,7 +49,9 @@ class _Running:
 
 
 def run(jobs: Sequence[Job], gpus: int = 0) -> None:
-    """Run all jobs to their end, longest first; one failure stops the rest in order.
+    """Run all jobs to their end, those first that others wait for, then the longest.
+
+    One failure stops the rest in order.
 
     Args:
         jobs: commands; each exits with 0 when its work is done.
@@ -58,7 +60,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     Raises:
         AtollError: a job failed; names it and repeats its last lines.
     """
-    waiting = deque(sorted(jobs, key=lambda job: -job.work))
+    awaited = {name for job in jobs for name in job.after}
+    waiting = sorted(jobs, key=lambda job: (job.name not in awaited, -job.work))
     running: list[_Running] = []
     start = time.monotonic()
     in_main = threading.current_thread() is threading.main_thread()
@@ -67,8 +70,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         while waiting or running:
-            while waiting and (free := _room(waiting[0], running, gpus)) is not None:
-                job = waiting.popleft()
+            while (job := _next(waiting, running)) and (free := _room(job, running, gpus)) is not None:
+                waiting.remove(job)
                 running.append(_Running(job, free if gpus else None))
                 say(f"started {job.name} (process {running[-1].process.pid})")
             time.sleep(0.2)
@@ -84,6 +87,14 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
+
+
+def _next(waiting: list[Job], running: list[_Running]) -> Job | None:
+    """The first job that waits for no other one."""
+    unfinished = {job.name for job in waiting} | {one.job.name for one in running}
+    found = next((job for job in waiting if unfinished.isdisjoint(job.after)), None)
+    assert found or running or not waiting, "jobs that wait for each other"
+    return found
 
 
 def _room(job: Job, running: list[_Running], gpus: int) -> int | None:

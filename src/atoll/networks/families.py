@@ -48,6 +48,9 @@ class NetworkConfig(Config):
     """Number of attention heads, in place of the preset's."""
     head_width: int | None = Field(default=None, ge=1)
     """Width of one head, in place of the preset's."""
+    init: str = "scratch"
+    """`scratch` (the family's published initialisation), or a diffusers checkpoint to start from: a folder,
+    relative to that of campaign.yaml, or a hub name. What does not fit is drawn as from scratch."""
 
     def dimensions(self) -> tuple[int, int, int]:
         """Depth, heads and width of a head."""

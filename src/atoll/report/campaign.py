@@ -79,7 +79,7 @@ class Run:
     """One training run: its plan, how far it is, and what it logged.
 
     Attributes:
-        role: `expert`, `router` or `monolith`.
+        role: `expert`, `router`, `monolith` or `seed`.
         island: number of the cluster, for an expert.
         plan: its numbers; None if they are not there.
         card: of the published network; None while there is none.
@@ -221,6 +221,7 @@ class Campaign:
         experts: one run per cluster.
         router: the router's run.
         monolith: the baseline's run.
+        seed: the run that the experts start from; None where they start without one.
         comparison: None before `atoll compare`.
         stages: seconds by stage, where the quickstart wrote them.
     """
@@ -233,13 +234,24 @@ class Campaign:
     experts: tuple[Run, ...]
     router: Run
     monolith: Run
+    seed: Run | None
     comparison: Comparison | None
     stages: dict[str, float] | None
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs that the campaign wants: experts, router, monolith."""
-        return (*self.experts, self.router, *((self.monolith,) if self.wants_monolith else ()))
+        """All runs that the campaign wants: the ensemble's, and the monolith."""
+        return (*self.ensemble, *((self.monolith,) if self.wants_monolith else ()))
+
+    @property
+    def ensemble(self) -> tuple[Run, ...]:
+        """The runs that together cost what the monolith costs: experts, router, seed."""
+        return (*self.experts, self.router, *((self.seed,) if self.seed else ()))
+
+    @property
+    def ensemble_name(self) -> str:
+        """These runs in words."""
+        return "Experts, router and seed" if self.seed else "Experts and router"
 
     @property
     def wants_monolith(self) -> bool:
@@ -256,8 +268,8 @@ class Campaign:
 
     @property
     def flops_ratio(self) -> float | None:
-        """Operations of experts and router over the monolith's, as planned and carded."""
-        spent = [run.train_flops for run in (*self.experts, self.router)]
+        """Operations of experts, router and seed over the monolith's, as planned and carded."""
+        spent = [run.train_flops for run in self.ensemble]
         base = self.monolith.train_flops
         if not base or any(value is None for value in spent):
             return None

@@ -42,6 +42,7 @@ def collect(store: Store) -> Campaign:
         experts=tuple(_run(store, f"islands/{k}", "expert", k) for k in range(partition.k)),
         router=_run(store, "router", "router", None),
         monolith=_run(store, "monolith", "monolith", None),
+        seed=_run(store, "seed", "seed", None) if store.exists("seed/island.json") else None,
         comparison=_comparison(store),
         stages=_stages(store),
     )

@@ -79,7 +79,7 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
             tiles += [_distance_tile("Default distance", default, compared)] if default else []
     spent = campaign.flops_ratio
     done = all(run.finished for run in campaign.runs)
-    note = "of the monolith’s training FLOPs, router included"
+    note = f"of the monolith’s training FLOPs, router {'and seed ' if campaign.seed else ''}included"
     tiles.append(_tile("Training cost", ratio_exact(spent), note if done else note + "; as planned"))
     if campaign.seconds is not None:
         tiles.append(_tile("Time", duration(campaign.seconds), "all stages, on one machine"))
@@ -199,8 +199,9 @@ def clusters(campaign: Campaign) -> Section:
 def charts(campaign: Campaign) -> Section:
     """Loss curves and what the router knows."""
     # The monolith is drawn first and the experts on top of it.
-    denoisers = [run for run in (campaign.monolith, *campaign.experts) if run.losses or run.validation]
-    legend = [run for run in (*campaign.experts, campaign.monolith) if run in denoisers]
+    whole = [campaign.monolith, *([campaign.seed] if campaign.seed else [])]
+    denoisers = [run for run in (*whole, *campaign.experts) if run.losses or run.validation]
+    legend = [run for run in (*campaign.experts, *whole) if run in denoisers]
     return {
         "legend": [(run.name, run.style) for run in legend],
         "training": _training(denoisers),
@@ -370,7 +371,7 @@ def _metric(metric: dict[str, Any]) -> str:
 
 def ledger(campaign: Campaign) -> Section:
     """Where the training FLOPs went."""
-    parts = [*campaign.experts, campaign.router]
+    parts = campaign.ensemble
     known = [run.train_flops for run in parts]
     total = sum(value for value in known if value is not None)
     base = campaign.monolith.train_flops
@@ -384,7 +385,7 @@ def ledger(campaign: Campaign) -> Section:
         "images": sum(seen) if len(seen) == campaign.partition.k else None,
         "seconds": sum(spent) if spent else None,
         "ratio": ratio_exact(campaign.flops_ratio),
-        "parts_bar": figures.share_bar(bar, longest, f"Experts and router: {flops(total)}"),
+        "parts_bar": figures.share_bar(bar, longest, f"{campaign.ensemble_name}: {flops(total)}"),
         "monolith_bar": figures.share_bar(
             [(f"Monolith: {flops(base)}", "monolith", base or 0.0)], longest, f"Monolith: {flops(base)}"
         ),

@@ -49,6 +49,7 @@ def card_of(task: _Trained, recipe: Recipe, weights: dict[str, Tensor], family: 
             "machine": platform.machine(),
             "threads": recipe.train.threads,
             "seed": plan.seed,
+            "init": {"kind": plan.init, **plan.init_origin},
             "initial_weights": plan.init_sha256,
             "data": task.train.dataset.id_hash,
             "seconds": round(seconds, 1),

@@ -1,0 +1,86 @@
+"""Handing over: what the seed run has learned becomes the experts' initial weights."""
+
+from typing import Any
+
+import torch
+
+from atoll.base.console import say
+from atoll.base.errors import PartitionError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.islands import initial_network
+from atoll.campaign.start import network_of
+from atoll.ensemble.card import Card
+from atoll.ensemble.expert import published, read_card, read_part
+from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
+from atoll.networks.checkpoint import take_over
+from atoll.networks.families import DataShape
+from atoll.store.store import Store
+from atoll.train.settings import RunPlan
+
+
+def hand_over(campaign: Campaign) -> None:
+    """Write the seed's averaged weights into `islands/K/init/` of every island that does not have them.
+
+    An expert of another size than the seed takes over what fits; the rest is drawn.
+
+    Raises:
+        PartitionError: the seed is of another partition than an island.
+        StoreError: the seed has not published, is damaged, or an island holds another seed's weights.
+    """
+    card = read_card(campaign.store, "seed/expert")
+    origin = _origin(card)
+    waiting = []
+    for number in range(campaign.config.partition.k):
+        run = campaign.store.sub(f"islands/{number}")
+        plan = RunPlan.parse(run.get_json("island.json"), f"islands/{number}/island.json")
+        if plan.partition != card.partition:
+            raise PartitionError(
+                f"the seed in {campaign.store.root} was trained on another partition than island {number}",
+                "put its own back",
+            )
+        if not _has(run, origin):
+            waiting.append((number, run, plan))
+    if not waiting:
+        return
+    weights = read_part(campaign.store, "seed/expert")[2]
+    for number, run, plan in waiting:
+        _write(campaign, number, run, plan, weights, origin)
+    say(f"seed: its weights lie in {FOLDER}/ of {len(waiting)} islands")
+
+
+def seed_finished(campaign: Campaign) -> bool:
+    """Whether there is a seed run and it has published."""
+    return bool(campaign.config.budget.seed) and published(campaign.store, "seed/expert")
+
+
+def _has(run: Store, origin: dict[str, Any]) -> bool:
+    """Whether an island has the weights of this seed; those of another one are refused."""
+    if not run.exists(f"{FOLDER}/{MANIFEST}"):
+        return False
+    found = read_manifest(run)
+    if found.kind != "seed" or found.origin != origin:
+        raise PartitionError(
+            f"{run.path(FOLDER)} holds the weights of another seed run",
+            "remove it, and run/ and expert/ beside it, to start the expert anew",
+        )
+    return True
+
+
+def _write(
+    campaign: Campaign,
+    number: int,
+    run: Store,
+    plan: RunPlan,
+    weights: dict[str, torch.Tensor],
+    origin: dict[str, Any],
+) -> None:
+    network = initial_network(network_of(campaign.config, number), DataShape(**plan.shape), plan.init_seed)
+    fit = take_over(network, weights, "the seed")
+    if fit.drawn or fit.unused:
+        for line in fit.lines(f"the seed for island {number}"):
+            say(line)
+    write_initial(run, network, describe(network, "seed", origin, plan.partition, fit))
+
+
+def _origin(card: Card) -> dict[str, Any]:
+    return {"weights_sha256": card.weights_sha256, "samples": card.samples, "train_flops": card.train_flops}

@@ -1,0 +1,144 @@
+"""`init/`: the weights that a run starts from where it does not draw them."""
+
+from contextlib import suppress
+from typing import Any, Literal
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from atoll.base.config import Config
+from atoll.base.errors import PartitionError, StoreError
+from atoll.base.hashing import digest, digest_tensors
+from atoll.ensemble.expert import settings_of
+from atoll.networks.checkpoint import WEIGHTS, Fit, take_over
+from atoll.store.manifest import FileEntry, publish, read_published
+from atoll.store.store import Conflict, Store, to_json
+
+SCHEMA = 1
+FOLDER, MANIFEST = "init", "init.json"
+Kind = Literal["checkpoint", "seed"]
+
+
+class Initial(Config):
+    """`init/init.json`: where the initial weights come from and what they are for."""
+
+    schema_version: int = SCHEMA
+    """Version of this file's format."""
+    kind: Kind
+    """`checkpoint` or `seed`."""
+    origin: dict[str, Any]
+    """Which checkpoint, or which seed run."""
+    partition: str
+    """Hash of the partition that they were made for."""
+    network: str
+    """Digest of the `config.json` of the network that they were made for."""
+    weights_sha256: str
+    """Digest of the weights."""
+    kept: int
+    """Number of tensors that come from the origin."""
+    drawn: dict[str, str]
+    """Names of the others, which were drawn, and why."""
+    unused: list[str]
+    """Names of the origin's tensors that have no place in the network."""
+    files: list[FileEntry] = []
+    """`config.json` and the weights."""
+
+
+def describe(network: nn.Module, kind: Kind, origin: dict[str, Any], partition: str, fit: Fit) -> Initial:
+    """The manifest of a network that took over what fitted.
+
+    Args:
+        network: with its initial weights.
+        kind: `checkpoint` or `seed`.
+        origin: plain data that names the source.
+        partition: hash.
+        fit: what was taken over.
+    """
+    return Initial(
+        kind=kind,
+        origin=origin,
+        partition=partition,
+        network=digest(settings_of(network)),
+        weights_sha256=digest_tensors(dict(network.named_parameters())),
+        kept=len(fit.kept),
+        drawn=dict(fit.drawn),
+        unused=list(fit.unused),
+    )
+
+
+def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
+    """Publish `init/`: weights first, verified, then `init.json` if-absent. The same again does nothing.
+
+    Args:
+        store: narrowed to the run's folder.
+        network: with its initial weights.
+        initial: what `describe` said of it.
+
+    Raises:
+        StoreError: there are other initial weights already.
+    """
+    if not store.exists(f"{FOLDER}/{MANIFEST}"):
+        tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
+        blobs = {
+            "config.json": to_json(settings_of(network)),
+            WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
+        }
+        with suppress(Conflict):  # somebody did the same at the same time
+            publish(store, FOLDER, blobs, MANIFEST, initial.model_dump(exclude={"files"}))
+    found = read_manifest(store)
+    if found.model_copy(update={"files": []}) != initial:
+        raise StoreError(
+            f"{store.path(FOLDER)} holds initial weights of another {found.kind}",
+            "remove it, and the run that began with it, to start anew",
+        )
+
+
+def read_manifest(store: Store) -> Initial:
+    """`init/init.json` of a run's folder; `StoreError` if there is none or of another version."""
+    key = f"{FOLDER}/{MANIFEST}"
+    content = store.get_json(key)
+    schema = content.get("schema_version") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise StoreError(f"{store.path(key)} has schema {schema}", f"this Atoll reads {SCHEMA}")
+    return Initial.parse(content, str(store.path(key)))
+
+
+def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -> Initial:
+    """Give a network its initial weights, verified.
+
+    Args:
+        store: narrowed to the run's folder; nothing else is read.
+        network: whose parameters are overwritten.
+        kind: where they must come from.
+        partition: hash of the run's partition.
+
+    Raises:
+        PartitionError: they are not there, or were made for another partition or network.
+        StoreError: a file is damaged.
+    """
+    where = store.path(FOLDER)
+    if not store.exists(f"{FOLDER}/{MANIFEST}"):
+        raise PartitionError(f"{where} has no {MANIFEST}: {_WANTED[kind]}", _FIXES[kind])
+    found = read_manifest(store)
+    wanted = {"kind": kind, "partition": partition, "network": digest(settings_of(network))}
+    for field, value in wanted.items():
+        if getattr(found, field) != value:
+            raise PartitionError(f"{where} was made for another {_FIELDS[field]} than this run's", _OTHER)
+    weights = load_tensors(read_published(store, FOLDER, MANIFEST)[1][WEIGHTS])
+    if digest_tensors(weights) != found.weights_sha256:
+        raise StoreError(f"{where}/{WEIGHTS} is not what {MANIFEST} says", _OTHER)
+    take_over(network, weights, str(where))
+    return found
+
+
+_WANTED = {
+    "seed": "this run starts from the seed run, which has not handed its weights over",
+    "checkpoint": "this run starts from a checkpoint, which the partition laid there",
+}
+_FIXES = {
+    "seed": "run the seed first: atoll train seed, then atoll launch",
+    "checkpoint": "copy the folder from where the partition was made",
+}
+_FIELDS = {"kind": "start", "partition": "partition", "network": "network"}
+_OTHER = "put back the one that was made with this island.json"

@@ -1,0 +1,218 @@
+"""Weights of a published diffusers checkpoint, and which of them fit a network.
+
+Only `config.json` and safetensors are read: never pickle, and no code that lies beside them.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from atoll.base.errors import ConfigError
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+_FIX = f"give a folder with config.json and {WEIGHTS}, or a hub name such as OWNER/MODEL"
+_SHOWN = 3  # names of tensors in a message; the manifest has all
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found, not read yet.
+
+    Attributes:
+        name: as the user calls it.
+        folder: with `config.json` and the weights.
+        class_name: of the diffusers network.
+        files: names of the weights' files in it.
+    """
+
+    name: str
+    folder: Path
+    class_name: str
+    files: tuple[str, ...]
+
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors by name, on the CPU.
+
+        Raises:
+            ConfigError: a file is missing or damaged.
+        """
+        found: dict[str, Tensor] = {}
+        for file in self.files:
+            try:
+                found |= load_file(self.folder / file)
+            except FileNotFoundError:
+                raise _refusal(self.name, f"{file} is missing") from None
+            except (SafetensorError, OSError) as error:
+                raise _refusal(self.name, f"{file} cannot be read ({_line(error)})") from None
+        return found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a checkpoint a network can take over.
+
+    Attributes:
+        kept: names of the tensors that fit.
+        drawn: names of the network's other tensors, with the reason; they keep what they were drawn as.
+        unused: names of tensors that the network does not have.
+        share: kept part of the network's numbers.
+    """
+
+    kept: tuple[str, ...]
+    drawn: Mapping[str, str]
+    unused: tuple[str, ...]
+    share: float
+
+    def lines(self, name: str) -> list[str]:
+        """What a person should know of it: counts, and the first names of what is not taken over."""
+        total = len(self.kept) + len(self.drawn)
+        kept = f"{len(self.kept)} of {total} tensors, {self.share:.1%} of the numbers"
+        lines = [f"initial weights from {name}: {kept}"]
+        if self.drawn:
+            named = [f"{key} ({why})" for key, why in self.drawn.items()]
+            lines.append(f"  warning: {len(named)} are drawn instead: {_first(named)}")
+        if self.unused:
+            lines.append(f"  warning: {len(self.unused)} of its tensors have no place: {_first(self.unused)}")
+        return lines
+
+
+def find(name: str, beside: Path) -> Checkpoint:
+    """Find a checkpoint; its weights are not read yet.
+
+    Args:
+        name: a folder, relative to `beside` or absolute, or a hub name. A pipeline's folder is one too:
+            its `transformer/` counts. Hub names come from the hub's own cache on this machine, or are
+            fetched into it.
+        beside: the folder that relative paths start from.
+
+    Raises:
+        ConfigError: there is none, or it holds no safetensors.
+    """
+    folder = beside / Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _from_hub(name, folder)
+    if not (folder / "config.json").is_file() and (folder / "transformer" / "config.json").is_file():
+        folder = folder / "transformer"
+    if not (folder / "config.json").is_file():
+        raise _refusal(name, "it has no config.json")
+    return Checkpoint(name, folder, _class_name(_json(name, folder / "config.json")), _files(name, folder))
+
+
+def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
+    """Which of these weights fit the network's parameters, by name and shape."""
+    kept, drawn, numbers, total = [], {}, 0, 0
+    for name, parameter in network.named_parameters():
+        total += parameter.numel()
+        if name not in weights:
+            drawn[name] = "not there"
+        elif weights[name].shape != parameter.shape:
+            drawn[name] = f"{_shape(weights[name])} there, {_shape(parameter)} here"
+        elif not weights[name].is_floating_point():
+            drawn[name] = f"{weights[name].dtype} there"
+        else:
+            kept.append(name)
+            numbers += parameter.numel()
+    unused = tuple(sorted(weights.keys() - set(kept) - drawn.keys()))
+    return Fit(tuple(kept), drawn, unused, numbers / max(1, total))
+
+
+@torch.no_grad()
+def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> Fit:
+    """Copy into the network what fits; the rest stays as it is.
+
+    Args:
+        network: initialised.
+        weights: tensors by name.
+        name: of where they come from, for messages.
+
+    Raises:
+        ConfigError: nothing fits, or what fits is not finite.
+    """
+    fit = compare(network, weights)
+    if not fit.kept:
+        why = _first([f"{key} ({reason})" for key, reason in fit.drawn.items()])
+        raise ConfigError(f"none of the {len(weights)} tensors of {name} fits the network: {why}", _SAME)
+    parameters = dict(network.named_parameters())
+    for key in fit.kept:
+        if not torch.isfinite(weights[key]).all():
+            raise ConfigError(f"{key} of {name} holds numbers that are not finite", "use another checkpoint")
+        parameters[key].copy_(weights[key])
+    return fit
+
+
+_SAME = "give the network the checkpoint's family and dimensions (network.depth, heads, head_width, patch)"
+
+
+def _from_hub(name: str, folder: Path) -> Path:
+    """The local copy of a hub's checkpoint: config and safetensors only."""
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        raise ConfigError(f"network.init: there is no folder {folder}", _FIX)
+    from huggingface_hub import snapshot_download
+
+    names = ["config.json", WEIGHTS, INDEX, WEIGHTS.replace(".", "-*-of-*.", 1)]
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*names, *(f"transformer/{n}" for n in names)]))
+    except Exception as error:  # the hub's client has several families of them
+        raise ConfigError(
+            f"network.init: {name!r} is no folder, and as a hub name it cannot be had ({_line(error)})", _FIX
+        ) from None
+
+
+def _files(name: str, folder: Path) -> tuple[str, ...]:
+    """Names of the files that hold the weights, from the index where they are in several."""
+    if (folder / WEIGHTS).is_file():
+        return (WEIGHTS,)
+    if not (folder / INDEX).is_file():
+        others = [path.name for path in folder.glob("*.bin")]
+        more = f" ({others[0]} is pickle, which is not read)" if others else ""
+        raise _refusal(name, f"it has no {WEIGHTS}{more}")
+    places = _json(name, folder / INDEX).get("weight_map")
+    files = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    if not files or any(Path(file).name != file or not file.endswith(".safetensors") for file in files):
+        raise _refusal(name, f"{INDEX} names no safetensors beside it")
+    return tuple(files)
+
+
+def _class_name(config: Mapping[str, Any]) -> str:
+    """Name of the diffusers class; early checkpoints name the class that DiT and PixArt once shared."""
+    found = str(config.get("_class_name"))
+    if found == "Transformer2DModel":
+        norms = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+        return norms.get(str(config.get("norm_type")), found)
+    return found
+
+
+def _json(name: str, path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _refusal(name, f"{path.name} cannot be read ({_line(error)})") from None
+    if not isinstance(tree, dict):
+        raise _refusal(name, f"{path.name} holds no settings")
+    return tree
+
+
+def _refusal(name: str, why: str) -> ConfigError:
+    return ConfigError(f"network.init: {name!r} cannot be used: {why}", _FIX)
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _first(names: list[str] | tuple[str, ...]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -1,0 +1,473 @@
+"""Experts that start from a seed run or from a published checkpoint."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.islands import initial_network, make_islands
+from atoll.campaign.runs import train_run
+from atoll.campaign.seed import hand_over
+from atoll.campaign.stages import launch_local, prepare, training_jobs
+from atoll.ensemble.expert import read_card
+from atoll.launch.job import Job
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.families import DataShape, NetworkConfig
+from atoll.report.collect import collect
+from atoll.report.summary import summary
+from helpers import atoll, command, newest_checkpoint, partitioned, refused, same_bits, start, write_campaign
+
+SEEDED = {"budget": {"samples": 1600, "seed": 0.3}}
+INIT = f"init/{WEIGHTS}"
+EXPERT = f"expert/{WEIGHTS}"
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign with a seed run, partitioned and not trained."""
+    folder = tmp_path_factory.mktemp("untouched") / "campaign"
+    partitioned(folder, SEEDED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seeded(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same after its seed run."""
+    folder = tmp_path_factory.mktemp("seeded") / "campaign"
+    shutil.copytree(untouched, folder)
+    train_run(Campaign.open(folder), "seed")
+    return folder
+
+
+def copied(folder: Path, to: Path) -> Campaign:
+    shutil.copytree(folder, to)
+    return Campaign.open(to)
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def first_weights(campaign: Campaign, monkeypatch: pytest.MonkeyPatch, role: str, island: int | None) -> Any:
+    """The parameters that a run's first step sees."""
+    from atoll.train.expert import DenoiserTask
+
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(self: DenoiserTask, batch: object) -> object:
+        seen.update({name: p.detach().clone() for name, p in self.network.named_parameters()})
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DenoiserTask, "step", look)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(campaign, role, island)
+    return seen
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# The seed run.
+
+
+def test_experts_start_with_the_bits_of_the_seeds_average(
+    seeded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = copied(seeded, tmp_path / "c")
+    average = load_file(seeded / "seed" / EXPERT)
+    assert not same(average, load_file(newest_checkpoint(seeded / "seed") / "weights.safetensors"))
+    assert same(average, load_file(newest_checkpoint(seeded / "seed") / "ema.safetensors"))
+    for island in range(2):
+        assert same(average, first_weights(campaign, monkeypatch, "expert", island))
+    monolith = first_weights(campaign, monkeypatch, "monolith", None)
+    shape = DataShape(**campaign.store.get_json("monolith/island.json")["shape"])
+    drawn = initial_network(campaign.config.network, shape, campaign.config.seed)
+    assert same(monolith, dict(drawn.named_parameters())) and not same(monolith, average)
+
+
+def test_the_seed_sees_all_rows_at_a_constant_rate(seeded: Path) -> None:
+    seed, monolith = (json.loads((seeded / n / "island.json").read_text()) for n in ("seed", "monolith"))
+    assert seed["role"] == "seed" and seed["init"] == "scratch" and seed["rows"] == monolith["rows"]
+    assert seed["steps"] == round(0.3 * monolith["steps"]) and seed["seed"] != monolith["seed"]
+    data = [json.loads((seeded / n / "data/manifest.json").read_text()) for n in ("seed", "monolith")]
+    assert data[0]["shards"] == data[1]["shards"]
+
+
+@pytest.mark.parametrize(("named", "falls"), [(None, False), ("cosine", True)])
+def test_the_seeds_rate_is_its_own(named: str | None, falls: bool, tmp_path: Path) -> None:
+    """The experts go on at the peak, so by default the seed's rate does not fall where theirs does."""
+    budget = {"samples": 640, "seed": 0.3} | ({"seed_lr_schedule": named} if named else {})
+    campaign = partitioned(
+        tmp_path / "c", {"budget": budget, "train": {"lr_schedule": "cosine", "log_every": 1}}
+    )
+    train_run(campaign, "seed")
+    train_run(campaign, "expert", 0)
+    for run, expected in (("seed", falls), ("islands/0", True)):
+        lines = campaign.store.get(f"{run}/run/metrics.jsonl").decode().splitlines()
+        rates = [json.loads(line)["lr"] for line in lines if "lr" in json.loads(line)]
+        assert (rates[-1] < 0.1 * rates[0]) == expected
+
+
+@pytest.mark.slow
+def test_the_ledger_adds_up_and_cards_say_where_weights_come_from(tmp_path: Path) -> None:
+    """`atoll launch`: the seed first, the experts from it, and everything counted."""
+    campaign = Campaign.open(write_campaign(tmp_path / "c", {"budget": {"samples": 6400, "seed": 0.3}}))
+    launch_local(campaign)
+    cards = {
+        n: read_card(campaign.store, f"{n}/expert") for n in ("islands/0", "islands/1", "router", "seed")
+    }
+    monolith = read_card(campaign.store, "monolith/expert")
+    assert sum(card.train_flops for card in cards.values()) == pytest.approx(monolith.train_flops, rel=0.01)
+    made = summary(collect(campaign.store))
+    assert made["train_flops"]["seed"] == cards["seed"].train_flops > 0
+    assert made["flops_ratio"] == pytest.approx(1, rel=0.01) and made["unfinished"] == []
+    for island in range(2):
+        origin = cards[f"islands/{island}"].provenance
+        assert origin["initial_weights"] == cards["seed"].weights_sha256
+        assert origin["init"] == {
+            "kind": "seed",
+            "weights_sha256": cards["seed"].weights_sha256,
+            "samples": cards["seed"].samples,
+            "train_flops": cards["seed"].train_flops,
+        }
+    assert monolith.provenance["init"] == cards["seed"].provenance["init"] == {"kind": "scratch"}
+    began = {n: acquired(tmp_path / "c" / n) for n in (*cards, "monolith")}
+    assert published(tmp_path / "c/seed") <= min(began["islands/0"], began["islands/1"])
+    assert training_jobs(campaign, 2) == []
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((run / "run/log").glob("*.json"))]
+
+
+def acquired(run: Path) -> float:
+    return min(float(entry["time"]) for entry in log(run) if entry["kind"] == "acquire")
+
+
+def published(run: Path) -> float:
+    return max(float(entry["time"]) for entry in log(run) if entry["kind"] == "publish")
+
+
+def test_only_experts_wait_for_the_seed(untouched: Path) -> None:
+    after = {job.name: job.after for job in training_jobs(Campaign.open(untouched), 2)}
+    assert after == {
+        "seed": (),
+        "island 0": ("seed",),
+        "island 1": ("seed",),
+        "router": (),
+        "monolith": (),
+    }
+
+
+def test_an_expert_needs_its_own_folder_only(seeded: Path, tmp_path: Path) -> None:
+    whole = copied(seeded, tmp_path / "whole")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(seeded / "campaign.json", alone)
+    shutil.copytree(seeded / "islands/0", alone / "islands/0")
+    for campaign in (whole, Campaign.open(alone)):
+        train_run(campaign, "expert", 0)
+    assert same_bits(alone / "islands/0", tmp_path / "whole/islands/0")
+    assert sorted(path.name for path in alone.iterdir()) == ["campaign.json", "islands"]
+    shutil.rmtree(alone / "islands/0/init")  # no longer needed
+    train_run(Campaign.open(alone), "expert", 0)
+
+
+def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied(untouched, tmp_path / "c")
+    answer = command(capsys, "train", "expert", tmp_path / "c", "--island", "1")
+    refused(
+        answer, "islands/1/init has no init.json", "run the seed first: atoll train seed, then atoll launch"
+    )
+    assert not (tmp_path / "c/islands/1/run").exists()
+    made = summary(collect(Campaign.open(tmp_path / "c").store))
+    assert "seed" in made["unfinished"] and made["train_flops"]["seed"] is None
+    with pytest.raises(StoreError, match=r"seed/expert/card\.json is missing"):
+        hand_over(Campaign.open(tmp_path / "c"))
+
+
+def test_a_campaign_without_a_seed_has_none_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = partitioned(tmp_path / "c")
+    assert not (tmp_path / "c/seed").exists()
+    assert campaign.store.get_json("islands/0/island.json")["init"] == "scratch"
+    refused(command(capsys, "train", "seed", tmp_path / "c"), "it has no seed run", "--set budget.seed=0.3")
+    assert summary(collect(campaign.store))["train_flops"]["seed"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_seed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """Killed in training and again before it has handed over: the islands get what they would have got."""
+    often = {"train": {"checkpoint_minutes": 0.003}, "budget": {"samples": 16000, "seed": 0.4}}
+    partitioned(tmp_path / "a", often)
+    reference = copied(tmp_path / "a", tmp_path / "b")
+    train_run(reference, "seed")
+    process = start("train", "seed", tmp_path / "a")
+    deadline = time.monotonic() + 120
+    while not any(entry["kind"] == "commit" for entry in whole_log(tmp_path / "a/seed")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not (tmp_path / "a/seed/expert/card.json").exists()
+    assert not list((tmp_path / "a").glob("islands/*/init/*"))
+    again = atoll("train", "seed", tmp_path / "a")
+    assert again.returncode == 0 and "resumed at step" in again.stdout, again
+    (tmp_path / "a/islands/1/init/init.json").unlink()  # as if it had died between the two islands
+    finished = atoll("train", "seed", tmp_path / "a")
+    assert "seed: finished already" in finished.stdout and "in init/ of 1 islands" in finished.stdout
+    assert same_bits(tmp_path / "a/seed", tmp_path / "b/seed")
+    for island in range(2):
+        files = [p.relative_to(tmp_path / "b") for p in (tmp_path / f"b/islands/{island}/init").iterdir()]
+        assert len(files) == 3
+        assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+def whole_log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text() or '{"kind": ""}') for path in (run / "run/log").glob("*.json")]
+
+
+def test_launch_hands_over_what_a_seed_left_behind(
+    seeded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = copied(seeded, tmp_path / "c")
+    shutil.rmtree(tmp_path / "c/islands/0/init")
+    started: list[Job] = []
+    monkeypatch.setattr("atoll.launch.local.run", lambda jobs, gpus: started.extend(jobs))
+    launch_local(campaign)
+    assert "seed" not in {job.name for job in started} and "island 0" in {job.name for job in started}
+    assert (tmp_path / "c/islands/0/init/init.json").exists()
+
+
+def test_an_interrupted_expert_goes_on_from_its_own_checkpoint(
+    seeded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atoll.train.expert import DenoiserTask
+
+    whole, broken = copied(seeded, tmp_path / "a"), copied(seeded, tmp_path / "b")
+    train_run(whole, "expert", 0)
+    step, count = DenoiserTask.step, 0
+
+    def telling(self: DenoiserTask, batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DenoiserTask, "step", telling)
+        with pytest.raises(AtollError, match="left at step 4"):
+            train_run(broken, "expert", 0)
+    train_run(broken, "expert", 0)
+    assert same_bits(tmp_path / "a/islands/0", tmp_path / "b/islands/0")
+
+
+# Initial weights that do not belong to the run.
+
+
+def test_damaged_weights_are_refused(seeded: Path, tmp_path: Path) -> None:
+    campaign = copied(seeded, tmp_path / "c")
+    flip(tmp_path / "c/islands/0" / INIT)
+    with pytest.raises(StoreError, match="does not match its SHA-256"):
+        train_run(campaign, "expert", 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"partition": "00" * 32}, "was made for another partition than this run's"),
+        ({"network": "00" * 32}, "was made for another network than this run's"),
+        ({"kind": "checkpoint"}, "was made for another start than this run's"),
+        ({"weights_sha256": "00" * 32}, f"{WEIGHTS} is not what init.json says"),
+        ({"schema_version": 2}, "init.json has schema 2: this Atoll reads 1"),
+    ],
+)
+def test_weights_of_another_run_are_refused(
+    fields: dict[str, Any], words: str, seeded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(seeded, tmp_path / "c")
+    change(tmp_path / "c/islands/0/init/init.json", **fields)
+    refused(command(capsys, "train", "expert", tmp_path / "c", "--island", "0"), words)
+    assert not (tmp_path / "c/islands/0/run").exists()
+
+
+def test_a_seed_of_another_partition_or_another_seed_is_not_handed_over(seeded: Path, tmp_path: Path) -> None:
+    campaign = copied(seeded, tmp_path / "c")
+    change(tmp_path / "c/islands/0/init/init.json", origin={"weights_sha256": "00" * 32})
+    with pytest.raises(PartitionError, match="holds the weights of another seed run: remove it"):
+        hand_over(campaign)
+    change(tmp_path / "c/islands/0/island.json", partition="00" * 32)
+    with pytest.raises(PartitionError, match="was trained on another partition than island 0"):
+        hand_over(campaign)
+
+
+# Islands that differ.
+
+
+def test_an_expert_of_another_depth_takes_over_what_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {**SEEDED, "islands": {1: {"network": {"depth": 2}}}}
+    campaign = partitioned(tmp_path / "c", changes)
+    train_run(campaign, "seed")
+    out = capsys.readouterr().out
+    assert "initial weights from the seed for island 1: 25 of 44 tensors" in out
+    assert "warning: 19 are drawn instead: transformer_blocks.1." in out and "and 16 more" in out
+    average, seen = load_file(tmp_path / "c/seed" / EXPERT), first_weights(campaign, monkeypatch, "expert", 1)
+    made = campaign.store.get_json("islands/1/init/init.json")
+    assert made["kept"] == 25 and set(made["drawn"]) == seen.keys() - average.keys()
+    assert all(torch.equal(seen[name], average[name]) for name in average)
+
+
+def test_an_expert_that_could_take_nothing_over_is_told_before_the_seed(tmp_path: Path) -> None:
+    changes = {**SEEDED, "islands": {1: {"network": {"heads": 3, "head_width": 12, "patch": 2}}}}
+    prepared = Campaign.open(write_campaign(tmp_path / "c", changes))
+    with pytest.raises(ConfigError, match=r"islands\.1\.network has no tensor of the seed's shapes"):
+        prepare(prepared)
+
+
+def test_an_island_cannot_choose_another_start_than_the_seed(tmp_path: Path) -> None:
+    changes = {**SEEDED, "islands": {1: {"network": {"init": "elsewhere"}}}}
+    with pytest.raises(
+        ConfigError, match=r"islands\.1\.network\.init: with budget\.seed every expert starts"
+    ):
+        Campaign.open(write_campaign(tmp_path / "c", changes))
+
+
+# Published checkpoints.
+
+
+def published_checkpoint(folder: Path, classes: int = 2, **settings: Any) -> dict[str, torch.Tensor]:
+    """A DiT as diffusers publishes it, of the test campaign's dimensions but for `settings`."""
+    plain = {"family": "dit", "patch": 4, "depth": 1, "heads": 2, "head_width": 16}
+    config = NetworkConfig.parse({**plain, **settings}, "a test")
+    network = initial_network(config, DataShape(1, 8, classes=classes), 99)
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draws) * 0.05)
+    network.save_pretrained(folder)  # type: ignore[operator]
+    return {name: p.detach() for name, p in network.named_parameters()}
+
+
+def test_every_denoiser_starts_from_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts and monolith alike, which keeps the comparison fair; the router is another network."""
+    weights = published_checkpoint(tmp_path / "c/there", classes=20)
+    campaign = partitioned(tmp_path / "c", {"network": {"init": "there"}})
+    out = capsys.readouterr().out
+    assert out.count("initial weights from 'there': 24 of 25 tensors") == 1
+    assert out.count("1 are drawn instead: transformer_blocks.0.norm1.emb.class_embedder") == 1
+    shutil.rmtree(tmp_path / "c/there")  # the runs have their own copy
+    for role, island in (("expert", 0), ("expert", 1), ("monolith", None)):
+        seen = first_weights(campaign, monkeypatch, role, island)
+        other = {name for name in seen if not torch.equal(seen[name], weights[name])}
+        assert other == {"transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight"}
+    plan = campaign.store.get_json("islands/0/island.json")
+    assert plan["init"] == "checkpoint" and campaign.store.get_json("router/island.json")["init"] == "scratch"
+    train_run(campaign, "expert", 0)
+    origin = read_card(campaign.store, "islands/0/expert").provenance
+    assert origin["init"]["name"] == "there" and origin["init"]["class"] == "DiTTransformer2DModel"
+    assert origin["initial_weights"] == plan["init_sha256"]
+
+
+def test_the_seed_starts_from_the_checkpoint_and_the_experts_from_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = published_checkpoint(tmp_path / "there")
+    changes = {**SEEDED, "network": {"init": str(tmp_path / "there")}}
+    campaign = partitioned(tmp_path / "c", changes)
+    assert same(weights, first_weights(campaign, monkeypatch, "seed", None))
+    assert same(weights, first_weights(campaign, monkeypatch, "monolith", None))
+    train_run(campaign, "seed")
+    seen = first_weights(campaign, monkeypatch, "expert", 0)
+    assert same(seen, load_file(tmp_path / "c/seed" / EXPERT)) and not same(seen, weights)
+
+
+def test_one_island_may_start_from_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    published_checkpoint(tmp_path / "c/there")
+    changes = {"islands": {1: {"network": {"init": "there"}}}}
+    campaign = partitioned(tmp_path / "c", changes)
+    plans = [campaign.store.get_json(f"islands/{k}/island.json") for k in range(2)]
+    assert [plan["init"] for plan in plans] == ["scratch", "checkpoint"]
+    assert not (tmp_path / "c/islands/0/init").exists() and (tmp_path / "c/islands/1/init/init.json").exists()
+
+
+def test_a_changed_or_missing_copy_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    published_checkpoint(tmp_path / "c/there")
+    campaign = partitioned(tmp_path / "c", {"network": {"init": "there"}})
+    change(tmp_path / "c/islands/1/island.json", init_sha256="00" * 32)
+    with pytest.raises(PartitionError, match=r"holds other initial weights than island\.json names"):
+        train_run(campaign, "expert", 1)
+    shutil.rmtree(tmp_path / "c/islands/0/init")
+    with pytest.raises(PartitionError, match=r"starts from a checkpoint, .*: copy the folder from where"):
+        train_run(campaign, "expert", 0)
+
+
+def test_a_partition_that_was_cut_short_keeps_the_weights_it_wrote(tmp_path: Path) -> None:
+    published_checkpoint(tmp_path / "c/there")
+    campaign = partitioned(tmp_path / "c", {"network": {"init": "there"}})
+    before = (tmp_path / "c/islands/0" / INIT).stat().st_mtime_ns
+    campaign.store.delete("partition/partition.json", "islands/1/init/init.json")
+    make_islands(campaign)
+    assert (tmp_path / "c/islands/0" / INIT).stat().st_mtime_ns == before
+    assert (tmp_path / "c/islands/1/init/init.json").exists()
+    campaign.store.delete("partition/partition.json")
+    shutil.rmtree(tmp_path / "c/there")
+    published_checkpoint(tmp_path / "c/there", classes=3)
+    with pytest.raises(StoreError, match="islands/0/init holds initial weights of another checkpoint"):
+        make_islands(campaign)
+
+
+@pytest.mark.parametrize(
+    ("init", "words"),
+    [
+        ("./nowhere", "there is no folder"),
+        ("owner/nowhere", "as a hub name it cannot be had"),
+        ("there", "is a PixArtTransformer2DModel, dit is a DiTTransformer2DModel"),
+    ],
+)
+def test_a_wrong_checkpoint_is_told_before_any_work(
+    init: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published_checkpoint(tmp_path / "c/there")
+    change(tmp_path / "c/there/config.json", _class_name="PixArtTransformer2DModel")
+    write_campaign(tmp_path / "c", {"network": {"init": init}})
+    refused(command(capsys, "launch", tmp_path / "c"), "network.init", words)
+    assert not (tmp_path / "c/data").exists()
+
+
+def test_a_checkpoint_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+    published_checkpoint(tmp_path / "c/there", heads=3, head_width=12, patch=2)
+    with pytest.raises(ConfigError, match="none of the 25 tensors of 'there' fits the network"):
+        prepare(Campaign.open(write_campaign(tmp_path / "c", {"network": {"init": "there"}})))
+
+
+def test_a_folder_on_the_command_line_is_that_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published_checkpoint(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    folder = write_campaign(tmp_path / "c")
+    assert Campaign.open(folder, ["network.init=there"]).config.network.init == str(tmp_path / "there")
+    assert Campaign.open(folder, ["network.init=owner/model"]).config.network.init == "owner/model"
+    assert Campaign.open(folder, ["network.init=scratch"]).config.network.init == "scratch"
