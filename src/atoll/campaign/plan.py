@@ -194,6 +194,7 @@ class Plan:
         gpus: GPUs of one island.
         experts: one run each.
         router: its run.
+        seed: the run that the experts start from, if there is one.
         monolith: the same budget on one cluster of as many GPUs as all islands have.
         baseline: whether the campaign trains the monolith too.
         traffic: bytes.
@@ -205,6 +206,7 @@ class Plan:
     gpus: int
     experts: list[RunCost]
     router: RunCost
+    seed: RunCost | None
     monolith: RunCost
     baseline: bool
     traffic: Traffic
@@ -213,12 +215,13 @@ class Plan:
     @property
     def own(self) -> list[RunCost]:
         """The runs that make the ensemble."""
-        return [*self.experts, self.router]
+        return [*self.experts, self.router, *([self.seed] if self.seed else [])]
 
     @property
     def wall_seconds(self) -> float:
-        """Duration when all islands and the router train side by side."""
-        return max(run.seconds for run in self.own)
+        """Duration when all islands train side by side, after the seed, and the router beside them."""
+        before = self.seed.seconds if self.seed else 0.0
+        return max(before + max(run.seconds for run in self.experts), self.router.seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, US dollars."""
@@ -270,6 +273,7 @@ def make_plan(
     router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu)
     bf16, whole = config.train.precision != "float32", gpus * len(experts)
     monolith = run("monolith", budget.monolith, data.rows, config.network, bf16, whole)
+    seed = run("seed", budget.seed, data.rows, config.network, bf16, gpus) if budget.seed else None
 
     networks = sum(run.footprint.parameters for run in [*experts, router])
     ring = 2 * (len(experts) - 1) * GRADIENTS * monolith.footprint.parameters
@@ -281,7 +285,7 @@ def make_plan(
         all_reduce=ring * budget.monolith.steps,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
-    return Plan(name, gpu, gpus, experts, router, monolith, config.monolith, traffic, notes)
+    return Plan(name, gpu, gpus, experts, router, seed, monolith, config.monolith, traffic, notes)
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
