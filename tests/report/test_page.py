@@ -35,7 +35,7 @@ def summary(builder: Builder) -> dict:
 
 def test_a_finished_campaign_is_one_page_without_references_to_the_outside(builder: Builder):
     path = write_report(builder.whole().store)
-    assert path == builder.store.root / "reports" / "index.html"
+    assert path == builder.store.name("reports/index.html")
     found = Page(path.read_text())
     assert found.outside() == []
     assert found.wrong == []
@@ -493,6 +493,6 @@ def test_the_command_writes_it(builder: Builder, monkeypatch: pytest.MonkeyPatch
         store = builder.whole().store
 
     monkeypatch.setattr(atoll.cli, "_open", lambda campaign: Opened)
-    result = CliRunner().invoke(atoll.cli.atoll, ["report", str(builder.store.root)])
-    assert result.output == f"wrote {builder.store.root / 'reports' / 'index.html'}\n"
-    assert Store.open(builder.store.root).exists("reports/summary.json")
+    result = CliRunner().invoke(atoll.cli.atoll, ["report", builder.store.location])
+    assert result.output == f"wrote {builder.store.name('reports/index.html')}\n"
+    assert Store.open(builder.store.location).exists("reports/summary.json")

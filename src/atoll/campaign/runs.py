@@ -14,6 +14,7 @@ from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network, initial_router, run_folder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
+from atoll.ensemble.expert import published
 from atoll.flow.objective import ObjectiveConfig
 from atoll.networks.families import DataShape, NetworkConfig
 from atoll.store.store import Store
@@ -32,7 +33,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None) -> None:
     folder = run_folder(role, island)
     if not campaign.store.exists(f"{folder}/island.json"):
         raise PartitionError(
-            f"{campaign.store.root}/{folder} has no island.json", "run 'atoll partition' first"
+            f"{campaign.store.name(folder)} has no island.json", "run 'atoll partition' first"
         )
     store = campaign.store.sub(folder)
     plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")
@@ -41,6 +42,9 @@ def train_run(campaign: Campaign, role: str, island: int | None = None) -> None:
         DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")
     )
     name = folder.replace("islands/", "island ")
+    if not published(store, "expert"):
+        # Damage is told before the first step, and loader workers find all they read on local disk.
+        dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
     if role == "router":
         _train_router(campaign, plan, dataset, store)
     else:
