@@ -117,7 +117,7 @@ def explain(error: BaseException) -> tuple[str, str] | None:
             "there are no credentials",
             "set them in the environment (AWS_ACCESS_KEY_ID, ...)",
         )
-    if refused or "403 Forbidden" in text or "401 Unauthorized" in text:
+    if refused or any(code in text for code in ("AccessDenied", "403 Forbidden", "401 Unauthorized")):
         return "permission denied", "check the credentials and what they may do"
     if "builder error" in text:
         return "its endpoint is plain http", "use https, or allow http with AWS_ALLOW_HTTP=true"

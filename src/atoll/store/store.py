@@ -262,11 +262,12 @@ def check_conditional_create(store: Store, prefix: str = "") -> None:
     key, fix = posixpath.join(prefix, f"probe-{uuid.uuid4().hex}"), "use a store with conditional writes"
     try:
         store.create(key, b"first")
+    except Unsupported:
+        raise StoreError(f"{store.location} refuses conditional writes (If-None-Match)", fix) from None
+    try:
         store.create(key, b"second")
     except Conflict:
         return
-    except Unsupported:
-        raise StoreError(f"{store.location} refuses conditional writes (If-None-Match)", fix) from None
     finally:
         store.delete(key)
     what = f"{store.location} ignores conditional writes (If-None-Match): two processes could hold one run"
