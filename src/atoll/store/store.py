@@ -5,6 +5,7 @@ narrowed store cannot name anything outside it: that is how an island sees its o
 """
 
 import json
+import os
 import posixpath
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from atoll.base.errors import StoreError
 from atoll.store import cache
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, first_line, local_path
 
+_PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
 _Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
 
@@ -240,6 +242,9 @@ class Store:
 
     def _full(self, key: str) -> str:
         """The key as the obstore store knows it."""
+        if self.local is None and os.getpid() != _PROCESS:
+            fix = "read local copies, which `DataSet.localise` fetches before the fork"
+            raise StoreError(f"a forked process cannot reach {self.location}", fix)
         return posixpath.join(self._prefix, self._key(key)).rstrip("/")
 
     def _missing(self, key: str) -> Absent:
