@@ -1,5 +1,6 @@
 """Object stores that refuse, are not there, or cannot do what a log needs: one line, soon, exit code 2."""
 
+import socket
 import time
 from collections.abc import Iterator
 
@@ -67,6 +68,16 @@ def test_an_endpoint_that_does_not_answer(s3: S3, monkeypatch, capsys) -> None:
     assert time.monotonic() - start < 30
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     refused(command(capsys, "report", f"s3://{BUCKET}/c"), "plain http", "AWS_ALLOW_HTTP=true")
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_takes_the_call_and_never_speaks(s3: S3, monkeypatch, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        use(monkeypatch, {**s3.environment(), "AWS_ENDPOINT_URL": url})
+        start = time.monotonic()
+        refused(command(capsys, "report", f"s3://{BUCKET}/c"), f"{url} does not answer")
+        assert time.monotonic() - start < 45
 
 
 def test_an_endpoint_that_goes_away(monkeypatch) -> None:
