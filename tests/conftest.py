@@ -1,6 +1,7 @@
 """Set before anything of the package is imported: no model hub, one thread, types checked at run time."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Child processes inherit these. Sums on a CPU depend on the number of threads, so bits do too.
@@ -15,6 +16,8 @@ os.environ.update(
 import jaxtyping
 import pytest
 import torch
+
+from s3 import S3, serve
 
 torch.set_num_threads(1)
 
@@ -31,3 +34,10 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder shared/data beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    """An S3 endpoint that lets everybody in."""
+    with serve() as endpoint:
+        yield endpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.campaign import Campaign, new
 from atoll.campaign.config import CampaignConfig
 from atoll.recipes import catalogue
@@ -19,7 +19,7 @@ def parse(**changes: object) -> CampaignConfig:
 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
-    path = new(tmp_path / "c", catalogue.text(name), [])
+    path = Path(new(tmp_path / "c", catalogue.text(name), []))
     assert path.read_text() == catalogue.text(name)
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert head[0].startswith(f"# {name}: ") and any("ardware" in line for line in head)
@@ -134,8 +134,14 @@ def test_an_unknown_key_of_an_island_is_told_at_once() -> None:
 
 
 def test_the_data_lie_beside_the_campaign_or_where_it_says(tmp_path: Path) -> None:
-    assert parse().data_path(tmp_path) == (tmp_path / "data").resolve()
-    assert parse(data={"path": "/elsewhere"}).data_path(tmp_path) == Path("/elsewhere")
+    assert parse().data_path(str(tmp_path)) == str((tmp_path / "data").resolve())
+    assert parse(data={"path": "/elsewhere"}).data_path(str(tmp_path)) == "/elsewhere"
+    assert parse().data_path("s3://bucket/c") == "s3://bucket/c/data"
+    assert parse(data={"path": "../data"}).data_path("s3://bucket/c") == "s3://bucket/data"
+    assert parse(data={"path": "gs://other/data"}).data_path("s3://bucket/c") == "gs://other/data"
+    assert parse(data={"path": "/elsewhere"}).data_path("s3://bucket/c") == "/elsewhere"
+    with pytest.raises(StoreError, match="leads out of s3://bucket"):
+        parse(data={"path": "../../data"}).data_path("s3://bucket/c")
 
 
 def test_yaml_that_was_written_is_read(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_killed_and_run_again_gives_the_same_bytes(tmp_path: Path) -> None:
     whole, torn = (Store.open(tmp_path / name, create=True) for name in ("whole", "torn"))
     ingest(source, whole, "glyphs", CONFIG)
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(torn.root)], env={**os.environ, "PYTHONPATH": "src"}
+        [sys.executable, "-c", RUN, torn.location], env={**os.environ, "PYTHONPATH": "src"}
     )
     deadline = time.monotonic() + 60
     while not torn.exists("glyphs/rows/00002.json"):

@@ -103,7 +103,7 @@ print("held", flush=True)
 sys.stdin.readline()
 """
     child = subprocess.Popen(
-        [sys.executable, "-c", script, str(store.root)],
+        [sys.executable, "-c", script, str(store.location)],
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

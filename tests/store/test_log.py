@@ -102,7 +102,7 @@ print(fenced, done)
 """
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(store.root), name],
+            [sys.executable, "-c", script, store.location, name],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -87,5 +87,5 @@ def test_a_disk_that_lies_is_found_out_before_the_manifest(tmp_path: Path) -> No
             super().put(key, data[:-1] if key.endswith("d.bin") else data)
 
     with pytest.raises(StoreError, match="is torn"):
-        publish(Lying(tmp_path), "p", BLOBS, "M.json", {})
-    assert not Store(tmp_path).exists("p/M.json")
+        publish(Lying.open(tmp_path), "p", BLOBS, "M.json", {})
+    assert not Store.open(tmp_path).exists("p/M.json")

@@ -30,20 +30,20 @@ def assemble(campaign: Campaign) -> list[int]:
     store = campaign.store
     if not store.exists("partition/partition.json"):
         raise PartitionError(
-            f"{store.root} has no partition", "run 'atoll launch' or 'atoll partition' first"
+            f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )
     k = store.get_json("partition/partition.json")["k"]
     present = [number for number in range(k) if published(store, f"islands/{number}/expert")]
     if not present or not published(store, "router/expert"):
         what = "no expert" if not present else "no router"
-        raise PartitionError(f"{store.root} has {what} yet", "train first: atoll launch")
+        raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
     parts = {f"experts/{n}": f"islands/{n}/expert" for n in present} | {"router": "router/expert"}
     cards = {name: read_card(store, folder) for name, folder in parts.items()}
     check_together(list(cards.values()))
     made = store.get_json("partition/partition.json")["hash"]
     if cards["router"].partition != made:
         raise PartitionError(
-            f"the parts in {store.root} were made for another partition", "put their own back"
+            f"the parts in {store.location} were made for another partition", "put their own back"
         )
     _check_places(present, cards)
     wanted = {name: card.weights_sha256 for name, card in cards.items()}
@@ -80,7 +80,7 @@ def load_ensemble(store: Store) -> tuple[Ensemble, Card]:
         StoreError: not assembled, or a file is not what the manifest says.
     """
     if not store.exists(MANIFEST):
-        raise StoreError(f"{store.root} has no ensemble", "run 'atoll assemble' first")
+        raise StoreError(f"{store.location} has no ensemble", "run 'atoll assemble' first")
     content = store.get_json(MANIFEST)
     if content.get("schema") != SCHEMA:
         raise StoreError(

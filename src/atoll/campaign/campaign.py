@@ -13,8 +13,9 @@ from atoll.base.config import set_value
 from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.version import code_version
 from atoll.campaign.config import CampaignConfig
-from atoll.data.dataset import DataSet
-from atoll.store.store import Conflict, Store
+from atoll.data.dataset import MANIFEST, DataSet
+from atoll.store.location import is_url
+from atoll.store.store import Absent, Conflict, Store
 
 SCHEMA = 1
 YAML, FROZEN = "campaign.yaml", "campaign.json"
@@ -39,7 +40,8 @@ class Campaign:
         """Open a campaign.
 
         Args:
-            folder: with a `campaign.yaml` to start from, a `campaign.json` to go on from, or both.
+            folder: folder or URL, with a `campaign.yaml` to start from, a `campaign.json` to go on from,
+                or both.
             sets: `a.b=value` overrides; after the campaign is frozen they must agree with it.
 
         Raises:
@@ -53,12 +55,12 @@ class Campaign:
         elif frozen is not None:
             tree = deepcopy(frozen["config"])
         else:
-            raise StoreError(f"{store.root} is not a campaign (no {YAML})", "make one with 'atoll new'")
+            raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
         # What the campaign was started with counts for every later command, without repeating it.
         overrides = (*(frozen or {}).get("overrides", ()), *from_shell(sets))
         for assignment in overrides:
             set_value(tree, assignment)
-        config = CampaignConfig.parse(tree, str(store.root / YAML))
+        config = CampaignConfig.parse(tree, store.name(YAML))
         if frozen is not None:
             _must_agree(frozen["config"], config.frozen(), store)
         return cls(store, config, overrides)
@@ -75,14 +77,23 @@ class Campaign:
 
     def dataset(self) -> DataSet:
         """The campaign's data set; `DataError` if there is none."""
-        path = self.config.data_path(self.store.root)
-        if not path.exists():
-            raise DataError(f"there is no data set at {path}", "make it: atoll data ingest")
-        return DataSet.open(Store.open(path))
+        path = self.config.data_path(self.store.location)
+        try:
+            store = Store.open(path)
+        except Absent:
+            raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
+        return DataSet.open(store)
+
+    def has_dataset(self) -> bool:
+        """Whether there is a finished data set."""
+        try:
+            return Store.open(self.config.data_path(self.store.location)).exists(MANIFEST)
+        except Absent:
+            return False
 
 
-def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
-    """Write a `campaign.yaml` from a recipe's text with overrides applied.
+def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
+    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
 
     Raises:
         ConfigError: a wrong setting.
@@ -99,10 +110,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> Path:
     try:
         store.create(YAML, text.encode())
     except Conflict:
-        raise ConfigError(
-            f"{store.root / YAML} exists already", "edit it, or choose another folder"
-        ) from None
-    return store.root / YAML
+        raise ConfigError(f"{store.name(YAML)} exists already", "edit it, or choose another folder") from None
+    return store.name(YAML)
 
 
 def from_shell(sets: Sequence[str]) -> list[str]:
@@ -119,7 +128,7 @@ def _names_a_path(assignment: str) -> bool:
 
 def _absolute(assignment: str) -> str:
     key, _, text = assignment.partition("=")
-    if text in ("glyphs", "null", ""):
+    if text in ("glyphs", "null", "") or is_url(text):
         return assignment
     return f"{key}={yaml.safe_dump(str(Path(text).expanduser().absolute()), width=10**6).splitlines()[0]}"
 
@@ -134,9 +143,9 @@ def _read_yaml(store: Store) -> dict[str, Any]:
         tree = yaml.safe_load(store.get(YAML))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{store.root / YAML} is not valid YAML ({reason})", "correct it") from None
+        raise ConfigError(f"{store.name(YAML)} is not valid YAML ({reason})", "correct it") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{store.root / YAML} holds no settings", "write 'key: value' lines")
+        raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
     return tree
 
 
@@ -148,11 +157,11 @@ def _frozen(store: Store) -> dict[str, Any] | None:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ConfigError(
-            f"{store.root / FROZEN} has schema {schema}, this Atoll reads {SCHEMA}",
+            f"{store.name(FROZEN)} has schema {schema}, this Atoll reads {SCHEMA}",
             "use the version of Atoll that made the campaign, or start a new one",
         )
     if not isinstance(content.get("config"), dict):
-        raise ConfigError(f"{store.root / FROZEN} holds no settings", "it is damaged: restore it")
+        raise ConfigError(f"{store.name(FROZEN)} holds no settings", "it is damaged: restore it")
     return dict(content)
 
 
@@ -161,7 +170,7 @@ def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) ->
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             raise ConfigError(
-                f"{key} is {new.get(key)!r}, but {store.root} was started with {old.get(key)!r}",
+                f"{key} is {new.get(key)!r}, but {store.location} was started with {old.get(key)!r}",
                 "put it back, or start a new campaign with 'atoll new'",
             )
 

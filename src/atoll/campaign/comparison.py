@@ -91,7 +91,7 @@ def _measure(
     made = partitions.load(store)
     if made.about["data"] != dataset.id_hash:
         raise PartitionError(
-            f"{dataset.store.root} is not the data set of this campaign", "put the right one back"
+            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
         )
     experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
     sizes = [made.sizes[card.island or 0] for card in experts]

@@ -1,6 +1,5 @@
 """The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
 
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,6 +14,7 @@ from atoll.evaluate.compare import CompareConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.networks.families import NetworkConfig
+from atoll.store.location import resolve
 from atoll.train.settings import TrainConfig
 
 
@@ -180,11 +180,11 @@ class CampaignConfig(Config):
         network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
         return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
 
-    def data_path(self, folder: Path) -> Path:
-        """The data set's folder, for a campaign in `folder`."""
-        return (folder / Path(self.data.path).expanduser()).resolve()
+    def data_path(self, campaign: str) -> str:
+        """The data set's folder or URL, for a campaign at this folder or URL."""
+        return resolve(campaign, self.data.path)
 
-    def source(self, folder: Path) -> str | None:
-        """What to ingest, for a campaign in `folder`: `glyphs` or an absolute path."""
+    def source(self, campaign: str) -> str | None:
+        """What to ingest, for a campaign at this folder or URL: `glyphs`, an absolute path or a URL."""
         named = self.data.source
-        return named if named in (None, "glyphs") else str((folder / Path(named).expanduser()).resolve())
+        return named if named is None or named == "glyphs" else resolve(campaign, named)

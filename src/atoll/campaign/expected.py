@@ -50,7 +50,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
         return _partitioned(campaign)
     k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
     shape, found = None, rows
-    if not (campaign.config.data_path(campaign.store.root) / "manifest.json").exists():
+    if not campaign.has_dataset():
         notes.append("no data set yet: shapes are those that the settings name")
         if campaign.config.condition == "class":
             notes.append(f"{CLASSES} classes are assumed")

@@ -50,7 +50,7 @@ def make_islands(campaign: Campaign) -> Partition:
     budget = divide(config, shape, made.sizes)
     campaign.freeze()
 
-    plans, parts = _Plans(campaign, made, shape, Checkpoints(store.root)), []
+    plans, parts = _Plans(campaign, made, shape, Checkpoints(store.location)), []
     for number in range(made.k):
         rows = (made.clusters == number).nonzero()[0]
         parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
@@ -103,7 +103,7 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
         fix = "put data.ingest back, or choose another data.path"
         raise DataError(
-            f"{dataset.store.root} was ingested with other settings than data.ingest has now", fix
+            f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
         )
     wanted = wanted_columns(config)
     for name, asked in wanted.items():
@@ -111,7 +111,7 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
             command = "embed" if name.startswith("features-") else "encode"
             what = "of other settings" if dataset.has_column(name) else "missing"
             raise DataError(
-                f"column {name!r} of {dataset.store.root} is {what}", f"run 'atoll data {command}'"
+                f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
             )
     return [name for name in ("latents", "split", "text") if name in wanted or name == "split"]
 

@@ -36,12 +36,12 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
     folder = run_folder(role, island)
     if role == "seed" and not campaign.config.budget.seed:
         raise ConfigError(
-            f"budget.seed is 0 in {campaign.store.root}: it has no seed run",
+            f"budget.seed is 0 in {campaign.store.location}: it has no seed run",
             "start a campaign with, for example, --set budget.seed=0.3",
         )
     if not campaign.store.exists(f"{folder}/island.json"):
         raise PartitionError(
-            f"{campaign.store.root}/{folder} has no island.json", "run 'atoll partition' first"
+            f"{campaign.store.name(folder)} has no island.json", "run 'atoll partition' first"
         )
     store = campaign.store.sub(folder)
     plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")
@@ -52,11 +52,14 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
     name = folder.replace("islands/", "island ")
     if published(store, "expert"):
         say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
-    elif role == "router":
-        _train_router(campaign, plan, dataset, store, wait)
     else:
-        network, settings = _settings(campaign, role, island)
-        _train_denoiser(campaign, plan, dataset, store, network, settings, name, wait)
+        # Damage is told before the first step, and loader workers find all they read on local disk.
+        dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
+        if role == "router":
+            _train_router(campaign, plan, dataset, store, wait)
+        else:
+            network, settings = _settings(campaign, role, island)
+            _train_denoiser(campaign, plan, dataset, store, network, settings, name, wait)
     if role == "seed":
         hand_over(campaign)
 

@@ -35,7 +35,7 @@ def hand_over(campaign: Campaign) -> None:
         plan = RunPlan.parse(run.get_json("island.json"), f"islands/{number}/island.json")
         if plan.partition != card.partition:
             raise PartitionError(
-                f"the seed in {campaign.store.root} was trained on another partition than island {number}",
+                f"the seed in {campaign.store.location} is of another partition than island {number}",
                 "put its own back",
             )
         if not _has(run, origin):

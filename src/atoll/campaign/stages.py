@@ -29,7 +29,7 @@ STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and 
 
 def ingest_stage(campaign: Campaign) -> DataSet:
     """Make the data set from its source, and say what it holds and what was left out."""
-    config, folder = campaign.config, campaign.store.root
+    config, folder = campaign.config, campaign.store.location
     path, named = config.data_path(folder), config.source(folder)
     if named is None:
         raise DataError(
@@ -47,7 +47,7 @@ def describe(dataset: DataSet) -> list[str]:
     """What a data set holds, in lines."""
     manifest, columns = dataset.manifest, dataset.column_names()
     size = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
-    lines = [f"{dataset.store.root}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
+    lines = [f"{dataset.store.location}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
     if "split" in columns:
         lines.append(
             f"  {len(dataset.split('train')):,} to train on, {len(dataset.split('heldout')):,} held out"
@@ -86,10 +86,10 @@ def prepare(campaign: Campaign) -> Partition:
     config, store = campaign.config, campaign.store
     if store.exists("partition/partition.json"):
         return make_islands(campaign)
-    check_checkpoints(config, store.root)
-    named = config.source(store.root)
+    check_checkpoints(config, store.location)
+    named = config.source(store.location)
     here = named is not None and (named == "glyphs" or Path(named).exists())
-    if here or not (config.data_path(store.root) / "manifest.json").exists():
+    if here or not campaign.has_dataset():
         ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()
     stale = [name for name, asked in wanted_columns(config).items() if not made_by(dataset, name, asked)]
@@ -130,7 +130,7 @@ def launch_local(campaign: Campaign) -> None:
 def _job(campaign: Campaign, role: str, island: int | None) -> Job:
     plan = RunPlan.parse(campaign.store.get_json(f"{run_folder(role, island)}/island.json"), "island.json")
     extra = ("--island", str(island)) if island is not None else ()
-    argv = local.command("train", role, campaign.store.root, *extra)
+    argv = local.command("train", role, campaign.store.location, *extra)
     threads = _threads(campaign.config, role, island)
     name = role if island is None else f"island {island}"
     memory = BASE_MEMORY + STATE_BYTES * plan.parameters

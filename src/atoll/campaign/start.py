@@ -35,7 +35,7 @@ def network_of(config: CampaignConfig, island: int | None) -> NetworkConfig:
     return config.network if island is None else config.island(island)[0]
 
 
-def check_checkpoints(config: CampaignConfig, beside: Path) -> None:
+def check_checkpoints(config: CampaignConfig, beside: str) -> None:
     """Refuse a checkpoint that is not there or is of another class, before any work is done.
 
     Args:
@@ -55,7 +55,7 @@ class Checkpoints:
         beside: the campaign's folder.
     """
 
-    beside: Path
+    beside: str
     _read: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
@@ -122,8 +122,8 @@ def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 
 
-def _found(settings: NetworkConfig, beside: Path) -> Any:
-    checkpoint = find(settings.init, beside)
+def _found(settings: NetworkConfig, beside: str) -> Any:
+    checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
     if checkpoint.class_name != wanted:
         raise ConfigError(

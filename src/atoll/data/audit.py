@@ -8,7 +8,7 @@ import safetensors
 from atoll.base.errors import AtollError
 from atoll.data.columns import Column
 from atoll.data.dataset import SPLITS, DataSet
-from atoll.data.files import verified
+from atoll.data.files import join, verified
 from atoll.data.images import ImageReader
 from atoll.store.manifest import FileEntry
 
@@ -63,19 +63,22 @@ def _shard(dataset: DataSet, shard: int) -> Iterator[str]:
             yield str(error)
             continue
         if rows != entry.rows:
-            yield f"{path} holds {rows} rows; the manifest says {entry.rows}"
+            name = dataset.store.name(join(dataset.prefix, file.path))
+            yield f"{name} holds {rows} rows; the manifest says {entry.rows}"
 
 
 def _column_shard(column: Column, shard: int, rows: int) -> Iterator[str]:
     entry = column.meta.shards[shard]
-    problems = list(_file(column, entry))
-    yield from problems
-    if not problems:
-        key = "values" if column.meta.kind == "fixed" else "lengths"
-        with safetensors.safe_open(column.path(entry), "pt") as file:
-            found = file.get_slice(key).get_shape()[0]
-        if found != rows:
-            yield f"{column.path(entry)} holds {found} rows; the manifest says {rows}"
+    try:
+        path = verified(column.store, column.folder, entry)
+    except AtollError as error:
+        yield str(error)
+        return
+    key = "values" if column.meta.kind == "fixed" else "lengths"
+    with safetensors.safe_open(path, "pt") as file:
+        found = file.get_slice(key).get_shape()[0]
+    if found != rows:
+        yield f"{column.store.name(column.folder)}/{entry.path} holds {found} rows; the manifest says {rows}"
 
 
 def _file(column: Column, entry: FileEntry) -> Iterator[str]:

@@ -9,6 +9,7 @@ for rows or pictures that have changed since, is recomputed and never read.
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -78,7 +79,8 @@ class Column:
     def __init__(self, store: Store, folder: str, meta: ColumnMeta, bounds: Rows) -> None:
         self.store, self.folder, self.meta, self.bounds = store, folder, meta, bounds
         self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
-        self._verified: set[int] = set()
+        self._paths: dict[int, Path] = {}
+        self._extras: dict[str, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
@@ -146,13 +148,30 @@ class Column:
     def extra(self, name: str) -> dict[str, Tensor]:
         """Named tensors that belong to the column and to no row; `DataError` if there are none so named."""
         if name not in self.meta.extras:
-            what = f"column {self.meta.name!r} in {self.store.path(self.folder)} has no {name!r}"
+            what = f"column {self.meta.name!r} in {self.store.name(self.folder)} has no {name!r}"
             raise DataError(what, "write the column again with the encoder that provides it")
-        return safetensors.torch.load(read_verified(self.store, self.folder, self.meta.extras[name]))
+        if name not in self._extras:
+            data = read_verified(self.store, self.folder, self.meta.extras[name])
+            self._extras[name] = safetensors.torch.load(data)
+        return self._extras[name]
 
     def path(self, entry: FileEntry) -> Path:
-        """Local path of one of the column's files."""
+        """Local path of one of the column's files, unchecked."""
         return self.store.path(join(self.folder, entry.path))
+
+    def localise(self) -> None:
+        """Verify every file and, of a remote store, fetch it. Then reading needs local files only."""
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            for _ in pool.map(self._path, range(len(self.meta.shards))):
+                pass
+        for name in self.meta.extras:
+            self.extra(name)
+
+    def _path(self, shard: int) -> Path:
+        """Local file of a shard; its hash is checked the first time."""
+        if shard not in self._paths:
+            self._paths[shard] = verified(self.store, self.folder, self.meta.shards[shard])
+        return self._paths[shard]
 
     def _locate(self, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:
         """For every shard concerned: its number, positions within `rows`, and row numbers within it."""
@@ -170,16 +189,11 @@ class Column:
         return mapped.lengths, mapped.starts
 
     def _map(self, shard: int) -> _Mapped:
-        """Map a shard into memory; its hash is checked the first time."""
+        """Map a shard into memory."""
         if shard in self._mapped:
             self._mapped.move_to_end(shard)
             return self._mapped[shard]
-        entry = self.meta.shards[shard]
-        path = self.path(entry)
-        if shard not in self._verified:
-            verified(self.store, self.folder, entry)
-            self._verified.add(shard)
-        tensors = safetensors.torch.load_file(path)  # lazy: pages are read when they are indexed
+        tensors = safetensors.torch.load_file(self._path(shard))  # lazy: pages are read when they are indexed
         lengths = tensors["lengths"].numpy().astype(np.int64) if "lengths" in tensors else None
         starts = None if lengths is None else lengths.cumsum() - lengths
         self._mapped[shard] = _Mapped(tensors["values"], lengths, starts)
@@ -324,9 +338,9 @@ class _Writing:
         return f"{self.folder}/{number:05d}.json"
 
     def _inspect(self, number: int, file: FileEntry) -> tuple[str, tuple[int, ...], int]:
-        path = self.store.path(join(self.folder, file.path))
-        tensors = safetensors.torch.load_file(path)
-        return _describe(tensors, self.kind, self.shards[number].rows, str(path))
+        key = join(self.folder, file.path)
+        tensors = safetensors.torch.load_file(self.store.path(key))
+        return _describe(tensors, self.kind, self.shards[number].rows, self.store.name(key))
 
     def _write_extra(self, key: str, tensors: Mapping[str, Tensor]) -> FileEntry:
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

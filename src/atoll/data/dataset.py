@@ -4,6 +4,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,16 @@ from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.columns import Column, ColumnMeta, finish_column, read_meta, shard_bounds, write_column
-from atoll.data.files import Shard, join, read_verified, read_versioned, relative, verified, versioned
+from atoll.data.files import (
+    Shard,
+    is_there,
+    join,
+    read_verified,
+    read_versioned,
+    relative,
+    verified,
+    versioned,
+)
 from atoll.data.images import ImageReader
 from atoll.store.manifest import FileEntry, write_file
 from atoll.store.store import Store
@@ -78,7 +88,7 @@ class DataSet:
         self.bounds: Rows = shard_bounds(self.shards)
         self._columns: dict[str, Column] = {}
         self._readers: OrderedDict[int, ImageReader] = OrderedDict()
-        self._verified: set[str] = set()
+        self._pictures: dict[str, Path] = {}
 
     @classmethod
     def open(cls, store: Store, prefix: str = "") -> "DataSet":
@@ -88,13 +98,13 @@ class DataSet:
             DataError: there is none, or it was written under another schema version.
         """
         key = join(prefix, MANIFEST)
-        if not store.path(key).exists():
-            what = f"{store.path(prefix)} is not a data set (no {MANIFEST})"
+        if not is_there(store, key):
+            what = f"{store.name(prefix)} is not a data set (no {MANIFEST})"
             raise DataError(what, "run `atoll data ingest`")
         manifest = read_versioned(store, key, Manifest)
         if sum(shard.rows for shard in manifest.shards) != manifest.rows:
             raise DataError(
-                f"{store.path(key)} contradicts itself", "it is damaged: write the data set again"
+                f"{store.name(key)} contradicts itself", "it is damaged: write the data set again"
             )
         return cls(store, prefix, manifest)
 
@@ -102,7 +112,7 @@ class DataSet:
         return self.manifest.rows
 
     def __repr__(self) -> str:
-        return f"DataSet({str(self.store.path(self.prefix))!r}, {len(self)} rows)"
+        return f"DataSet({str(self.store.name(self.prefix))!r}, {len(self)} rows)"
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of all rows (of `ROWS`; all of them without `columns`); every file is verified."""
@@ -161,12 +171,12 @@ class DataSet:
         """
         if name not in self._columns:
             folder = join(self.prefix, f"columns/{name}")
-            if not self.store.path(f"{folder}/column.json").exists():
-                what = f"{self.store.path(self.prefix)} has no column {name!r}"
+            if not is_there(self.store, f"{folder}/column.json"):
+                what = f"{self.store.name(self.prefix)} has no column {name!r}"
                 raise DataError(what, "run the stage that writes it")
             meta = read_meta(self.store, folder)
             if meta.content != [shard.content() for shard in self.shards]:
-                what = f"column {name!r} in {self.store.path(self.prefix)} was made for other rows"
+                what = f"column {name!r} in {self.store.name(self.prefix)} was made for other rows"
                 raise DataError(what, "run the stage that writes it again")
             self._columns[name] = Column(self.store, folder, meta, self.bounds)
         return self._columns[name]
@@ -176,6 +186,16 @@ class DataSet:
         folder = join(self.prefix, "columns")
         keys = [key.removeprefix(folder + "/") for key in self.store.list(folder)]
         return [key.removesuffix("/column.json") for key in keys if key.endswith("/column.json")]
+
+    def localise(self, columns: Sequence[str]) -> None:
+        """Verify every file of some columns and, of a remote store, fetch it: to be called before forking.
+
+        Raises:
+            DataError: a column is missing, or was made for other rows.
+            StoreError: a file is missing, torn or damaged; names it.
+        """
+        for name in columns:
+            self.column(name).localise()
 
     def forget(self, name: str) -> None:
         """Read a column anew when it is next asked for."""
@@ -203,12 +223,11 @@ class DataSet:
             entry = self.shards[shard].files.get("images")
             if entry is None:
                 raise DataError(
-                    f"{self.store.path(self.prefix)} has no pictures", "use the one it was made from"
+                    f"{self.store.name(self.prefix)} has no pictures", "use the one it was made from"
                 )
-            path = self.store.path(join(self.prefix, entry.path))
-            if entry.path not in self._verified:
-                verified(self.store, self.prefix, entry)
-                self._verified.add(entry.path)
+            if entry.path not in self._pictures:
+                self._pictures[entry.path] = verified(self.store, self.prefix, entry)
+            path = self._pictures[entry.path]
             reader = ImageReader(path)
             if len(reader) != self.shards[shard].rows:
                 raise DataError(f"{path} holds {len(reader)} pictures for {self.shards[shard].rows} rows")
@@ -239,7 +258,7 @@ def is_made(store: Store, prefix: str, identity: str, what: str) -> bool:
     if DataSet.open(store, prefix).manifest.identity == identity:
         return True
     fix = "choose another folder, or remove this one"
-    raise DataError(f"{store.path(prefix)} holds a data set made from {what}", fix)
+    raise DataError(f"{store.name(prefix)} holds a data set made from {what}", fix)
 
 
 def create_manifest(dataset: DataSet) -> DataSet:
@@ -273,7 +292,7 @@ def write_subset(
     """
     parts = _chunks(rows, shard_rows)
     if not parts:
-        raise DataError(f"no rows of {source.store.path(source.prefix)} were chosen", "choose at least one")
+        raise DataError(f"no rows of {source.store.name(source.prefix)} were chosen", "choose at least one")
     chosen = [source.column(name) for name in columns]
     made_of = {"subset": source.content, "rows": digest_strings(map(str, np.concatenate(parts).tolist()))}
     identity = digest({**made_of, "shard_rows": shard_rows})
@@ -394,11 +413,11 @@ def _moved(entry: FileEntry, here: str, there: str) -> FileEntry:
 
 def _folder_in(store: Store, part: DataSet) -> str:
     """Folder of a data set as a key of `store`, which may be wider than the one it was opened in."""
-    try:
-        return part.store.path(part.prefix).relative_to(store.root).as_posix()
-    except ValueError:
-        what = f"{part.store.path(part.prefix)} lies outside {store.root}"
-        raise DataError(what, "join data sets of one store") from None
+    name = part.store.name(part.prefix)
+    folder = store.key_of(name)
+    if folder is None:
+        raise DataError(f"{name} lies outside {store.location}", "join data sets of one store")
+    return folder
 
 
 def _chunks(rows: ArrayLike, size: int) -> list[Rows]:

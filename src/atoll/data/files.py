@@ -2,6 +2,8 @@
 
 Readers go through local paths and streamed hashes, not through obstore: they run in forked loader
 workers, where obstore waits for ever for threads that were not forked, and on files larger than memory.
+Files of a remote store are read from copies in the cache, which the main process fetches before it forks
+(`DataSet.localise`).
 """
 
 import hashlib
@@ -53,18 +55,31 @@ def verified(store: Store, prefix: str, entry: FileEntry) -> Path:
     Raises:
         StoreError: the file is missing, torn or damaged.
     """
-    path = store.path(join(prefix, entry.path))
+    key = join(prefix, entry.path)
+    path = store.path(key)
+    try:
+        check_file(path, entry, store.name(key))
+    except StoreError:
+        if store.local is not None:
+            raise
+        path.unlink(missing_ok=True)  # perhaps the copy is damaged and the object is not
+        path = store.path(key)
+        check_file(path, entry, store.name(key))
+    return path
+
+
+def check_file(path: Path, entry: FileEntry, name: str) -> None:
+    """Raise `StoreError` unless a file's size and hash are what the entry says."""
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}", "run the stage that writes it") from None
+        raise StoreError(f"cannot read {name}: {error.strerror}", "run the stage that writes it") from None
     if size != entry.bytes:
-        raise StoreError(f"{path} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
+        raise StoreError(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
     if found != entry.sha256:
-        raise StoreError(f"{path} does not match its SHA-256", "it is damaged: write it again")
-    return path
+        raise StoreError(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 
 def read_verified(store: Store, prefix: str, entry: FileEntry) -> bytes:
@@ -93,18 +108,25 @@ def read_versioned(store: Store, key: str, model: type[Model]) -> Model:
     try:
         content = json.loads(_read(store, key))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise StoreError(f"{store.path(key)} is not valid JSON", "it is damaged: write it again") from None
+        raise StoreError(f"{store.name(key)} is not valid JSON", "it is damaged: write it again") from None
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA:
-        what = f"{store.path(key)} has schema version {version} instead of {SCHEMA}"
+        what = f"{store.name(key)} has schema version {version} instead of {SCHEMA}"
         raise DataError(what, "use the version of Atoll that wrote it, or write it again with this one")
     try:
-        return model.parse({k: v for k, v in content.items() if k != "schema"}, str(store.path(key)))
+        return model.parse({k: v for k, v in content.items() if k != "schema"}, store.name(key))
     except ConfigError as error:
         raise DataError(error.what, "it is damaged or of a newer Atoll: write it again") from None
 
 
+def is_there(store: Store, key: str) -> bool:
+    """Whether there is an object under this key."""
+    return store.path(key).exists() if store.local is not None else store.exists(key)
+
+
 def _read(store: Store, key: str) -> bytes:
+    if store.local is None:
+        return store.get(key)
     path = store.path(key)
     try:
         return path.read_bytes()

@@ -112,7 +112,7 @@ class _Job:
 
     def _begin(self) -> Mode:
         """Take possession of the folder; the mode of the pictures."""
-        key, where = join(self.prefix, _STATE), self.store.path(self.prefix)
+        key, where = join(self.prefix, _STATE), self.store.name(self.prefix)
         if self.store.exists(key):
             state = read_versioned(self.store, key, _State)
             if state.identity != self.identity:

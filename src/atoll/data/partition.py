@@ -176,7 +176,7 @@ def _adds_up(clusters: NDArray[np.int64], k: int, *counts: Any) -> bool:
 
 
 def _damaged(store: Store, why: str) -> PartitionError:
-    what = f"{store.path('partition')} is damaged: {why}"
+    what = f"{store.name('partition')} is damaged: {why}"
     return PartitionError(what, "restore it from a copy, or start a new campaign")
 
 

@@ -39,6 +39,8 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
         if options.caption or options.group or options.label or options.id:
             raise DataError("the source glyphs has no columns", "leave out caption, group, label and id")
         return GlyphSource(options.glyphs)
+    if "://" in str(text):
+        raise DataError(f"the source {text} is a URL", "copy it to a local folder, and give that")
     path = Path(text).expanduser()
     if not str(text) or not path.exists():
         what = f"there is no source {str(text)!r}"

@@ -94,7 +94,7 @@ def write_part(
     )
     store.put(f"{prefix}/{WEIGHTS}", data)
     if digest_tensors(load_tensors(store.get(f"{prefix}/{WEIGHTS}"))) != card.weights_sha256:
-        raise StoreError(f"{store.path(prefix)}/{WEIGHTS} reads back differently", "check the disk")
+        raise StoreError(f"{store.name(prefix)}/{WEIGHTS} reads back differently", "check the disk")
     store.create_json(f"{prefix}/card.json", card.model_dump())
 
 
@@ -113,17 +113,17 @@ def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[
         if isinstance(error, StoreError):
             raise
         raise StoreError(
-            f"{store.path(prefix)}/{WEIGHTS} is damaged", "remove card.json beside it and train again"
+            f"{store.name(prefix)}/{WEIGHTS} is damaged", "remove card.json beside it and train again"
         ) from None
     if digest_tensors(weights) != card.weights_sha256:
         raise StoreError(
-            f"{store.path(prefix)}/{WEIGHTS} is not what its card says",
+            f"{store.name(prefix)}/{WEIGHTS} is not what its card says",
             "remove card.json beside it and train again",
         )
     config = store.get_json(f"{prefix}/config.json")
     if digest(config) != card.config_sha256:
         fix = "remove card.json beside it and train again"
-        raise StoreError(f"{store.path(prefix)}/config.json is not what its card says", fix)
+        raise StoreError(f"{store.name(prefix)}/config.json is not what its card says", fix)
     return card, config, weights
 
 

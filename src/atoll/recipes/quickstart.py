@@ -39,7 +39,7 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
         _step(["new", folder, "--recipe", "quickstart", *overrides], invoke)
     elif Campaign.open(folder, sets).config != Campaign.open(folder).config:
         raise ConfigError(
-            f"{store.root} was started with other settings", "leave --set out, or give another --dir"
+            f"{store.location} was started with other settings", "leave --set out, or give another --dir"
         )
     done_before = store.exists("reports/index.html")
     seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}
@@ -52,7 +52,7 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
             if not done_before:
                 seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 1)
                 store.put_json(STAGES, seconds)
-    say(f"\nquickstart: {duration(time.monotonic() - start)}. Open {store.root}/reports/index.html")
+    say(f"\nquickstart: {duration(time.monotonic() - start)}. Open {store.name('reports/index.html')}")
 
 
 def _step(argv: list[str], invoke: Callable[[list[str]], object]) -> None:

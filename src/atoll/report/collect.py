@@ -28,13 +28,14 @@ def collect(store: Store) -> Campaign:
         StoreError: a file cannot be read or is not JSON.
     """
     if not store.exists("partition/partition.json"):
-        raise PartitionError(f"{store.root} has no partition", f"run 'atoll partition {store.root}' first")
+        where = store.location
+        raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
     frozen = _json(store, "campaign.json")
     with _reading(store, "campaign.json"):
         code, config = clean(frozen["code"]), dict(frozen["config"])
     partition = _partition(store)
     return Campaign(
-        name=clean(store.root.name),
+        name=clean(store.location.rstrip("/").rpartition("/")[2]),
         code=code,
         config=config,
         partition=partition,
@@ -54,7 +55,7 @@ def _partition(store: Store) -> Partition:
     with _reading(store, key):
         if about["schema"] != SCHEMA:
             raise PartitionError(
-                f"{store.path(key)} has schema {about['schema']}, this Atoll reads {SCHEMA}", "make it again"
+                f"{store.name(key)} has schema {about['schema']}, this Atoll reads {SCHEMA}", "make it again"
             )
         return Partition(
             hash=str(about["hash"]),
@@ -132,7 +133,7 @@ def _comparison(store: Store) -> Comparison | None:
     with _reading(store, key):
         if found["schema"] != SCHEMA:
             raise DataError(
-                f"{store.path(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
+                f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
                 "run 'atoll compare' again",
             )
         rows = tuple(
@@ -209,7 +210,7 @@ def _picture(store: Store, key: str) -> Picture | None:
 def _json(store: Store, key: str) -> dict[str, Any]:
     value = store.get_json(key)
     if not isinstance(value, dict):
-        raise DataError(f"{store.path(key)} is not what Atoll writes", "restore it or make it again")
+        raise DataError(f"{store.name(key)} is not what Atoll writes", "restore it or make it again")
     return value
 
 
@@ -235,5 +236,5 @@ def _reading(store: Store, key: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"{type(error).__name__} {error}"
         raise DataError(
-            f"{store.path(key)} is not what Atoll writes ({reason})", "restore it or make it again"
+            f"{store.name(key)} is not what Atoll writes ({reason})", "restore it or make it again"
         ) from None

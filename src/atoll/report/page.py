@@ -1,6 +1,5 @@
 """The report of a campaign: one self-contained HTML page, and its figures as JSON."""
 
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,16 +16,16 @@ PAGE = "reports/index.html"
 SUMMARY = "reports/summary.json"
 
 
-def write_report(store: Store) -> Path:
+def write_report(store: Store) -> str:
     """Write `reports/summary.json` and `reports/index.html` for whatever the campaign has by now.
 
     The same campaign gives the same bytes. The page needs no network and runs no script.
 
     Args:
-        store: the campaign's folder.
+        store: the campaign.
 
     Returns:
-        Path of the page.
+        Path or URL of the page.
 
     Raises:
         PartitionError: the campaign has no partition yet.
@@ -36,7 +35,7 @@ def write_report(store: Store) -> Path:
     campaign = collect(store)
     store.put_json(SUMMARY, summary(campaign))
     store.put(PAGE, render(campaign).encode("utf-8", "replace"))
-    return store.path(PAGE)
+    return store.name(PAGE)
 
 
 def render(campaign: Campaign) -> str:

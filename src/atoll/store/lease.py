@@ -19,7 +19,7 @@ from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import StoreError
 from atoll.store.log import Entry, Fenced, Log
-from atoll.store.store import Conflict, Store
+from atoll.store.store import Conflict, Store, check_conditional_create
 
 HEARTBEAT = "heartbeat.json"
 HELD = 73
@@ -66,6 +66,7 @@ def acquire(log: Log, lease: LeaseConfig, *, wait: bool = False, **fields: Any) 
     Raises:
         Held: a living process holds it; says which and how to go on.
     """
+    check_conditional_create(log.store, "log")
     told = ""
     while True:
         log.refresh()

@@ -41,7 +41,7 @@ def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
 
 def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
     """Raise `StoreError` unless the bytes are those of the entry."""
-    name = store.path(f"{prefix}/{entry.path}")
+    name = store.name(f"{prefix}/{entry.path}")
     if len(data) != entry.bytes:
         raise StoreError(
             f"{name} has {len(data)} bytes instead of {entry.bytes}", "it is torn: write it again"

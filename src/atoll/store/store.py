@@ -5,53 +5,77 @@ narrowed store cannot name anything outside it: that is how an island sees its o
 """
 
 import json
+import os
 import posixpath
+import uuid
 from pathlib import Path
 from typing import Any, Self
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError
+from atoll.store import cache
+from atoll.store.location import IMPATIENT, PATIENT, connect, explain, first_line, local_path
+
+_PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
+_Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
 
 class Conflict(StoreError):
     """A key that was to be created exists already."""
 
 
+class Absent(StoreError):
+    """There is no such object or folder."""
+
+
+class Unsupported(StoreError):
+    """The store cannot do what was asked."""
+
+
 class Store:
-    """A folder of objects that are written whole or not at all.
+    """A folder of objects that are written whole or not at all. Use `open`.
 
     Args:
-        root: a local folder.
+        objects: the obstore store.
+        location: folder or URL, without a final slash.
+        local: the folder, where it is one of this machine.
+        prefix: folder within `objects` that `location` names.
+
+    Attributes:
+        location: folder or URL, for messages and commands.
+        local: the local folder; None for a remote store.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._store = LocalStore(root)
+    def __init__(self, objects: Any, location: str, local: Path | None = None, prefix: str = "") -> None:
+        self._objects, self._prefix = objects, prefix
+        self.location, self.local = location, local
 
     @classmethod
     def open(cls, location: str | Path, *, create: bool = False) -> Self:
-        """Open a folder as a store.
+        """Open a folder or a URL as a store.
 
         Args:
-            location: path of the folder.
+            location: path of a folder, or a URL: s3://BUCKET/PREFIX, gs://, az://, file:///PATH, and
+                memory://NAME/PREFIX, which ends with the process. Credentials come from the environment.
             create: make the folder if it is missing; otherwise a missing folder is an error.
 
         Raises:
-            StoreError: the folder is missing, is a file, or cannot be made.
+            Absent: there is no such folder, or nothing below the URL.
+            StoreError: it is a file, cannot be made, or cannot be reached with these credentials.
         """
-        if "://" in str(location):
-            raise StoreError(
-                f"{location} is a URL", "give a local folder; object stores are not supported yet"
-            )
-        root = Path(location).expanduser().absolute()
+        folder = local_path(location)
+        return cls._open_local(folder, create) if folder is not None else cls._open_url(str(location), create)
+
+    @classmethod
+    def _open_local(cls, root: Path, create: bool) -> Self:
         try:
             if create:
                 root.mkdir(parents=True, exist_ok=True)
             if not root.exists():
-                raise StoreError(f"there is no folder {root}", "check the path")
+                raise Absent(f"there is no folder {root}", "check the path")
             if not root.is_dir():
                 raise StoreError(f"{root} is a file", "give a folder")
         except (FileExistsError, NotADirectoryError):
@@ -60,22 +84,48 @@ class Store:
             raise StoreError(
                 f"cannot use {root}: {error.strerror}", "give a folder you can write to"
             ) from None
-        return cls(root)
+        return cls(LocalStore(root), str(root), root)
+
+    @classmethod
+    def _open_url(cls, url: str, create: bool) -> Self:
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme}://{posixpath.normpath('/' + rest).strip('/')}"
+        prefix = rest.partition("/")[2].strip("/") if scheme == "memory" else ""
+        try:
+            found = next(iter(obstore.list(connect(url, IMPATIENT), prefix or None)), [])
+        except _Failure as error:
+            if isinstance(error, FileNotFoundError):
+                raise Absent(f"there is no bucket for {url}", "make the bucket, or check the URL") from None
+            raise _failed(f"cannot use {url}", error) from None
+        if not found and not create:
+            raise Absent(f"there is nothing at {url}", "check the URL")
+        return cls(connect(url, PATIENT), url, None, prefix)
 
     def sub(self, prefix: str) -> "Store":
         """The same store, narrowed to one of its folders (made if missing)."""
-        return type(self).open(self.root / self._key(prefix), create=True)
+        clean = self._key(prefix)
+        if self.local is not None:
+            return type(self)._open_local(self.local / clean, create=True)
+        return type(self)(self._objects, self.name(clean), None, posixpath.join(self._prefix, clean))
+
+    def name(self, key: str) -> str:
+        """The whole name of an object or folder, for messages and commands."""
+        clean = posixpath.normpath(key) if key else "."
+        return self.location if clean == "." else f"{self.location.rstrip('/')}/{clean}"
+
+    def key_of(self, name: str) -> str | None:
+        """The key of a whole name; None if it lies outside this store."""
+        if name == self.location:
+            return ""
+        base = self.location.rstrip("/") + "/"
+        return name.removeprefix(base) if name.startswith(base) else None
 
     def get(self, key: str) -> bytes:
-        """All bytes of an object; `StoreError` if it is missing."""
+        """All bytes of an object; `Absent` if it is missing."""
         try:
-            return bytes(obstore.get(self._store, self._key(key)).bytes())
-        except (BaseError, OSError) as error:
-            if _is_absent(error):
-                raise StoreError(f"{self.root / key} is missing", "run the stage that writes it") from None
-            raise StoreError(
-                f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
-            ) from None
+            return bytes(obstore.get(self._objects, self._full(key)).bytes())
+        except _Failure as error:
+            raise self._unread(key, error) from None
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, atomically, over an older one if there is one."""
@@ -85,67 +135,87 @@ class Store:
         """Write an object only if its key is free; `Conflict` if it is not."""
         self._put(key, data, "create")
 
-    def _put(self, key: str, data: bytes, mode: Any) -> None:
+    def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
         try:
-            obstore.put(self._store, self._key(key), data, mode=mode)
+            obstore.put(self._objects, self._full(key), data, mode=mode)
         except AlreadyExistsError:
-            raise Conflict(f"{self.root / key} exists already") from None
-        except (BaseError, OSError) as error:
+            raise Conflict(f"{self.name(key)} exists already") from None
+        except _Failure as error:
             fix = "check free space and permissions"
-            raise StoreError(f"cannot write {self.root / key}: {_first_line(error)}", fix) from None
+            raise _failed(f"cannot write {self.name(key)}", error, fix) from None
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object, atomically, over an older one; within a remote store no byte travels here."""
+        if self.local is not None:  # obstore would make a hard link: damage to one would be damage to both
+            if not self.exists(source):
+                raise self._missing(source)
+            self._put(target, self.path(source), "overwrite")
+            return
+        try:
+            obstore.copy(self._objects, self._full(source), self._full(target))
+        except _Failure as error:
+            if _is_absent(error):
+                raise self._missing(source) from None
+            raise _failed(f"cannot copy {self.name(source)} to {self.name(target)}", error) from None
 
     def exists(self, key: str) -> bool:
         """Whether there is an object under this key."""
         try:
-            obstore.head(self._store, self._key(key))
-        except (BaseError, OSError) as error:
-            if _is_absent(error):
-                return False
-            raise StoreError(
-                f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
-            ) from None
+            self._head(key)
+        except Absent:
+            return False
         return True
 
-    def modified(self, key: str) -> float:
-        """When an object was last written, in POSIX seconds by the store's own clock."""
-        try:
-            return float(obstore.head(self._store, self._key(key))["last_modified"].timestamp())
-        except (BaseError, OSError) as error:
-            if _is_absent(error):
-                raise StoreError(f"{self.root / key} is missing", "run the stage that writes it") from None
-            raise StoreError(
-                f"cannot read {self.root / key}: {_first_line(error)}", "check its permissions"
-            ) from None
+    def size(self, key: str) -> int:
+        """Bytes of an object; `Absent` if it is missing."""
+        return int(self._head(key)["size"])
 
-    def copy(self, source: str, target: str) -> None:
-        """Copy an object within the store, over an older one if there is one."""
+    def modified(self, key: str) -> float:
+        """When an object was last written, in POSIX seconds by the store's own clock; `Absent` without one.
+
+        S3 keeps whole seconds.
+        """
+        return float(self._head(key)["last_modified"].timestamp())
+
+    def _head(self, key: str) -> Any:
         try:
-            obstore.copy(self._store, self._key(source), self._key(target))
-        except (BaseError, OSError) as error:
-            raise StoreError(
-                f"cannot copy {self.root / source}: {_first_line(error)}", "check free space and permissions"
-            ) from None
+            return obstore.head(self._objects, self._full(key))
+        except _Failure as error:
+            raise self._unread(key, error) from None
 
     def list(self, prefix: str = "") -> list[str]:
         """Keys of all objects below a folder, sorted."""
-        found = [
-            item["path"] for chunk in obstore.list(self._store, self._key(prefix) or None) for item in chunk
-        ]
-        return sorted(found)
+        full, cut = self._full(prefix), len(self._prefix) + 1 if self._prefix else 0
+        try:
+            items = [item for chunk in obstore.list(self._objects, full or None) for item in chunk]
+        except _Failure as error:
+            raise _failed(f"cannot list {self.name(prefix)}", error) from None
+        return sorted(item["path"][cut:] for item in items)
 
     def delete(self, *keys: str) -> None:
         """Remove objects; missing ones are passed over."""
         for key in keys:
             try:
-                obstore.delete(self._store, self._key(key))
-            except (BaseError, OSError) as error:
+                obstore.delete(self._objects, self._full(key))
+            except _Failure as error:
                 if not _is_absent(error):
-                    fix = "check its permissions"
-                    raise StoreError(f"cannot remove {self.root / key}: {_first_line(error)}", fix) from None
+                    raise _failed(f"cannot remove {self.name(key)}", error) from None
 
     def path(self, key: str) -> Path:
-        """A local file that holds this object's bytes, for readers that map files into memory."""
-        return self.root / self._key(key)
+        """A local file that holds this object's bytes, for readers that map files into memory.
+
+        On local disk it is the file itself, whether it exists or not; of a remote object, a copy in
+        the cache folder (`store.cache`).
+
+        Raises:
+            StoreError: the remote object is missing or cannot be fetched.
+        """
+        if self.local is not None:
+            return self.local / self._key(key)
+        try:
+            return cache.fetch(self._objects, self._full(key), self.name(key))
+        except _Failure as error:
+            raise self._unread(key, error) from None
 
     def get_json(self, key: str) -> Any:
         """Plain data from a JSON object; `StoreError` if it is missing or is not JSON."""
@@ -153,7 +223,7 @@ class Store:
             return json.loads(self.get(key))
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise StoreError(
-                f"{self.root / key} is not valid JSON", "it is damaged: restore or remove it"
+                f"{self.name(key)} is not valid JSON", "it is damaged: restore or remove it"
             ) from None
 
     def put_json(self, key: str, value: Any) -> None:
@@ -167,8 +237,46 @@ class Store:
     def _key(self, key: str) -> str:
         clean = posixpath.normpath(key) if key else ""
         if clean.startswith(("../", "/")) or clean == "..":
-            raise StoreError(f"{key!r} leads out of {self.root}", "use a path inside it")
+            raise StoreError(f"{key!r} leads out of {self.location}", "use a path inside it")
         return "" if clean == "." else clean
+
+    def _full(self, key: str) -> str:
+        """The key as the obstore store knows it."""
+        if self.local is None and os.getpid() != _PROCESS:
+            fix = "read local copies, which `DataSet.localise` fetches before the fork"
+            raise StoreError(f"a forked process cannot reach {self.location}", fix)
+        return posixpath.join(self._prefix, self._key(key)).rstrip("/")
+
+    def _missing(self, key: str) -> Absent:
+        return Absent(f"{self.name(key)} is missing", "run the stage that writes it")
+
+    def _unread(self, key: str, error: BaseException) -> StoreError:
+        return self._missing(key) if _is_absent(error) else _failed(f"cannot read {self.name(key)}", error)
+
+
+def check_conditional_create(store: Store, prefix: str = "") -> None:
+    """Make sure that of two writers who create the same object one is refused; a log depends on it.
+
+    Args:
+        store: the store.
+        prefix: folder for the object that is tried, and removed again.
+
+    Raises:
+        StoreError: the store overwrites, or refuses conditional writes.
+    """
+    key, fix = posixpath.join(prefix, f"probe-{uuid.uuid4().hex}"), "use a store with conditional writes"
+    try:
+        store.create(key, b"first")
+    except Unsupported:
+        raise StoreError(f"{store.location} refuses conditional writes (If-None-Match)", fix) from None
+    try:
+        store.create(key, b"second")
+    except Conflict:
+        return
+    finally:
+        store.delete(key)
+    what = f"{store.location} ignores conditional writes (If-None-Match): two processes could hold one run"
+    raise StoreError(what, fix)
 
 
 def to_json(value: Any) -> bytes:
@@ -181,5 +289,9 @@ def _is_absent(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or "os error 20" in str(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _failed(what: str, error: BaseException, fix: str = "check its permissions") -> StoreError:
+    """One line for what obstore says in many."""
+    if isinstance(error, NotSupportedError | NotImplementedError) or "501 Not Implemented" in str(error):
+        return Unsupported(f"{what}: it does not support this", "use another store")
+    why, remedy = explain(error) or (first_line(error), fix)
+    return StoreError(f"{what}: {why}", remedy)

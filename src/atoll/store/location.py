@@ -1,0 +1,133 @@
+"""Where a store may lie: a local folder or a URL, and how the object store behind a URL is reached.
+
+Credentials and endpoints come from the environment, as obstore reads them: `AWS_ACCESS_KEY_ID`,
+`AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`; `GOOGLE_*` and `AZURE_*` for the
+others.
+"""
+
+import os
+import posixpath
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import MemoryStore, from_url
+
+from atoll.base.errors import StoreError
+
+SCHEMES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE"} | {
+    "abfss": "AZURE",
+    "adl": "AZURE",
+}
+"""Schemes of object stores, and what their environment variables begin with."""
+CLIENT: dict[str, str] = {
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    # A whole request, body included: long enough for a large part over a slow line; a stalled one is
+    # noticed by read_timeout.
+    "timeout": "15m",
+}
+_CLIENT_KEYS = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+PATIENT = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
+"""Retries of work in progress: hours of training outlast a store that is away for a minute."""
+IMPATIENT = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+"""Retries of the first contact: a wrong address is told soon."""
+_BACKOFF = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2}
+_MEMORY: dict[str, MemoryStore] = {}
+
+
+def is_url(location: str | Path) -> bool:
+    """Whether a location is a URL and not a local path."""
+    return "://" in str(location)
+
+
+def resolve(base: str, path: str) -> str:
+    """A location as seen from another one: relative ones lie below it or, climbing, beside it.
+
+    Args:
+        base: a local folder or a URL.
+        path: a URL, an absolute local path (`~` is the home folder), or a path relative to `base`.
+
+    Raises:
+        StoreError: the path climbs out of the bucket.
+    """
+    if is_url(path) or Path(path).expanduser().is_absolute():
+        return path if is_url(path) else str(Path(path).expanduser().resolve())
+    if not is_url(base):
+        return str((Path(base) / path).resolve())
+    scheme, _, rest = base.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    joined = posixpath.normpath(posixpath.join(prefix, path))
+    if joined.startswith(".."):
+        raise StoreError(f"{path!r} leads out of {scheme}://{bucket}", "give a URL or a path inside it")
+    return f"{scheme}://{bucket}" if joined == "." else f"{scheme}://{bucket}/{joined}"
+
+
+def local_path(location: str | Path) -> Path | None:
+    """The absolute local path of a location; None if it is not on this machine's disk."""
+    if not is_url(location):
+        return Path(location).expanduser().absolute()
+    parts = urlsplit(str(location))
+    if parts.scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise StoreError(f"{location} names the host {parts.netloc!r}", "write file:///PATH")
+    return Path(unquote(parts.path))
+
+
+def connect(url: str, retries: dict[str, Any]) -> Any:
+    """The obstore store behind a URL; nothing is asked of it yet.
+
+    Args:
+        url: with one of `SCHEMES`, or `memory://NAME`, which lives as long as this process.
+        retries: `PATIENT` or `IMPATIENT`.
+
+    Raises:
+        StoreError: not a URL that names a bucket.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme == "memory":
+        return _MEMORY.setdefault(rest.partition("/")[0], MemoryStore())
+    if scheme not in SCHEMES:
+        raise StoreError(f"{url} is of an unknown kind", "give a folder, or s3://, gs:// or az://")
+    if not rest.strip("/"):
+        raise StoreError(f"{url} names no bucket", f"write {scheme}://BUCKET/PREFIX")
+    # Options given here replace those of the environment as a whole, so the environment's are added.
+    own = {key: os.environ.get(f"{SCHEMES[scheme]}_{key.upper()}") for key in _CLIENT_KEYS}
+    hurry = {"timeout": "8s"} if retries is IMPATIENT else {}
+    options: Any = {**CLIENT, **hurry, **{key: value for key, value in own.items() if value}}
+    patience: Any = {**retries, "backoff": _BACKOFF}
+    try:
+        return from_url(url, client_options=options, retry_config=patience)
+    except (BaseError, ValueError, TypeError) as error:
+        fix = "check the URL and the environment variables"
+        raise StoreError(f"cannot open {url}: {first_line(error)}", fix) from None
+
+
+def explain(error: BaseException) -> tuple[str, str] | None:
+    """Why a store failed and what to do, where that is known; obstore's own words go on for a page."""
+    text = str(error)
+    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError) and "os error" not in text
+    if "NoSuchBucket" in text or "containerNotFound" in text:
+        return "there is no such bucket", "make it, or check the URL"
+    if "169.254.169.254" in text or "oauth2" in text:
+        return (
+            "there are no credentials",
+            "set them in the environment (AWS_ACCESS_KEY_ID, ...)",
+        )
+    if refused or any(code in text for code in ("AccessDenied", "403 Forbidden", "401 Unauthorized")):
+        return "permission denied", "check the credentials and what they may do"
+    if "builder error" in text:
+        return "its endpoint is plain http", "use https, or allow http with AWS_ALLOW_HTTP=true"
+    if "HTTP error" in text:  # no answer, or half of one
+        host = re.search(r"https?://[^/\s]+", text)
+        return f"{host[0] if host else 'the endpoint'} does not answer", "check the network and the endpoint"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message: obstore's go on with a dump of its values."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,125 @@
+"""A real S3 endpoint on the loopback interface: moto in a process of its own, and a forgetful proxy."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUCKET = "bucket"
+SERVER = """
+import json, sys, urllib.request
+import boto3
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+url = "http://{}:{}".format(*server.get_host_and_port())
+client = lambda name: boto3.client(
+    name, endpoint_url=url, region_name="us-east-1", aws_access_key_id="test", aws_secret_access_key="test"
+)
+client("s3").create_bucket(Bucket="bucket")
+keys = {}
+if sys.argv[1] == "auth":  # users that may do everything, and read only
+    iam = client("iam")
+    for user, actions in {"writer": ["s3:*"], "reader": ["s3:Get*", "s3:List*"]}.items():
+        iam.create_user(UserName=user)
+        allow = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [allow]})
+        iam.put_user_policy(UserName=user, PolicyName="p", PolicyDocument=policy)
+        key = iam.create_access_key(UserName=user)["AccessKey"]
+        keys[user] = [key["AccessKeyId"], key["SecretAccessKey"]]
+    text = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(url + "/moto-api/reset-auth", b"0", text, method="POST")
+    urllib.request.urlopen(request).read()
+print(json.dumps({"url": url, "keys": keys}), flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@dataclass(frozen=True)
+class S3:
+    """An endpoint, and the keys of its users."""
+
+    url: str
+    keys: dict[str, list[str]]
+
+    def environment(self, user: str = "") -> dict[str, str]:
+        """What a command needs to reach it."""
+        identity, secret = self.keys.get(user, ["test", "test"])
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": identity,
+            "AWS_SECRET_ACCESS_KEY": secret,
+        }
+
+
+@contextmanager
+def serve(auth: bool = False) -> Iterator[S3]:
+    """Start moto with one empty bucket, and end it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, "auth" if auth else "open"],
+        env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "moto did not start"
+        yield S3(**json.loads(line))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def forgetful(s3: S3) -> Iterator[S3]:
+    """The endpoint behind a proxy that drops If-None-Match, like a store without conditional writes."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {k: v for k, v in self.headers.items() if k.lower() != "if-none-match"}
+            request = urllib.request.Request(s3.url + self.path, body or None, headers, method=self.command)
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    self.answer(answer.status, answer.headers, answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    self.answer(error.code, error.headers, error.read())
+
+        def answer(self, status: int, headers: Any, body: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() not in ("connection", "transfer-encoding", "server", "date"):
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield S3(f"http://127.0.0.1:{server.server_address[1]}", {})
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

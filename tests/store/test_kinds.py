@@ -1,0 +1,145 @@
+"""The interface of the store, the same on local disk, in memory and on S3."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.base.errors import StoreError
+from atoll.store import cache
+from atoll.store.log import Fenced, Log
+from atoll.store.manifest import publish, read_published
+from atoll.store.store import Absent, Conflict, Store, check_conditional_create
+
+
+@pytest.fixture
+def store(location: str) -> Store:
+    return Store.open(location, create=True)
+
+
+def test_what_is_written_is_read(store: Store) -> None:
+    for data in (b"", b"x", bytes(range(256)) * 30_000):  # the last one in several parts
+        store.put("a/b", data)
+        assert store.get("a/b") == data
+        assert store.size("a/b") == len(data)
+        assert store.path("a/b").read_bytes() == data
+    assert store.exists("a/b") and not store.exists("a") and not store.exists("a/c")
+
+
+def test_create_writes_once(store: Store) -> None:
+    store.create("a", b"first")
+    with pytest.raises(Conflict, match="a exists already"):
+        store.create("a", b"second")
+    assert store.get("a") == b"first"
+    store.put("a", b"third")
+    assert store.get("a") == b"third"
+
+
+def test_of_many_that_create_at_once_one_wins(store: Store) -> None:
+    won: list[int] = []
+    gate = threading.Barrier(6)
+
+    def create(number: int) -> None:
+        gate.wait()
+        try:
+            store.create("a", str(number).encode())
+        except Conflict:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and store.get("a") == str(won[0]).encode()
+
+
+def test_lists_names_and_narrowing(store: Store) -> None:
+    for key in ("islands/0/a", "islands/0/b/c", "islands/1/a", "islandsx"):
+        store.put(key, b"1")
+    assert store.list("islands/0") == ["islands/0/a", "islands/0/b/c"]
+    assert store.list() == ["islands/0/a", "islands/0/b/c", "islands/1/a", "islandsx"]
+    assert store.list("nothing") == []
+    island = store.sub("islands/0")
+    assert island.list() == ["a", "b/c"] and island.list("b") == ["b/c"]
+    assert island.location == store.name("islands/0") == f"{store.location}/islands/0"
+    assert island.sub("b").get("c") == b"1"
+    assert store.key_of(island.name("b/c")) == "islands/0/b/c"
+    assert store.key_of(store.location) == "" and island.key_of(store.location) is None
+    for act in (island.get, island.exists, island.path, island.list, island.sub, island.size):
+        with pytest.raises(StoreError, match="leads out of"):
+            act("../1/a")
+    again = Store.open(island.location)
+    assert again.list() == ["a", "b/c"]
+
+
+def test_missing_objects(store: Store) -> None:
+    for act in (store.get, store.size, store.modified):
+        with pytest.raises(Absent, match="nothing is missing"):
+            act("nothing")
+    with pytest.raises(Absent, match="nothing is missing"):
+        store.copy("nothing", "b")
+    store.put("a", b"")
+    store.delete("nothing", "a", "a")
+    assert store.list() == []
+
+
+def test_opening_what_is_not_there(location: str) -> None:
+    with pytest.raises(Absent):
+        Store.open(location)
+    Store.open(location, create=True).put("a", b"")
+    assert Store.open(location).list() == Store.open(location + "/").list() == ["a"]
+
+
+def test_the_time_of_change_is_the_stores(store: Store) -> None:
+    before = time.time()
+    store.put("a", b"1")
+    first = store.modified("a")
+    assert before - 2 < first < time.time() + 2
+    time.sleep(1.1)  # S3 keeps whole seconds
+    store.put("a", b"1")
+    assert store.modified("a") > first
+
+
+def test_a_copy_is_another_object(store: Store) -> None:
+    store.put("a", b"1")
+    store.put("b", b"old")
+    store.copy("a", "b")
+    store.copy("a", "c/d")
+    if store.local is not None:
+        store.path("a").write_bytes(b"damaged")  # in place, as no store does it
+    store.put("a", b"2")
+    assert store.get("b") == store.get("c/d") == b"1"
+
+
+def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
+    store.put("w.bin", b"one")
+    first = store.path("w.bin")
+    assert first.read_bytes() == b"one" and store.path("w.bin") == first
+    store.put("w.bin", b"two")
+    assert store.path("w.bin").read_bytes() == b"two"
+    if store.local is None:
+        assert first.is_relative_to(tmp_path / "cache") and first != store.path("w.bin")
+        second = store.path("w.bin")
+        second.write_bytes(b"tw")  # torn
+        assert store.path("w.bin").read_bytes() == b"two"
+        assert not [p for p in cache.folder().rglob("*") if p.name.startswith(".part-")]
+
+
+def test_publishing_and_the_log(store: Store) -> None:
+    publish(store, "p", {"a.bin": b"abc", "b/c.bin": b""}, "M.json", {"step": 3})
+    assert read_published(store, "p", "M.json")[1] == {"a.bin": b"abc", "b/c.bin": b""}
+    with pytest.raises(Conflict):
+        publish(store, "p", {"a.bin": b"abc"}, "M.json", {})
+    first = Log(store, "first")
+    first.acquire()
+    Log(store, "second").acquire()
+    with pytest.raises(Fenced, match="second"):
+        first.append("commit")
+
+
+def test_conditional_writes_are_found_and_leave_nothing(store: Store) -> None:
+    check_conditional_create(store, "run")
+    assert store.list() == []
