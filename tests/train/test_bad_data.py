@@ -1,10 +1,12 @@
 """Data that cannot be trained on end a run in one line, and what was mended can be trained on."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet
@@ -21,19 +23,44 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    partitioned(tmp_path / "campaign", {"budget": {"samples": 320}})
+    partitioned(
+        tmp_path / "campaign",
+        {"budget": {"samples": 320}, "train": {"log_every": 1, "guard": {"patience": 4}}},
+    )
     return tmp_path / "campaign"
 
 
-def test_numbers_that_are_none_end_the_run_in_one_line(run: Run, copy: Path) -> None:
-    dataset = DataSet.open(Store.open(copy / "islands/0"), "data")
+def spoil(folder: Path, count: int) -> None:
+    """Put numbers that are none into some training rows of island 0."""
+    dataset = DataSet.open(Store.open(folder / "islands/0"), "data")
     values = dataset.column("latents").read(range(len(dataset)))
     rows = [dataset.bounds[i : i + 2].tolist() for i in range(len(dataset.shards))]
-    values[dataset.split("train")[3]] = torch.nan
+    values[dataset.split("train")[:count]] = torch.nan
     write_column(
         dataset, "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]}
     )
-    line = refused(run("train", "expert", copy, "--island", "0"), "loss nan", "island 0", "at step")
+
+
+def test_steps_with_a_bad_row_are_left_out_and_counted(run: Run, copy: Path) -> None:
+    spoil(copy, 1)
+    said = run("train", "expert", copy, "--island", "0")
+    assert said.code == 0
+    left_out = said.out.count("left out (bound")
+    assert 1 < left_out < 8
+    lines = [json.loads(line) for line in (copy / "islands/0/run/metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines if "skipped" in line][-1] == left_out
+    weights = load_file(copy / "islands/0/expert/diffusion_pytorch_model.safetensors")
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+def test_bad_rows_everywhere_end_the_run_in_one_line(run: Run, copy: Path) -> None:
+    spoil(copy, 30)
+    line = refused(
+        run("train", "expert", copy, "--island", "0"),
+        "loss nan",
+        "island 0",
+        "the last 4 steps had to be left out",
+    )
     assert "atoll data audit" in line
     assert not (copy / "islands/0/expert").exists()
 
