@@ -137,7 +137,8 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
 @click.argument("what", type=click.Choice(["expert", "router", "monolith"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
-def train(what: str, campaign: str, island: int | None) -> None:
+@click.option("--wait", is_flag=True, hidden=True, help="Wait for the holder of the run to leave or expire.")
+def train(what: str, campaign: str, island: int | None, wait: bool) -> None:
     """Train one network; the same command again goes on where it stopped."""
     from atoll.campaign.runs import parse_role, train_run
 
@@ -149,17 +150,25 @@ def train(what: str, campaign: str, island: int | None) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option(
-    "--on", "target", type=click.Choice(["local"]), default="local", show_default=True, help="Where to train."
+    "--on",
+    "target",
+    type=click.Choice(["local", "slurm", "sky"]),
+    help="Where runs train that name no target of their own; by default launch.on, else local.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("launch"),
+    show_default=True,
+    help="Folder for SkyPilot's files.",
 )
 @SETS
-def launch(campaign: str, target: str, sets: tuple[str, ...]) -> None:
-    """Do whatever is left: data, partition, all training runs as separate processes, assembly."""
-    from atoll.campaign.assemble import assemble as put_together
-    from atoll.campaign.stages import launch_local
+def launch(campaign: str, target: Any, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
+    """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
+    from atoll.campaign.launching import launch_campaign
 
-    opened = _open(campaign, sets)
-    launch_local(opened)
-    put_together(opened)
+    launch_campaign(_open(campaign, sets), target, dry_run, out)
 
 
 @atoll.command()

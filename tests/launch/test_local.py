@@ -11,7 +11,7 @@ import pytest
 
 from atoll.base.errors import AtollError
 from atoll.launch import local
-from atoll.launch.job import Job
+from atoll.launch.job import Job, command
 from helpers import environment
 
 CORES = len(os.sched_getaffinity(0))
@@ -144,7 +144,7 @@ def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tm
 
 
 def test_commands_are_of_this_installation() -> None:
-    assert local.command("train", "router", Path("/x")) == (
+    assert command("train", "router", Path("/x")) == (
         sys.executable,
         "-m",
         "atoll",
