@@ -65,7 +65,8 @@ def _munge(folder: Path, stack: ExitStack) -> None:
 
 
 def _start(argv: list[str], log: Path, environment: dict[str, str], stack: ExitStack) -> None:
-    process = subprocess.Popen(argv, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    with log.open("wb") as file:
+        process = subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT)
     stack.callback(_end, process)
 
 

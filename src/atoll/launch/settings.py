@@ -84,6 +84,13 @@ class Placement(Config):
     sky: SkyConfig = SkyConfig()
     """For SkyPilot."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gpus and self.processes and self.gpus != self.processes:
+            what = f"launch: {self.processes} processes for {self.gpus} GPUs"
+            raise ConfigError(what, "leave processes out: there is one for each GPU")
+        return self
+
 
 class LaunchConfig(Placement):
     """How runs are launched: defaults, and what single runs do differently. May be changed at any time."""
@@ -98,16 +105,6 @@ class LaunchConfig(Placement):
     """Overrides of the monolith."""
     assemble: Placement = Placement()
     """Overrides of the assembly, which is one process and asks for no GPU."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("islands", "router", "monolith", "assemble", "seed"):
-            for own in self.islands.values() if name == "islands" else [getattr(self, name)]:
-                if own.processes and own.gpus and own.processes != own.gpus:
-                    raise ConfigError(
-                        f"launch: {own.processes} processes for {own.gpus} GPUs", "leave processes out"
-                    )
-        return self
 
     def of(self, role: str, island: int | None = None) -> Placement:
         """Placement of a run: what it says itself, over what the campaign says.

@@ -45,9 +45,8 @@ def script(job: Job, campaign: str, output: Path) -> str:
         lines += ["set -e", *job.slurm.setup, "set +e"]
     command, tell = job.shell(), 'kill -TERM "$child"'
     if job.nodes > 1:
-        # One torchrun on each node; they meet at the first. srun dies of a TERM, so its steps are told.
-        lines += ['host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)']
-        lines += ["port=$((20000 + SLURM_JOB_ID % 20000))"]
+        # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
+        lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
         command = (
             f"srun --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 "
             + job.shell("$host", "$port")
@@ -59,24 +58,25 @@ def script(job: Job, campaign: str, output: Path) -> str:
 def _options(job: Job, campaign: str, output: Path) -> Iterator[str]:
     asked = job.slurm
     log = str(output / job.slug).replace("%", "%%") + ".out"
-    yield from (f"--job-name={job.label(campaign)}", f"--output={_escaped(log)}", "--open-mode=append")
+    yield from (f"--job-name={job.label(campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
     yield from ("--requeue", f"--signal=B:USR1@{asked.warn}", f"--nodes={job.nodes}", "--ntasks-per-node=1")
     yield f"--cpus-per-task={job.cpus}"
     if job.gpus:
-        yield _escaped(f"--gres=gpu:{asked.gpu_type + ':' if asked.gpu_type else ''}{job.gpus}")
+        yield _quoted(f"--gres=gpu:{asked.gpu_type + ':' if asked.gpu_type else ''}{job.gpus}")
     if job.memory_asked:
         yield f"--mem={-(-job.memory // 2**20)}M"
     if asked.hours is not None:
         yield f"--time={max(1, round(60 * asked.hours))}"
     for name in ("partition", "constraint", "account", "qos"):
         if (value := getattr(asked, name)) is not None:
-            yield _escaped(f"--{name}={value}")
+            yield _quoted(f"--{name}={value}")
     yield from asked.lines
 
 
-def _escaped(text: str) -> str:
-    """An option as sbatch reads it from a script, where a backslash keeps the next character."""
-    return re.sub(r"([^\w@%+=:,./&|*\[\]-])", r"\\\1", text)
+def _quoted(option: str) -> str:
+    """An option as sbatch reads it from a script: in double quotes, in which a backslash keeps the next."""
+    plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
+    return option if plain else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
 
 
 def submit(jobs: Sequence[Job], campaign: str, output: Path) -> dict[str, str]:
