@@ -42,8 +42,6 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
     if asked.workdir is not None:
         made["workdir"] = asked.workdir
     made["envs"] = dict(job.environment)
-    if asked.secrets:
-        made["secrets"] = dict.fromkeys(asked.secrets)  # the values come from the shell that launches
     made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
     made["run"] = _run(job)
     return made
@@ -101,6 +99,7 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
             waited.add(need)
         name = names[job.name]
         lines += ['case "$queued" in', f"    *{name}*) echo {name} is queued already ;;"]
+        # Not in the YAML: there, one without a value is looked up at SkyPilot's server.
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
         lines += [f"    *) {launch} ;;", "esac"]
