@@ -103,14 +103,20 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     again = atoll("launch", folder, "--on", "slurm")
     assert submitted(again.stdout) == {} and again.stdout.count("queued already as job") == 5, again
 
-    # Requeued from outside in the middle of training.
-    until(lambda: commits(folder / "islands/0") > 0, "island 0 does not train")
-    call("scontrol", "requeue", jobs["island 0"])
-    at_once(jobs["island 0"], folder / "islands/0")
-    # The warning before the time limit, which goes to the script alone: the job requeues itself.
-    until(lambda: commits(folder / "islands/1") > 0, "island 1 does not train")
-    call("scancel", "--batch", "--signal=USR1", jobs["island 1"])
-    at_once(jobs["island 1"], folder / "islands/1")
+    # In the middle of training, one is requeued from outside; the other one's script is warned, as it is
+    # before the time limit, and requeues itself.
+    tell = {
+        "islands/0": ["scontrol", "requeue", jobs["island 0"]],
+        "islands/1": ["scancel", "--batch", "--signal=USR1", jobs["island 1"]],
+    }
+    told: list[str] = []
+    while len(told) < len(tell):
+        until(lambda: any(commits(folder / run) for run in tell if run not in told), "nothing trains")
+        begun = next(run for run in tell if run not in told and commits(folder / run))
+        call(*tell[begun])
+        told.append(begun)
+    for run in told:
+        at_once(tell[run][-1], folder / run)
     # Cancelled: it must not come back.
     until(lambda: commits(folder / "monolith") > 0, "the monolith does not train")
     call("scancel", jobs["monolith"])
