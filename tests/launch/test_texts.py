@@ -234,7 +234,7 @@ def test_what_a_job_asks_of_skypilot() -> None:
         "image_id": "docker:me/atoll",
         "disk_size": 500,
     }
-    assert made["name"] == job.label(URL) and made["num_nodes"] == 1 and made["workdir"] == "."
+    assert made["name"] == job.label(URL) and made["num_nodes"] == 1 and made["workdir"] == str(Path.cwd())
     assert "secrets" not in made and made["envs"]["OMP_NUM_THREADS"] == "8"
     assert "file_mounts" not in made
     assert made["setup"].splitlines() == ["set -e", "pip install ."]

@@ -40,7 +40,7 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
         resources["disk_size"] = asked.disk
     made: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
     if asked.workdir is not None:
-        made["workdir"] = asked.workdir
+        made["workdir"] = str(Path(asked.workdir).expanduser().absolute())  # the script changes folders
     made["envs"] = dict(job.environment)
     made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
     made["run"] = _run(job)
