@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.launching import plan_jobs
+from atoll.launch import sky
 from helpers import Answer, command, partitioned, refused, write_campaign
 
 Run = Callable[..., Answer]
@@ -70,6 +72,10 @@ def test_skypilots_nodes_have_a_python_and_as_many_processes_as_gpus(tmp_path: P
     jobs = {one.job.name: one.job for one in plan_jobs(campaign, "sky")}
     assert jobs["island 0"].argv[0] == "python" and jobs["island 0"].processes == 8
     assert jobs["router"].argv[0] == "/opt/python"
+    assert len(sky.files(list(jobs.values()), "s3://bucket/c")) == len(jobs) + 1
+    bare = [one.job for one in plan_jobs(opened(tmp_path / "d", {}), "sky")]
+    made = yaml.safe_load(sky.files(bare, "s3://bucket/c")["router.yaml"])
+    assert "accelerators" not in made["resources"] and bare[0].processes == 1
 
 
 @pytest.mark.parametrize("partition", [False, True])

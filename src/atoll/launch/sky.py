@@ -69,7 +69,8 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         fix = "copy it to a bucket and launch from its URL, such as s3://bucket/campaign"
         raise AtollError(f"SkyPilot's nodes cannot see {campaign}", fix)
     for job in jobs:
-        if job.gpus != (gpus(job.sky.accelerators) or 0):
+        known = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
+        if known is not None and known != (job.gpus or 0):
             asked = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {asked} do not agree", "set only launch.sky.accelerators")
     made = {
