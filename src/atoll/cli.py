@@ -183,17 +183,25 @@ def train(what: str, campaign: str, island: int | None, wait: bool) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option(
-    "--on", "target", type=click.Choice(["local"]), default="local", show_default=True, help="Where to train."
+    "--on",
+    "target",
+    type=click.Choice(["local", "slurm", "sky"]),
+    help="Where runs train that name no target of their own; by default launch.on, else local.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("launch"),
+    show_default=True,
+    help="Folder for SkyPilot's files.",
 )
 @SETS
-def launch(campaign: str, target: str, sets: tuple[str, ...]) -> None:
-    """Do whatever is left: data, partition, all training runs as separate processes, assembly."""
-    from atoll.campaign.assemble import assemble as put_together
-    from atoll.campaign.stages import launch_local
+def launch(campaign: str, target: Any, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
+    """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
+    from atoll.campaign.launching import launch_campaign
 
-    opened = _open(campaign, sets)
-    launch_local(opened)
-    put_together(opened)
+    launch_campaign(_open(campaign, sets), target, dry_run, out)
 
 
 @atoll.command()

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network, make_islands
+from atoll.campaign.launching import launch_campaign, plan_jobs
 from atoll.campaign.runs import train_run
 from atoll.campaign.seed import hand_over
-from atoll.campaign.stages import launch_local, prepare, training_jobs
+from atoll.campaign.stages import prepare
 from atoll.ensemble.expert import read_card
 from atoll.launch.job import Job
 from atoll.networks.checkpoint import WEIGHTS
@@ -128,7 +129,7 @@ def test_the_seeds_rate_is_its_own(named: str | None, falls: bool, tmp_path: Pat
 def test_the_ledger_adds_up_and_cards_say_where_weights_come_from(tmp_path: Path) -> None:
     """`atoll launch`: the seed first, the experts from it, and everything counted."""
     campaign = Campaign.open(write_campaign(tmp_path / "c", {"budget": {"samples": 6400, "seed": 0.3}}))
-    launch_local(campaign)
+    launch_campaign(campaign, None, False, Path())
     cards = {
         n: read_card(campaign.store, f"{n}/expert") for n in ("islands/0", "islands/1", "router", "seed")
     }
@@ -149,7 +150,7 @@ def test_the_ledger_adds_up_and_cards_say_where_weights_come_from(tmp_path: Path
     assert monolith.provenance["init"] == cards["seed"].provenance["init"] == {"kind": "scratch"}
     began = {n: acquired(tmp_path / "c" / n) for n in (*cards, "monolith")}
     assert published(tmp_path / "c/seed") <= min(began["islands/0"], began["islands/1"])
-    assert training_jobs(campaign, 2) == []
+    assert plan_jobs(campaign) == []
 
 
 def log(run: Path) -> list[dict[str, Any]]:
@@ -165,8 +166,8 @@ def published(run: Path) -> float:
 
 
 def test_only_experts_wait_for_the_seed(untouched: Path) -> None:
-    after = {job.name: job.after for job in training_jobs(Campaign.open(untouched), 2)}
-    assert after == {
+    needs = {one.job.name: one.job.needs for one in plan_jobs(Campaign.open(untouched))}
+    assert needs == {
         "seed": (),
         "island 0": ("seed",),
         "island 1": ("seed",),
@@ -251,7 +252,8 @@ def test_launch_hands_over_what_a_seed_left_behind(
     shutil.rmtree(tmp_path / "c/islands/0/init")
     started: list[Job] = []
     monkeypatch.setattr("atoll.launch.local.run", lambda jobs, gpus: started.extend(jobs))
-    launch_local(campaign)
+    monkeypatch.setattr("atoll.campaign.launching.assemble", lambda campaign: None)
+    launch_campaign(campaign, None, False, Path())
     assert "seed" not in {job.name for job in started} and "island 0" in {job.name for job in started}
     assert (tmp_path / "c/islands/0/init/init.json").exists()
 

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atoll.base.errors import AtollError
 from atoll.launch import local
-from atoll.launch.job import Job
+from atoll.launch.job import Job, command
 from helpers import environment
 
 CORES = len(os.sched_getaffinity(0))
@@ -59,7 +60,7 @@ def test_a_job_waits_for_those_it_names_and_others_do_not(tmp_path: Path) -> Non
     """The one that is waited for starts first, however short; a name that is not launched does not count."""
     local.run(
         [
-            job("expert", waiting(tmp_path, "expert", 0), work=9, after=("seed", "finished before")),
+            job("expert", waiting(tmp_path, "expert", 0), work=9, needs=("seed", "finished before")),
             job("monolith", waiting(tmp_path, "monolith"), work=5),
             job("seed", waiting(tmp_path, "seed")),
         ]
@@ -74,7 +75,7 @@ def test_a_job_waits_for_those_it_names_and_others_do_not(tmp_path: Path) -> Non
 
 def test_a_job_whose_forerunner_fails_is_not_started(tmp_path: Path) -> None:
     with pytest.raises(AtollError, match="seed ended with code 3"):
-        local.run([job("seed", "raise SystemExit(3)"), job("e", waiting(tmp_path, "e"), after=("seed",))])
+        local.run([job("seed", "raise SystemExit(3)"), job("e", waiting(tmp_path, "e"), needs=("seed",))])
     assert not times(tmp_path)
 
 
@@ -142,6 +143,85 @@ def test_gpus_are_given_one_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(lines[:2]) == ["gpu 0", "gpu 1"] and len(lines) == 3
 
 
+def test_jobs_with_several_gpus_share_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import os, time; print('gpu', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.6)"
+    jobs = [replace(job(str(n), code, work=9 - n), gpus=gpus) for n, gpus in enumerate((3, 2, 1, 0))]
+    local.run(jobs, gpus=4)
+    lines = [
+        line.removeprefix("  gpu").strip() for line in capsys.readouterr().out.splitlines() if "gpu" in line
+    ]
+    # The longer one that wants two waits until three are free again; nothing shorter goes before it.
+    assert lines[0] == "0,1,2" and sorted(lines[1:]) == ["", "0,1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [({"gpus": 2}, "2 GPUs, this machine has 1"), ({"nodes": 2}, "2 nodes, here is one")]
+)
+def test_what_this_machine_does_not_have_is_refused_before_anything_starts(
+    asked: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    jobs = [job("a", waiting(tmp_path, "a")), replace(job("b", "pass"), **asked)]
+    with pytest.raises(AtollError, match=f"b asks for {words}"):
+        local.run(jobs, gpus=1)
+    assert times(tmp_path) == {}
+
+
+def test_a_job_starts_when_those_that_it_needs_are_finished(tmp_path: Path) -> None:
+    jobs = [
+        replace(job("late", waiting(tmp_path, "late", 0.1), work=9), needs=("first", "finished before")),
+        job("first", waiting(tmp_path, "first", 0.3)),
+        job("free", waiting(tmp_path, "free", 0.1)),
+    ]
+    local.run(jobs)
+    spans = times(tmp_path)
+    assert set(spans) == {"late", "first", "free"} and spans["late"][0] >= spans["first"][1]
+
+
+RANKS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print("together", int(total), flush=True)
+while sys.argv[1] == "wait" and not told:
+    time.sleep(0.05)
+time.sleep(0.5 if told else 0)
+sys.exit(75 if told else int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    path = tmp_path / "ranks.py"
+    path.write_text(RANKS)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_several_processes_end_with_the_code_of_the_training(code: int, ranks: Path) -> None:
+    """torchrun alone would make 1 of every failure."""
+    argv = Job("a", (sys.executable, str(ranks), str(code)), processes=2).local_argv()
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+    assert "together 2" in done.stdout
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.slow
+def test_several_processes_that_are_told_to_leave_say_so(ranks: Path) -> None:
+    argv = Job("a", (sys.executable, str(ranks), "wait"), processes=2).local_argv()
+    process = subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "together 2\n"
+        process.terminate()
+        assert process.wait(60) == 75
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tmp_path: Path) -> None:
     script = (
@@ -169,7 +249,7 @@ def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tm
 
 
 def test_commands_are_of_this_installation() -> None:
-    assert local.command("train", "router", Path("/x")) == (
+    assert command("train", "router", Path("/x")) == (
         sys.executable,
         "-m",
         "atoll",

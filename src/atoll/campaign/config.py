@@ -13,6 +13,7 @@ from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
+from atoll.launch.settings import LaunchConfig
 from atoll.networks.families import NetworkConfig
 from atoll.store.location import resolve
 from atoll.train.settings import TrainConfig
@@ -124,15 +125,17 @@ class CampaignConfig(Config):
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where and with what runs are trained; may be changed at any time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Tell now what would otherwise be found out after minutes of work."""
-        for number in self.islands:
-            if not 0 <= number < self.partition.k:
-                raise ConfigError(
-                    f"islands.{number}: there is no such island", f"use 0 to {self.partition.k - 1}"
-                )
+        for group, numbers in (("islands", self.islands), ("launch.islands", self.launch.islands)):
+            for number in numbers:
+                if not 0 <= number < self.partition.k:
+                    last = self.partition.k - 1
+                    raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
         for network, _ in [(self.network, None), *map(self.island, self.islands)]:
             network.dimensions()
             if self.data.vae == "none" and self.data.ingest.size % network.patch:
@@ -171,7 +174,7 @@ class CampaignConfig(Config):
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude={"sampling", "compare"})
+        return self.model_dump(mode="json", exclude={"sampling", "compare", "launch"})
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""

@@ -1,13 +1,11 @@
-"""The order of stages, each of which knows whether it is finished."""
+"""The stages before training, in order; each knows whether it is finished."""
 
 from pathlib import Path
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.config import CampaignConfig
 from atoll.campaign.islands import made_by, make_islands, run_folder, wanted_columns
-from atoll.campaign.seed import hand_over, seed_finished
 from atoll.campaign.start import check_checkpoints
 from atoll.data.dataset import DataSet
 from atoll.data.embed import embed, features_column
@@ -18,13 +16,7 @@ from atoll.data.sources import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
-from atoll.launch import local
-from atoll.launch.job import Job
 from atoll.store.store import Store
-from atoll.train.settings import RunPlan
-
-BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
-STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
 
 def ingest_stage(campaign: Campaign) -> DataSet:
@@ -101,50 +93,6 @@ def prepare(campaign: Campaign) -> Partition:
     return make_islands(campaign)
 
 
-def training_jobs(campaign: Campaign, k: int) -> list[Job]:
-    """Commands for all runs that are not finished; experts wait for the seed, if there is one."""
-    seeded = campaign.config.budget.seed > 0
-    runs: list[tuple[str, int | None]] = [("seed", None)] if seeded else []
-    runs += [("expert", number) for number in range(k)]
-    runs += [("router", None)] + ([("monolith", None)] if campaign.config.monolith else [])
-    return [_job(campaign, role, island) for role, island in runs if not finished(campaign, role, island)]
-
-
 def finished(campaign: Campaign, role: str, island: int | None = None) -> bool:
     """Whether a run has published its network."""
     return campaign.store.exists(f"{run_folder(role, island)}/expert/card.json")
-
-
-def launch_local(campaign: Campaign) -> None:
-    """Prepare and train whatever is left, every run as a process of its own."""
-    made = prepare(campaign)
-    if seed_finished(campaign):
-        hand_over(campaign)  # it may have been stopped between its last step and this
-    jobs = training_jobs(campaign, made.k)
-    if not jobs:
-        say("training: finished already")
-        return
-    local.run(jobs, gpus=_gpus())
-
-
-def _job(campaign: Campaign, role: str, island: int | None) -> Job:
-    plan = RunPlan.parse(campaign.store.get_json(f"{run_folder(role, island)}/island.json"), "island.json")
-    extra = ("--island", str(island)) if island is not None else ()
-    argv = local.command("train", role, campaign.store.location, *extra)
-    threads = _threads(campaign.config, role, island)
-    name = role if island is None else f"island {island}"
-    memory = BASE_MEMORY + STATE_BYTES * plan.parameters
-    after = ("seed",) if plan.init == "seed" else ()
-    return Job(name, argv, threads, memory=memory, work=plan.train_flops, after=after)
-
-
-def _threads(config: CampaignConfig, role: str, island: int | None) -> int:
-    if role == "router":
-        return config.router.train.threads
-    return config.island(island)[1].threads if island is not None else config.train.threads
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -1,19 +1,35 @@
 """A job is a command and what it needs; nothing is pickled."""
 
-from dataclasses import dataclass
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atoll.base.hashing import sha256
+from atoll.launch.settings import SkyConfig, SlurmConfig
+
+LEFT = 75  # exit code of a training run that was told to leave, saved, and can go on (EX_TEMPFAIL)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process to run.
+    """One command to run, as one process or, with torchrun in front, as several.
 
     Attributes:
         name: for messages, unique.
-        argv: the command.
-        cpus: threads it uses.
-        memory: bytes it needs at most, roughly.
+        argv: the command, its first part a Python.
+        cpus: cores that it uses on a node.
+        memory: bytes it needs at most on a node, roughly; an estimate unless `memory_asked`.
         work: how long it takes in relation to others; longer ones start first.
-        after: names of jobs that must have finished before; names that are not launched do not count.
+        gpus: GPUs of a node; None is one where this machine has any.
+        processes: processes of a node.
+        nodes: nodes.
+        needs: names of jobs that have to finish first.
+        env: variables of its environment.
+        memory_asked: whether the user set `memory`.
+        slurm: what only Slurm asks for.
+        sky: what only SkyPilot asks for.
     """
 
     name: str
@@ -21,4 +37,62 @@ class Job:
     cpus: int = 1
     memory: int = 0
     work: float = 0.0
-    after: tuple[str, ...] = ()
+    gpus: int | None = None
+    processes: int = 1
+    nodes: int = 1
+    needs: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    memory_asked: bool = False
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    sky: SkyConfig = field(default_factory=SkyConfig)
+
+    @property
+    def slug(self) -> str:
+        """The name as a part of names of files and jobs."""
+        return self.name.replace(" ", "-")
+
+    def label(self, campaign: str) -> str:
+        """Name for a queue: the run and a hash of the campaign's path or URL, so that it is found again."""
+        return f"atoll-{sha256(campaign.encode())[:8]}-{self.slug}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its environment, with the threads of a process."""
+        threads = str(max(1, self.cpus // self.processes))
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **self.env}
+
+    def local_argv(self) -> tuple[str, ...]:
+        """The command on one node: with more than one process, torchrun on a free port."""
+        before, after = self._parts()
+        return (*before, *(("--standalone",) if self.processes > 1 else ()), *after)
+
+    def typed(self) -> str:
+        """The command on one node as a person would type it, with its variables."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join((*variables, shlex.join(self.local_argv())))
+
+    def shell(self, host: str = "", port: str = "") -> str:
+        """The command for a shell.
+
+        Args:
+            host: where the processes of several nodes meet, as shell text that needs no quotes.
+            port: the port there, as such a text.
+        """
+        before, after = self._parts()
+        if self.nodes == 1:
+            return shlex.join(self.local_argv())
+        meet = f'--rdzv-backend c10d --rdzv-id atoll --rdzv-endpoint "{host}:{port}"'
+        return f"{shlex.join(before)} {meet} {shlex.join(after)}"
+
+    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The command in two, with torchrun's options in between where there is more than one process."""
+        python, *rest = self.argv
+        if self.nodes == self.processes == 1:
+            return (python,), tuple(rest)
+        spread = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes))
+        return (python, "-m", "atoll.launch.torchrun", *spread), tuple(rest)
+
+
+def command(*arguments: str | Path, python: str | None = None) -> tuple[str, ...]:
+    """An `atoll` command, of this installation unless another Python is named."""
+    return (python or sys.executable, "-m", "atoll", *map(str, arguments))

@@ -3,12 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from atoll.base.console import duration, say
 from atoll.base.errors import AtollError
@@ -20,15 +18,15 @@ GRACE = 60.0  # seconds between SIGTERM and SIGKILL when the launch itself is st
 class _Running:
     """A started job; a thread forwards its lines, so that the process never blocks on a full pipe."""
 
-    def __init__(self, job: Job, gpu: int | None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(job.cpus), "MKL_NUM_THREADS": str(job.cpus)}
-        environment["PYTHONUNBUFFERED"] = "1"
-        if gpu is not None:
+    def __init__(self, job: Job, devices: set[int], gpus: int) -> None:
+        environment = {**os.environ, **job.environment}
+        if gpus:
             mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            environment["CUDA_VISIBLE_DEVICES"] = mine[gpu] if mine else str(gpu)
-        self.job, self.gpu = job, gpu
+            names = [mine[number] if mine else str(number) for number in sorted(devices)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        self.job, self.devices = job, devices
         self.process = subprocess.Popen(
-            job.argv,
+            job.local_argv(),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -49,19 +47,20 @@ class _Running:
 
 
 def run(jobs: Sequence[Job], gpus: int = 0) -> None:
-    """Run all jobs to their end, those first that others wait for, then the longest.
+    """Run all jobs to their end, those first that others need, then the longest.
 
-    One failure stops the rest in order.
+    A job starts when none of those that it needs is left among `jobs`. One failure stops the rest in order.
 
     Args:
         jobs: commands; each exits with 0 when its work is done.
-        gpus: GPUs to spread over, one job each; 0 runs on the CPU, as many at once as cores allow.
+        gpus: GPUs to spread over; 0 runs on the CPU, as many at once as cores allow.
 
     Raises:
-        AtollError: a job failed; names it and repeats its last lines.
+        AtollError: a job failed; names it and repeats its last lines. Or one asks for what is not here.
     """
-    awaited = {name for job in jobs for name in job.after}
-    waiting = sorted(jobs, key=lambda job: (job.name not in awaited, -job.work))
+    check(jobs, gpus)
+    needed = {name for job in jobs for name in job.needs}
+    waiting = deque(sorted(jobs, key=lambda job: (job.name not in needed, -job.work)))
     running: list[_Running] = []
     start = time.monotonic()
     in_main = threading.current_thread() is threading.main_thread()
@@ -70,9 +69,9 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         while waiting or running:
-            while (job := _next(waiting, running)) and (free := _room(job, running, gpus)) is not None:
+            while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
                 waiting.remove(job)
-                running.append(_Running(job, free if gpus else None))
+                running.append(_Running(job, free, gpus))
                 say(f"started {job.name} (process {running[-1].process.pid})")
             time.sleep(0.2)
             for done in [r for r in running if r.process.poll() is not None]:
@@ -89,30 +88,38 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
 
 
-def _next(waiting: list[Job], running: list[_Running]) -> Job | None:
-    """The first job that waits for no other one."""
-    unfinished = {job.name for job in waiting} | {one.job.name for one in running}
-    found = next((job for job in waiting if unfinished.isdisjoint(job.after)), None)
-    assert found or running or not waiting, "jobs that wait for each other"
-    return found
+def check(jobs: Sequence[Job], gpus: int) -> None:
+    """Refuse jobs that this machine can never run."""
+    for job in jobs:
+        if job.nodes > 1:
+            raise AtollError(
+                f"{job.name} asks for {job.nodes} nodes, here is one", "launch it on slurm or sky"
+            )
+        if (job.gpus or 0) > gpus:
+            fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"
+            raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)
 
 
-def _room(job: Job, running: list[_Running], gpus: int) -> int | None:
-    """A slot for one more job: the number of a free GPU, or 0 on the CPU; None if there is none."""
-    if gpus:
-        free = set(range(gpus)) - {r.gpu for r in running if r.gpu is not None}
-        return min(free) if free else None
-    if not running:
-        return 0
+def _ready(waiting: Iterable[Job], running: list[_Running]) -> Job | None:
+    """The first job whose needs are all met."""
+    waiting = list(waiting)
+    left = {job.name for job in waiting} | {r.job.name for r in running}
+    return next((job for job in waiting if not left.intersection(job.needs)), None)
+
+
+def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
+    """Numbers of the GPUs for one more job, empty on the CPU; None if there is no room."""
+    wanted = min(1, gpus) if job.gpus is None else job.gpus
+    free = sorted(set(range(gpus)) - {number for r in running for number in r.devices})
+    if len(free) < wanted:
+        return None
+    if wanted or not running:
+        return set(free[:wanted])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sum(r.job.cpus for r in running) + job.cpus > cores:
         return None
-    return 0 if sum(r.job.memory for r in running) + job.memory <= _memory() else None
-
-
-def _memory() -> int:
-    """Bytes of main memory, less a tenth for everything else."""
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.9)
+    memory = 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # less a tenth for the rest
+    return set() if sum(r.job.memory for r in running) + job.memory <= memory else None
 
 
 def _failure(done: _Running) -> AtollError:
@@ -139,8 +146,3 @@ def _stop(running: list[_Running]) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def command(*arguments: str | Path) -> tuple[str, ...]:
-    """An `atoll` command of this installation."""
-    return (sys.executable, "-m", "atoll", *map(str, arguments))

@@ -1,0 +1,125 @@
+"""Training runs as SkyPilot managed jobs: a YAML file per run, and one script that launches them all."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atoll.base.errors import AtollError, ConfigError
+from atoll.launch.job import LEFT, Job
+
+SCRIPT = "launch.sh"
+RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
+PORT = 29500  # where the processes of several nodes meet: a managed job has its nodes for itself
+
+
+def task(job: Job, campaign: str) -> dict[str, Any]:
+    """A managed job as SkyPilot's YAML describes it.
+
+    Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
+
+    Args:
+        job: the run.
+        campaign: URL of the campaign.
+    """
+    asked = job.sky
+    recovery: dict[str, Any] = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [LEFT]}
+    resources: dict[str, Any] = {"use_spot": asked.use_spot, "job_recovery": recovery, "cpus": f"{job.cpus}+"}
+    if asked.accelerators is not None:
+        resources["accelerators"] = asked.accelerators
+    if job.memory_asked:
+        resources["memory"] = f"{-(-job.memory // 10**9)}+"
+    if asked.cloud is not None:
+        resources["infra"] = asked.cloud if asked.region is None else f"{asked.cloud}/{asked.region}"
+    if asked.image is not None:
+        resources["image_id"] = asked.image
+    if asked.disk is not None:
+        resources["disk_size"] = asked.disk
+    made: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
+    if asked.workdir is not None:
+        made["workdir"] = str(Path(asked.workdir).expanduser().absolute())  # the script changes folders
+    made["envs"] = dict(job.environment)
+    made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
+    made["run"] = _run(job)
+    return made
+
+
+def _run(job: Job) -> str:
+    """Shell text that every node runs."""
+    lines = []
+    if job.nodes > 1:
+        lines += ['host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)']
+    return "\n".join([*lines, f"exec {job.shell('$host', str(PORT))}"]) + "\n"
+
+
+def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
+    """Names and texts of everything that `write` writes.
+
+    Args:
+        jobs: every job after those that it needs.
+        campaign: URL of the campaign.
+
+    Raises:
+        AtollError: the campaign is a folder of this machine, which no node of a cloud can see.
+    """
+    if "://" not in campaign:
+        fix = "copy it to a bucket and launch from its URL, such as s3://bucket/campaign"
+        raise AtollError(f"SkyPilot's nodes cannot see {campaign}", fix)
+    for job in jobs:
+        known = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
+        if known is not None and known != (job.gpus or 0):
+            asked = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
+            raise ConfigError(f"{job.name}: {asked} do not agree", "set only launch.sky.accelerators")
+    made = {
+        f"{job.slug}.yaml": yaml.safe_dump(
+            task(job, campaign), sort_keys=False, allow_unicode=True, width=1000
+        )
+        for job in jobs
+    }
+    return {**made, SCRIPT: _script(jobs, campaign)}
+
+
+def gpus(accelerators: str | None) -> int | None:
+    """GPUs of a node: 4 for `A100:4`, 1 for `A100`; None if nothing or a choice of several is asked for."""
+    found = re.fullmatch(r"[^:{}\[\],]+(?::(\d+))?", accelerators or "")
+    return int(found[1] or 1) if found else None
+
+
+def _script(jobs: Sequence[Job], campaign: str) -> str:
+    """Launches every job that is not queued; before a job that needs others it waits for them."""
+    lines = ["#!/bin/sh", "# Launches the runs of a campaign; run again, it leaves out what is queued."]
+    lines += ["set -eu", 'cd "$(dirname "$0")"', "queued=$(sky jobs queue --skip-finished)"]
+    waited: set[str] = set()
+    names = {job.name: job.label(campaign) for job in jobs}
+    for job in jobs:
+        for need in (n for n in job.needs if n in names and n not in waited):
+            lines.append(f"sky jobs logs --name {names[need]}  # follows it to its end; fails if it fails")
+            waited.add(need)
+        name = names[job.name]
+        lines += ['case "$queued" in', f"    *{name}*) echo {name} is queued already ;;"]
+        # Not in the YAML: there, one without a value is looked up at SkyPilot's server.
+        secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
+        launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
+        lines += [f"    *) {launch} ;;", "esac"]
+    lines += [f"echo {shlex.quote(f'when all have SUCCEEDED in sky jobs queue: atoll assemble {campaign}')}"]
+    return "\n".join(lines) + "\n"
+
+
+def write(jobs: Sequence[Job], campaign: str, folder: Path) -> Path:
+    """Write every job's YAML and the script; the script's path."""
+    texts = files(jobs, campaign)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise AtollError(f"cannot write {folder}: {error.strerror}", "give another --out") from None
+    return folder / SCRIPT
+
+
+def preview(jobs: Sequence[Job], campaign: str) -> str:
+    """The texts that `write` would write, each under its name."""
+    return "\n".join(f"# {name}\n{text}" for name, text in files(jobs, campaign).items())

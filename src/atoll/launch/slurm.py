@@ -1,0 +1,149 @@
+"""Training runs as Slurm jobs: a script per run, read by sbatch from its input."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from atoll.base.console import say
+from atoll.base.errors import AtollError
+from atoll.launch.job import LEFT, Job
+
+# The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
+# answered with a requeue: what was cancelled stays so, and the others come back by themselves.
+# A trap ends `wait` early; it is then asked again, and still knows the code of a process that has gone.
+BODY = """\
+told=0 ended= child=
+leave() {{ told=$((told + 1)); [ -z "$child" ] || {tell}; }}
+trap leave USR1
+trap 'ended=1; leave' TERM
+{command} &
+child=$! code=127
+while :; do
+    before=$told
+    wait "$child"; now=$?
+    [ "$now" -eq 127 ] || code=$now
+    [ "$before" -ne "$told" ] || break
+done
+if [ "$code" -eq {left} ] && [ -z "$ended" ]; then
+    echo "saved; queued again to go on"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def script(job: Job, campaign: str, output: Path) -> str:
+    """The sbatch script of a run.
+
+    Args: as of `submit`.
+    """
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, campaign, output)), ""]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    if job.slurm.setup:
+        lines += ["set -e", *job.slurm.setup, "set +e"]
+    command, tell = job.shell(), 'kill -TERM "$child"'
+    if job.nodes > 1:
+        # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
+        lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
+        command = (
+            f"srun --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 "
+            + job.shell("$host", "$port")
+        )
+        tell = 'scancel --signal=TERM "$SLURM_JOB_ID"'
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=LEFT)
+
+
+def _options(job: Job, campaign: str, output: Path) -> Iterator[str]:
+    asked = job.slurm
+    log = str(output / job.slug).replace("%", "%%") + ".out"
+    yield from (f"--job-name={job.label(campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
+    yield from ("--requeue", f"--signal=B:USR1@{asked.warn}", f"--nodes={job.nodes}", "--ntasks-per-node=1")
+    yield f"--cpus-per-task={job.cpus}"
+    if job.gpus:
+        yield _quoted(f"--gres=gpu:{asked.gpu_type + ':' if asked.gpu_type else ''}{job.gpus}")
+    if job.memory_asked:
+        yield f"--mem={-(-job.memory // 2**20)}M"
+    if asked.hours is not None:
+        yield f"--time={max(1, round(60 * asked.hours))}"
+    for name in ("partition", "constraint", "account", "qos"):
+        if (value := getattr(asked, name)) is not None:
+            yield _quoted(f"--{name}={value}")
+    yield from asked.lines
+
+
+def _quoted(option: str) -> str:
+    """An option as sbatch reads it from a script: in double quotes, in which a backslash keeps the next."""
+    plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
+    return option if plain else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+
+
+def submit(jobs: Sequence[Job], campaign: str, output: Path) -> dict[str, str]:
+    """Submit every job that is not queued already; needs become dependencies.
+
+    Args:
+        jobs: every job after those that it needs.
+        campaign: absolute path or URL of the campaign.
+        output: folder for what the jobs print; it is made.
+
+    Returns:
+        Slurm's number of every job, by name.
+
+    Raises:
+        AtollError: Slurm is not here or refuses a job; names those that are submitted already.
+    """
+    numbers = _queued(jobs, campaign)
+    old = dict(numbers)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AtollError(f"cannot make {output}: {error.strerror}", "set launch.slurm.output") from None
+    for job in jobs:
+        if job.name in old:
+            say(f"{job.name}: queued already as job {old[job.name]}")
+            continue
+        try:
+            answer = _call(_sbatch(job, numbers), job.name, script(job, campaign, output))
+        except AtollError as error:
+            new = [f"{name} (job {number})" for name, number in numbers.items() if name not in old]
+            done = f"; submitted before it: {', '.join(new)}" if new else ""
+            fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
+            raise AtollError(error.what + done, error.fix or fix) from None
+        numbers[job.name] = answer.strip().split(";")[0]
+        say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {output / job.slug}.out")
+    return numbers
+
+
+def preview(jobs: Sequence[Job], campaign: str, output: Path) -> str:
+    """What `submit` would run, with every script."""
+    numbers = {job.name: f"JOB_OF_{job.slug}" for job in jobs}
+    return "\n".join(
+        f"$ {shlex.join(_sbatch(job, numbers))} <<'END'\n{script(job, campaign, output)}END" for job in jobs
+    )
+
+
+def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:
+    needed = [numbers[name] for name in job.needs if name in numbers]
+    after = [f"--dependency=afterok:{':'.join(needed)}", "--kill-on-invalid-dep=yes"] if needed else []
+    return ["sbatch", "--parsable", *after]
+
+
+def _queued(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
+    """Numbers of the jobs that Slurm knows already, waiting or running."""
+    names = {job.label(campaign): job.name for job in jobs}
+    answer = _call(["squeue", "--noheader", "--format=%A %j", f"--name={','.join(names)}"], "the queue")
+    found = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
+    return {names[name.strip()]: number for number, name in found if name.strip() in names}
+
+
+def _call(argv: list[str], what: str, text: str = "") -> str:
+    try:
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        fix = "launch from a machine of the cluster, or look at what would run with --dry-run"
+        raise AtollError(f"{argv[0]} is not installed here", fix) from None
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise AtollError(f"{what}: {reason}")
+    return done.stdout

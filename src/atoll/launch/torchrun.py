@@ -1,0 +1,43 @@
+"""torchrun whose exit code is that of the training.
+
+`python -m atoll.launch.torchrun` takes what `python -m torch.distributed.run` takes and does the same. But
+that one ends with 1 whatever its processes ended with, so that a run that saved and may go on (75) and one
+that a user has to correct (2) look alike; and told to leave, it kills processes that need more than half a
+minute to save.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from atoll.launch.job import LEFT
+
+PATIENCE = 120  # seconds that processes have for saving when they are told to leave
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the processes of this node to their end.
+
+    Returns:
+        0 when all finished; 75 when the run was told to leave or one of them says so; else what the first
+        one that failed ended with.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    parser = torchrun.get_args_parser()
+    known = parser.parse_args(argv)
+    if hasattr(known, "shutdown_timeout"):  # not in older versions of torch
+        known.shutdown_timeout = PATIENCE
+    try:
+        torchrun.run(known)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
+        return LEFT if LEFT in codes else next((code for code in codes if code > 0), 1)
+    except SignalException:
+        return LEFT  # what was committed counts, and the same command goes on from there
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""A real Slurm with two sites: runs that are warned, requeued and cancelled end with the right bits."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.launch import slurm
+from atoll.launch.job import Job
+from atoll.launch.settings import SlurmConfig
+from helpers import atoll, partitioned, refused_process, same_bits, write_campaign
+from launch import cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(cluster.why_not()), reason=cluster.why_not() or "Slurm is there"),
+]
+
+# Runs of some seconds that save their state often.
+OFTEN = {"checkpoint_minutes": 0.01, "previews": 0, "validations": 2}
+CHANGES: dict[str, Any] = {
+    "budget": {"samples": 20000},
+    "train": OFTEN,
+    "router": {"share": 0.1, "train": {**OFTEN, "batch": 8}},
+    "launch": {
+        "islands": {0: {"slurm": {"partition": "a"}}, 1: {"slurm": {"partition": "b"}}},
+        "router": {"slurm": {"partition": "b"}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster.slurm(tmp_path_factory.mktemp("slurm") / "c") as variables:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def call(*argv: str) -> str:
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def state(number: str) -> str:
+    """Of a job, as squeue tells it; empty when it is gone."""
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%T", f"--jobs={number}"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"{what}\n{call('squeue', '--long')}"
+        time.sleep(0.05)
+
+
+def at_once(number: str, run: Path) -> None:
+    """Let a requeued job start now: Slurm holds it for two minutes, in case that the node is at fault."""
+    until(lambda: state(number) == "PENDING", f"job {number} is not requeued")
+    assert not (run / "expert/card.json").exists(), "it finished before it was told to leave"
+    call("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def submitted(out: str) -> dict[str, str]:
+    return dict(re.findall(r"^(.+): submitted as job (\d+)", out, re.M))
+
+
+def commits(run: Path) -> int:
+    return sum('"commit"' in path.read_text() for path in (run / "run" / "log").glob("*.json"))
+
+
+def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
+    site: None, tmp_path: Path
+) -> None:
+    reference = tmp_path / "reference"
+    partitioned(reference, CHANGES)
+    # A name that a shell, sbatch's own reader and its file name patterns would all take apart.
+    folder = Path(shutil.copytree(reference, tmp_path / 'it\'s; a "$HOME" %j #1'))
+    answer = atoll("launch", reference)
+    assert answer.returncode == 0, answer.stderr
+
+    first = atoll("launch", folder, "--on", "slurm")
+    assert first.returncode == 0, first.stderr
+    jobs = submitted(first.stdout)
+    assert set(jobs) == {"island 0", "island 1", "router", "monolith", "assemble"}
+    again = atoll("launch", folder, "--on", "slurm")
+    assert submitted(again.stdout) == {} and again.stdout.count("queued already as job") == 5, again
+
+    # In the middle of training, one is requeued from outside; the other one's script is warned, as it is
+    # before the time limit, and requeues itself.
+    tell = {
+        "islands/0": ["scontrol", "requeue", jobs["island 0"]],
+        "islands/1": ["scancel", "--batch", "--signal=USR1", jobs["island 1"]],
+    }
+    told: list[str] = []
+    while len(told) < len(tell):
+        until(lambda: any(commits(folder / run) for run in tell if run not in told), "nothing trains")
+        begun = next(run for run in tell if run not in told and commits(folder / run))
+        call(*tell[begun])
+        told.append(begun)
+    for run in told:
+        at_once(tell[run][-1], folder / run)
+    # Cancelled: it must not come back.
+    until(lambda: commits(folder / "monolith") > 0, "the monolith does not train")
+    call("scancel", jobs["monolith"])
+    until(lambda: not call("squeue", "--noheader"), "jobs are left", 240)
+
+    prints = {
+        name: (folder / "launch" / f"{name}.out").read_text() for name in ("island-0", "island-1", "monolith")
+    }
+    for name in ("island-0", "island-1"):
+        assert "left at step" in prints[name] and "resumed at step" in prints[name], prints[name]
+    assert "queued again to go on" in prints["island-1"] and "queued again" not in prints["island-0"]
+    assert "left at step" in prints["monolith"] and "queued again" not in prints["monolith"]
+    for run in ("islands/0", "islands/1", "router"):
+        assert same_bits(folder / run, reference / run), run
+    weights = [path.relative_to(folder) for path in (folder / "ensemble").rglob("*.safetensors")]
+    assert len(weights) == 3
+    assert all((folder / path).read_bytes() == (reference / path).read_bytes() for path in weights)
+
+    # What was cancelled is all that another launch submits, and it goes on where it left.
+    rest = submitted(atoll("launch", folder, "--on", "slurm").stdout)
+    assert set(rest) == {"monolith"}
+    until(lambda: not call("squeue", "--noheader"), "jobs are left")
+    assert same_bits(folder / "monolith", reference / "monolith")
+
+
+def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(site: None, tmp_path: Path) -> None:
+    changes = {
+        "launch": {"slurm": {"lines": ["--hold"]}, "islands": {1: {"slurm": {"partition": "nowhere"}}}}
+    }
+    folder = tmp_path / "c"
+    partitioned(folder, changes)
+    answer = atoll("launch", folder, "--on", "slurm")
+    number = submitted(answer.stdout)["island 0"]
+    line = refused_process(answer, "island 1", "nvalid partition", f"island 0 (job {number})", "launch again")
+    assert state(number) == "PENDING" and "router" not in line
+    call("scancel", number)
+    until(lambda: not state(number), "the job stays")
+
+
+def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c")
+    jobs = [
+        Job("island 0", (sys.executable, "-c", "raise SystemExit(2)")),
+        Job("assemble", (sys.executable, "-c", "print('no')"), needs=("island 0",)),
+    ]
+    slurm.submit(jobs, str(folder), folder / "launch")
+    until(lambda: not call("squeue", "--noheader"), "jobs are left")
+    assert not (folder / "launch" / "assemble.out").exists()
+
+
+RANKS = """
+import os, signal, sys, time, torch, torch.distributed as dist
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+print(f"rank {rank} of {world}, restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == world
+while os.environ.get("SLURM_RESTART_COUNT") is None:  # the second time it finishes
+    leave = torch.tensor([len(told)])
+    dist.all_reduce(leave, op=dist.ReduceOp.MAX)
+    if leave:
+        print(f"rank {rank} leaves", flush=True)
+        sys.exit(75)
+    time.sleep(0.1)
+print(f"rank {rank} finished", flush=True)
+"""
+
+
+def test_two_nodes_meet_are_warned_together_and_come_back(site: None, tmp_path: Path) -> None:
+    program = tmp_path / "ranks.py"
+    program.write_text(RANKS)
+    asked = SlurmConfig(partition="both", hours=0.5)
+    job = Job("island 0", (sys.executable, str(program)), nodes=2, slurm=asked)
+    number = slurm.submit([job], str(tmp_path), tmp_path / "launch")["island 0"]
+    output = tmp_path / "launch" / "island-0.out"
+    until(
+        lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "the ranks do not meet"
+    )
+    call("scancel", "--batch", "--signal=USR1", number)
+    at_once(number, tmp_path)
+    until(lambda: not state(number), f"the job stays: {output.read_text()}")
+    text = output.read_text()
+    assert text.count(" leaves\n") == 2 and "queued again to go on" in text, text
+    assert text.count("of 2, restart 1") == 2 and text.count(" finished\n") == 2, text

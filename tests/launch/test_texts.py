@@ -1,0 +1,346 @@
+"""Scripts and YAML of jobs, read back the way a shell, sbatch and SkyPilot read them."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atoll.base.errors import AtollError, ConfigError
+from atoll.launch import sky, slurm
+from atoll.launch.job import LEFT, Job, command
+from atoll.launch.settings import LaunchConfig, SkyConfig, SlurmConfig
+from atoll.train.loop import INTERRUPTED
+
+URL = "s3://bucket/campaign"
+HOSTILE = [
+    "plain",
+    "a b",
+    "it's",
+    'a"b',
+    "a;b",
+    "$HOME",
+    "`id`",
+    "a%jb",
+    "a#b",
+    "ünï",
+    "a&b|c",
+    "a*b",
+    "a\\b",
+    "-x",
+]
+
+
+def train(place: str, *more: str) -> tuple[str, ...]:
+    return command("train", "expert", place, "--island", "0", *more)
+
+
+def options(script: str) -> dict[str, str]:
+    """What sbatch reads of a script: quotes and backslashes in double quotes are its own rules."""
+    found = {}
+    for line in script.splitlines():
+        if line.startswith("#SBATCH "):
+            text = line.removeprefix("#SBATCH ")
+            if text.startswith('"'):
+                text = re.sub(r"\\(.)", r"\1", text[1:-1])
+            name, _, value = text.partition("=")
+            found[name] = value
+    return found
+
+
+def parses(script: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_code_that_means_saved_is_that_of_the_loop() -> None:
+    assert LEFT == INTERRUPTED
+
+
+# Slurm.
+
+
+def test_what_a_job_asks_of_slurm() -> None:
+    asked = SlurmConfig(
+        partition="gpu,big",
+        constraint="a100&ib",
+        account="me",
+        qos="long",
+        gpu_type="a100",
+        hours=1.5,
+        warn=300,
+        lines=("--exclude=node7", "--nice"),
+        setup=("module load cuda",),
+    )
+    job = Job(
+        "island 3",
+        train("/c"),
+        cpus=8,
+        gpus=4,
+        processes=4,
+        memory=64 * 10**9,
+        memory_asked=True,
+        slurm=asked,
+    )
+    text = slurm.script(job, "/c", Path("/c/launch"))
+    parses(text)
+    found = options(text)
+    assert found.pop("--job-name") == job.label("/c") != job.label("/d")
+    assert found == {
+        "--output": "/c/launch/island-3.out",
+        "--open-mode": "append",
+        "--requeue": "",
+        "--signal": "B:USR1@300",
+        "--nodes": "1",
+        "--ntasks-per-node": "1",
+        "--cpus-per-task": "8",
+        "--gres": "gpu:a100:4",
+        "--mem": "61036M",
+        "--time": "90",
+        "--partition": "gpu,big",
+        "--constraint": "a100&ib",
+        "--account": "me",
+        "--qos": "long",
+        "--exclude": "node7",
+        "--nice": "",
+    }
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash" and "export OMP_NUM_THREADS=2" in lines
+    assert lines.index("module load cuda") < next(n for n, line in enumerate(lines) if " train " in line)
+    assert "-m atoll.launch.torchrun --nnodes 1 --nproc-per-node 4 --standalone -m atoll train expert" in text
+
+
+def test_what_is_not_set_is_left_to_the_cluster() -> None:
+    found = options(slurm.script(Job("router", train("/c"), memory=10**9), "/c", Path("/c/launch")))
+    assert not {"--mem", "--time", "--partition", "--gres", "--account", "--qos", "--constraint"} & set(found)
+
+
+def test_several_nodes_meet_at_the_first() -> None:
+    job = Job("island 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
+    text = slurm.script(job, "/c", Path("/c/launch"))
+    parses(text)
+    assert options(text)["--nodes"] == "3"
+    line = next(line for line in text.splitlines() if line.startswith("srun"))
+    words = shlex.split(line.removesuffix(" &"))
+    assert {"--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=4"} <= set(words)
+    assert words[words.index("--nnodes") + 1] == "3" and words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[words.index("--rdzv-endpoint") + 1] == "$host:$port"
+    assert "kill -TERM" not in text  # srun would end its steps at once
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_path_reaches_the_command_and_sbatch_as_it_is(name: str, tmp_path: Path) -> None:
+    """The script is run by a real bash, with a program in place of the training that tells its arguments."""
+    place = f"/data/{name}"
+    tell = tmp_path / "tell.py"
+    tell.write_text("import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['NAME']]))")
+    job = Job("island 0", (sys.executable, str(tell), "train", place), env={"NAME": name})
+    text = slurm.script(job, place, Path(place) / "launch")
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
+    assert yaml.safe_load(done.stdout) == [["train", place], name]
+    assert options(text)["--output"].replace("%%", "%") == f"{place}/launch/island-0.out"
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), time.sleep(0.5), sys.exit({code})))
+print("ready", flush=True)
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "requeued"),
+    [("USR1", 75, True), ("TERM", 75, False), ("USR1", 2, False), ("USR1", 0, False)],
+)
+def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: bool, tmp_path: Path) -> None:
+    """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    job = Job("island 0", (sys.executable, "-S", "-c", CHILD.format(code=code)))
+    process = subprocess.Popen(
+        ["bash", "-c", slurm.script(job, "/c", tmp_path)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
+        subprocess.run(["kill", f"-{number}", str(process.pid)], check=True)
+        assert process.stdout.readline() == "told\n"
+        assert process.wait(15) == code
+    assert (tmp_path / "asked").exists() == requeued
+    if requeued:
+        assert (tmp_path / "asked").read_text() == "requeue 42\n"
+
+
+def test_needs_become_dependencies_and_every_script_is_shown() -> None:
+    jobs = [
+        Job("seed", train("/c")),
+        Job("island 0", train("/c"), needs=("seed",)),
+        Job("router", train("/c")),
+    ]
+    text = slurm.preview(jobs, "/c", Path("/c/launch"))
+    calls = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("$ ")]
+    dependent = [
+        "sbatch",
+        "--parsable",
+        "--dependency=afterok:JOB_OF_seed",
+        "--kill-on-invalid-dep=yes",
+        "<<END",
+    ]
+    assert calls == [["sbatch", "--parsable", "<<END"], dependent, ["sbatch", "--parsable", "<<END"]]
+    assert text.count("#!/bin/bash") == 3
+
+
+def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        AtollError, match="squeue is not installed here: launch from a machine of the cluster"
+    ):
+        slurm.submit([Job("router", train("/c"))], "/c", tmp_path)
+
+
+# SkyPilot.
+
+
+def test_what_a_job_asks_of_skypilot() -> None:
+    asked = SkyConfig(
+        accelerators="H100:8",
+        cloud="aws",
+        region="us-east-1",
+        image="docker:me/atoll",
+        disk=500,
+        workdir=".",
+        secrets=("KEY",),
+        setup=("pip install .",),
+    )
+    job = Job(
+        "island 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
+    )
+    made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
+    assert made["resources"] == {
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
+        "cpus": "64+",
+        "memory": "100+",
+        "accelerators": "H100:8",
+        "infra": "aws/us-east-1",
+        "image_id": "docker:me/atoll",
+        "disk_size": 500,
+    }
+    assert made["name"] == job.label(URL) and made["num_nodes"] == 1 and made["workdir"] == str(Path.cwd())
+    assert "secrets" not in made and made["envs"]["OMP_NUM_THREADS"] == "8"
+    assert "file_mounts" not in made
+    assert made["setup"].splitlines() == ["set -e", "pip install ."]
+    words = shlex.split(made["run"])
+    assert words[:4] == ["exec", sys.executable, "-m", "atoll.launch.torchrun"] and "--standalone" in words
+    assert words[-5:] == ["train", "expert", URL, "--island", "0"]
+
+
+def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
+    job = Job("island 0", train(URL), gpus=8, processes=8, nodes=2, sky=SkyConfig(accelerators="A100:8"))
+    made = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
+    parses(made["run"])
+    assert made["num_nodes"] == 2
+    assert '--rdzv-endpoint "$host:29500"' in made["run"] and "SKYPILOT_NODE_IPS" in made["run"]
+
+
+def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: Path) -> None:
+    """Run by a real sh; `sky` is a stand-in that writes down what it was asked."""
+    asked = SkyConfig(secrets=("KEY",))
+    jobs = [Job("seed", train(URL), gpus=0), Job("island 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
+    jobs += [Job("island 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
+    folder = tmp_path / "an out"
+    assert sky.write(jobs, URL, folder) == folder / "launch.sh"
+    queued = jobs[3].label(URL)
+    stand_in = f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != queue ] || echo "7 {queued} RUNNING"\n'
+    (tmp_path / "sky").write_text(stand_in)
+    (tmp_path / "sky").chmod(0o755)
+    done = subprocess.run(
+        ["sh", str(folder / "launch.sh")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seed, one, two = (job.label(URL) for job in jobs[:3])
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "jobs queue --skip-finished",
+        f"jobs launch --name {seed} --detach-run --yes seed.yaml",
+        f"jobs logs --name {seed}",
+        f"jobs launch --name {one} --detach-run --yes --secret KEY island-0.yaml",
+        f"jobs launch --name {two} --detach-run --yes island-1.yaml",
+    ]
+    assert f"{queued} is queued already" in done.stdout and f"atoll assemble {URL}" in done.stdout
+
+
+@pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])
+def test_a_hostile_url_stays_one_word(name: str, tmp_path: Path) -> None:
+    url = f"s3://bucket/{name}"
+    job = Job("router", ("echo", "train", url), gpus=0)
+    texts = sky.files([job], url)
+    done = subprocess.run(
+        ["sh", "-c", yaml.safe_load(texts["router.yaml"])["run"]], capture_output=True, check=True
+    )
+    assert done.stdout.decode() == f"train {url}\n"
+    parses(texts["launch.sh"])
+
+
+def test_a_campaign_that_no_cloud_can_see_is_refused() -> None:
+    with pytest.raises(AtollError, match="SkyPilot's nodes cannot see /data/c: copy it to a bucket"):
+        sky.files([Job("router", train("/data/c"))], "/data/c")
+
+
+def test_gpus_that_contradict_the_accelerators_are_refused() -> None:
+    assert [sky.gpus(text) for text in (None, "A100", "H100:8", "{A100:4, H100:4}")] == [None, 1, 8, None]
+    with pytest.raises(ConfigError, match=r"launch.gpus 4 and launch.sky.accelerators 'H100:8' do not agree"):
+        sky.files([Job("router", train(URL), gpus=4, sky=SkyConfig(accelerators="H100:8"))], URL)
+
+
+# Settings.
+
+
+def test_a_run_says_itself_what_it_does_differently() -> None:
+    config = LaunchConfig.parse(
+        {
+            "on": "slurm",
+            "gpus": 4,
+            "env": {"A": "1", "B": "2"},
+            "slurm": {"partition": "gpu", "lines": ["--nice"], "hours": 4},
+            "islands": {1: {"on": "sky", "gpus": 1, "env": {"B": "3"}, "slurm": {"partition": "big"}}},
+            "router": {"slurm": {"lines": []}},
+        },
+        "here",
+    )
+    one, other, router = config.of("expert", 1), config.of("expert", 0), config.of("router")
+    assert (one.on, one.gpus, one.env, one.slurm.partition) == ("sky", 1, {"A": "1", "B": "3"}, "big")
+    assert one.slurm.lines == ("--nice",) and one.slurm.hours == 4
+    assert (other.on, other.gpus, other.slurm.partition) == ("slurm", 4, "gpu")
+    assert router.slurm.lines == () and router.slurm.partition == "gpu"
+    assert config.of("assemble").gpus is None and config.of("assemble").slurm.partition == "gpu"
+    targets = [config.target("expert", n, on) for n in (0, 1) for on in (None, "local")]
+    assert targets == ["slurm", "local", "sky", "sky"]
+    assert LaunchConfig().target("expert", 0, None) == "local"
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"gpu": 2}, "did you mean 'gpus'"),
+        ({"on": "cloud"}, "on"),
+        ({"slurm": {"partition": "a\n#SBATCH --exclusive"}}, "slurm.partition"),
+        ({"slurm": {"setup": ["a\nb"]}}, "setup"),
+        ({"env": {"A B": "1"}}, "env"),
+        ({"islands": {"0": {"nodes": 0}}}, "nodes"),
+        ({"gpus": 2, "processes": 4}, "4 processes for 2 GPUs"),
+    ],
+)
+def test_wrong_settings_are_refused(tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LaunchConfig.parse(tree, "campaign.yaml")
