@@ -84,12 +84,12 @@ class _Run:
     def __init__(self, task: Task, recipe: Recipe, store: Store, name: str, world: World) -> None:
         self.task, self.recipe, self.store, self.name, self.world = task, recipe, store, name, world
         self.settings, self.plan, self.learned = recipe.train, recipe.plan, recipe.learned()
-        self.spread = Spread(task.network, self.settings.parallel, world, self.plan.batch)
-        self.forward = self.spread.wrap(task.step)
         settings = self.settings
         self.autocast = settings.precision == "bf16" or (
             settings.precision == "auto" and world.device.type != "cpu"
         )
+        self.spread = Spread(task.network, settings.parallel, world, self.plan.batch, self.autocast)
+        self.forward = self.spread.wrap(task.step)
         optimizer = torch.optim.AdamW(
             task.network.parameters(),
             lr=settings.lr,
@@ -112,12 +112,13 @@ class _Run:
             return
         try:
             with ExitStack() as stack:
+                told = stack.enter_context(leaving())
                 stack.callback(self.saver.close)
                 self.heart = Heart(self.log, self.settings.lease, self._signs)
                 if self.world.first:
                     stack.enter_context(self.heart)
                 self._resume()
-                self._steps()
+                self._steps(told)
                 self._publish()
         except Fenced:
             raise
@@ -196,7 +197,7 @@ class _Run:
 
     # The loop.
 
-    def _steps(self) -> None:
+    def _steps(self, told: list[int]) -> None:
         state, settings, plan, spread = self.state, self.settings, self.plan, self.spread
         progress = Progress(self.name, plan.samples, state.samples, "images")
         first, start, saved = state.samples, time.monotonic(), time.monotonic()
@@ -204,7 +205,7 @@ class _Run:
         def make(begin: int) -> list[Any]:
             return [self.task.batch(part) for part in spread.parts(begin)] if begin < plan.samples else []
 
-        with leaving() as told, Ahead(make, state.samples, plan.batch, settings.data_seconds) as ahead:
+        with Ahead(make, state.samples, plan.batch, settings.data_seconds) as ahead:
             while state.step < plan.steps:
                 self.phase = "training"
                 started = time.monotonic()
@@ -250,7 +251,7 @@ class _Run:
         for part, batch in zip(parts, batches, strict=True):
             weight = self.spread.weight(part)
             with self.spread.accumulating(self.forward, part is parts[-1]):
-                with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
+                with self._precision():
                     loss, metrics = self.forward(batch)
                 (loss if weight == 1 else loss * weight).backward()
             for key, value in {"loss": loss.detach(), **metrics}.items():
@@ -272,6 +273,9 @@ class _Run:
             for key, value in line.items()
         }
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast)
+
     def _left_out(self, loss: float, norm: float) -> None:
         guard, step = self.state.guard, self.state.step
         what = f"{self.name}: loss {loss:g}, gradient {norm:g} at step {step:,}"
@@ -291,7 +295,7 @@ class _Run:
             return
         self.phase = "validating"
         self.task.network.eval()
-        with state.ema.in_place(self.task.network), torch.no_grad():
+        with state.ema.in_place(self.task.network), torch.no_grad(), self._precision():
             if validate:
                 state.metrics.append({"step": state.step, "samples": state.samples, **self.task.validate()})
             picture = self.task.preview() if draw else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,12 +143,15 @@ class Spread:
         config: how.
         world: the processes.
         batch: global samples per step.
+        bf16: whether autocast is on: sharded weights are then gathered in bf16, gradients summed in float32.
 
     Raises:
         ConfigError: more processes than samples in a step, or a mesh that does not fit.
     """
 
-    def __init__(self, network: nn.Module, config: ParallelConfig, world: World, batch: int) -> None:
+    def __init__(
+        self, network: nn.Module, config: ParallelConfig, world: World, batch: int, bf16: bool = False
+    ) -> None:
         if batch < world.size:
             raise ConfigError(
                 f"{world.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
@@ -159,7 +162,7 @@ class Spread:
         if config.compile:
             network.compile()
         if world.size > 1 and config.strategy == "fsdp":
-            _shard(network, config.shard or world.size, world)
+            _shard(network, config.shard or world.size, world, bf16)
 
     def wrap(self, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> nn.Module:
         """The step as a module that DDP can hold; call it with a batch."""
@@ -206,7 +209,7 @@ def _recompute(network: nn.Module) -> None:
     network.enable_gradient_checkpointing()  # type: ignore[operator]
 
 
-def _shard(network: nn.Module, shard: int, world: World) -> None:
+def _shard(network: nn.Module, shard: int, world: World, bf16: bool) -> None:
     if world.size % shard:
         raise ConfigError(
             f"{world.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
@@ -214,10 +217,13 @@ def _shard(network: nn.Module, shard: int, world: World) -> None:
     shape = (shard,) if shard == world.size else (world.size // shard, shard)
     names = ("shard",) if len(shape) == 1 else ("copy", "shard")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    # Inputs are left alone: a time of 1000 t does not fit into bf16.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}
     # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
     for block in list(getattr(network, "transformer_blocks", []))[1:]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(network, mesh=mesh)
+        fully_shard(block, **options)
+    fully_shard(network, **options)
 
 
 def local(tensor: Tensor) -> Tensor:
