@@ -14,7 +14,7 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.launch import sky, slurm
 from atoll.launch.job import LEFT, Job, command
 from atoll.launch.settings import LaunchConfig, SkyConfig, SlurmConfig
-from atoll.train.loop import INTERRUPTED
+from atoll.train.leaving import INTERRUPTED
 
 URL = "s3://bucket/campaign"
 HOSTILE = [
