@@ -181,6 +181,7 @@ def measure(
     with tempfile.TemporaryDirectory() as scratch:
         store = Store.open(scratch, create=True)
         dataset = synthetic(store.sub("data"), latents)
+        shape = data_shape(dataset, "class")
         make = maker(settings, training, dataset, (pairs + 2) * EVERY)
         found: dict[str, list[float]] = {"whole": [], "bare": [], "memory": []}
         checkpoints = 0
@@ -196,11 +197,10 @@ def measure(
                     found["bare"].append(bare_turn(make))
     if checkpoints != pairs:
         print(f"warning: {checkpoints} checkpoints in {pairs} turns of {EVERY} steps", flush=True)
-    shape = data_shape(dataset, "class")
     return {
         **found,
         "checkpoints": checkpoints / pairs,
-        "parameters": parameter_count(make()[0].network),
+        "parameters": parameter_count(initial_network(settings, shape, 0)),
         "train_flops": denoiser_flops(settings, shape).train * batch,
     }
 
