@@ -1,19 +1,22 @@
-"""Time per step of Atoll's training loop against a bare PyTorch loop with the same network, batch and optimizer.
+"""Time per step of Atoll's training loop against a bare PyTorch loop: same network, batch and optimizer.
 
     python benchmarks/training.py [--quick] [--pairs N] [--json PATH]
 
-The whole loop is `atoll.train.loop.train` as `atoll train` calls it: rows from a data set on disk, noise and times
-per sample, gradient clipping, guard, weight average, metrics, heartbeat, and a checkpoint every 100 steps (counted
-in the run's log). The bare loop is forward, loss, backward and a fused AdamW step on batches that lie in memory.
-Both use one process, the same number of threads and the same cores, and take turns of 100 steps; every turn of
-the whole loop resumes the run where the last one left it. A ratio is the median over the pairs of turns.
+The whole loop is `atoll.train.loop.train` as `atoll train` calls it: rows from a data set on disk, noise
+and times per sample, gradient clipping, guard, weight average, metrics, heartbeat, and a checkpoint every
+100 steps (counted in the run's log). The bare loop is forward, loss, backward and a fused AdamW step on
+batches that lie in memory. Both are one process with the same number of threads on the same cores, and take
+turns of 100 steps; every turn of the whole loop resumes the run where the last one left it. A ratio is the
+median over the pairs of turns. Processor time counts all threads, so it tells the whole loop's work also
+where other programs run beside it.
 
-Cores decide who pays for the data, which a thread prepares while a step runs: on one core it comes on top
-of the step, on two it does not unless the step uses both. So the CPU is measured three ways (quick: the first two).
-Validations and previews are left out: they are asked for by number, not per step.
+Cores decide who pays for the data, which a thread prepares while a step runs: on one core that comes on top
+of the step; on two it does not, unless the step itself uses both. So the CPU is measured three ways (quick:
+the first two). Validations and previews are left out: they are asked for by number, not per step.
 
-With a GPU, DiT-XL/2 at 256 tokens (quick: DiT-B/2) in bf16 as well: images and operations per second, the share of
-the measured speed of a large matrix product, and memory, with and without compile, average and recomputation.
+With a GPU also DiT-XL/2 at 256 tokens (quick: DiT-B/2) in bf16: images and operations per second, the share
+of the measured speed of a large matrix product, and memory, with and without compile, average and
+recomputed activations.
 """
 
 import argparse
@@ -47,9 +50,10 @@ from atoll.networks.families import NetworkConfig, parameter_count
 from atoll.store.log import Log
 from atoll.store.manifest import write_file
 from atoll.store.store import Store
+from atoll.train import loop
+from atoll.train.ema import Ema
 from atoll.train.expert import Batch, DenoiserTask
 from atoll.train.leaving import Interrupted
-from atoll.train.loop import train
 from atoll.train.parallel import own_device
 from atoll.train.settings import Recipe, RunPlan, TrainConfig
 
@@ -71,7 +75,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.work:
         work = json.loads(options.work)
-        work.pop("on_gpu", None)
         Path(work.pop("out")).write_text(json.dumps(measure(**work)))
         return
     pairs = options.pairs or (3 if options.quick else 5)
@@ -103,16 +106,23 @@ def processor(quick: bool, pairs: int) -> list[dict[str, Any]]:
             if cores > there:
                 continue
             found = child(cores=cores, threads=threads, pairs=pairs, **network)
-            case = f"{name}, {cores} cores, {threads} thr."
+            case = f"{name}: {count(cores, 'core')}, {count(threads, 'thread')}"
             table += ratio_rows(case, found)
     return table
+
+
+def count(number: int, what: str) -> str:
+    """`1 core`, `2 cores`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def ratio_rows(case: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Both loops' milliseconds and their ratio."""
     ratios = [w / b for w, b in zip(found["whole"], found["bare"], strict=True)]
+    work = [w / b for w, b in zip(found["whole_work"], found["bare_work"], strict=True)]
     return [
         median_row(case, "whole / bare, time per step", ratios, target=("<=", 1.05)),
+        median_row(case, "whole / bare, processor time", work),
         median_row(case, "bare loop, per step", [1e3 * s for s in found["bare"]], "ms"),
         median_row(case, "whole loop, per step", [1e3 * s for s in found["whole"]], "ms"),
         row(case, "parameters", found["parameters"]),
@@ -176,25 +186,30 @@ def measure(
         checkpoint_minutes=1e6,
         milestones=pairs + 2,  # of a run of (pairs + 2) * 100 steps
         parallel={"compile": compiled, "checkpointing": recompute},  # type: ignore[arg-type]
-        **({} if average else {"ema_half_life": 0.0}),
     )
+    if not average:
+        loop.Ema = NoAverage  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as scratch:
         store = Store.open(scratch, create=True)
         dataset = synthetic(store.sub("data"), latents)
         shape = data_shape(dataset, "class")
         make = maker(settings, training, dataset, (pairs + 2) * EVERY)
-        found: dict[str, list[float]] = {"whole": [], "bare": [], "memory": []}
+        names = ("whole", "bare", "whole_work", "bare_work", "memory")
+        found: dict[str, list[float]] = {name: [] for name in names}
         checkpoints = 0
         for pair in range(pairs):
             # Who goes first changes, so that what drifts hits both.
             for whole in (True, False) if pair % 2 else (False, True):
                 if whole:
-                    seconds, written = whole_turn(make, store.sub("monolith"))
-                    found["whole"].append(seconds)
+                    seconds, work, written = whole_turn(make, store.sub("monolith"))
                     found["memory"].append(peak_memory())
                     checkpoints += written
                 elif bare:
-                    found["bare"].append(bare_turn(make))
+                    seconds, work = bare_turn(make)
+                else:
+                    continue
+                found["whole" if whole else "bare"].append(seconds)
+                found["whole_work" if whole else "bare_work"].append(work)
     if checkpoints != pairs:
         print(f"warning: {checkpoints} checkpoints in {pairs} turns of {EVERY} steps", flush=True)
     return {
@@ -236,12 +251,23 @@ def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, step
     return make
 
 
+class NoAverage(Ema):
+    """The weights themselves in place of their average: no memory, no work."""
+
+    def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
+        self.half_life, self.ramp = half_life, ramp
+        self.weights = {name: p.detach() for name, p in network.named_parameters()}
+
+    def update(self, network: nn.Module, samples: int, batch: int) -> None:
+        pass
+
+
 class Clocked:
     """A task that looks at the clock before its steps, and ends the turn as a user would: by a signal."""
 
     def __init__(self, task: DenoiserTask) -> None:
         self.task, self.calls = task, 0
-        self.began = self.ended = (0.0, 0.0)
+        self.began = self.ended = (0.0, 0.0, 0.0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
@@ -256,21 +282,20 @@ class Clocked:
         return self.task.step(batch)
 
 
-def whole_turn(make: Make, run: Store) -> tuple[float, int]:
-    """Seconds per step of the whole loop, and checkpoints that were begun and finished meanwhile."""
+def whole_turn(make: Make, run: Store) -> tuple[float, float, int]:
+    """Seconds and processor seconds per step of the whole loop, and checkpoints written meanwhile."""
     fresh()
     task, recipe = make()
     clocked = Clocked(task)
     with contextlib.suppress(Interrupted):
-        train(clocked, recipe, run, "whole loop")
-    (wall_before, before), (wall_after, after) = clocked.began, clocked.ended
+        loop.train(clocked, recipe, run, "whole loop")
     commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "commit"]
-    written = [entry for entry in commits if wall_before < entry["time"] < wall_after]
-    return (after - before) / EVERY, len(written)
+    written = [entry for entry in commits if clocked.began[0] < entry["time"] < clocked.ended[0]]
+    return *per_step(clocked.began, clocked.ended), len(written)
 
 
-def bare_turn(make: Make) -> float:
-    """Seconds per step of a bare loop."""
+def bare_turn(make: Make) -> tuple[float, float]:
+    """Seconds and processor seconds per step of a bare loop."""
     fresh()
     task, recipe = make()
     network, settings, device = task.network, recipe.train, own_device()
@@ -285,9 +310,9 @@ def bare_turn(make: Make) -> float:
     network.train()
     for step in range(WARM + EVERY):
         if step == WARM:
-            began = now()[1]
+            began = now()
         bare_step(network, optimizer, batches[step % len(batches)])
-    return (now()[1] - began) / EVERY
+    return per_step(began, now())
 
 
 def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -321,11 +346,19 @@ def synthetic(store: Store, side: int) -> DataSet:
     return create_manifest(dataset)
 
 
-def now() -> tuple[float, float]:
-    """Wall time and a clock for differences, once the GPU has done what it was told."""
+Moment = tuple[float, float, float]
+
+
+def now() -> Moment:
+    """Time of day, a clock for differences, and processor time, once the GPU has done what it was told."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.time(), time.perf_counter()
+    return time.time(), time.perf_counter(), time.process_time()
+
+
+def per_step(began: Moment, ended: Moment) -> tuple[float, float]:
+    """Seconds and processor seconds of each of a turn's steps."""
+    return (ended[1] - began[1]) / EVERY, (ended[2] - began[2]) / EVERY
 
 
 def fresh() -> None:
@@ -351,12 +384,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def accelerator(size: str, pairs: int, batch: int = 64, latents: int = 32) -> list[dict[str, Any]]:
+def accelerator(
+    size: str, pairs: int, batch: int = 64, latents: int = 32, side: int = 8192
+) -> list[dict[str, Any]]:
     """A DiT at 256 tokens in bf16, each variant in a process of its own."""
-    ceiling = matrix_product()
-    table = [row("matrix product", "bf16, 8192 x 8192", ceiling / 1e12, "TFLOP/s")]
+    ceiling, threads = matrix_product(side), min(8, os.cpu_count() or 1)
+    table = [row("matrix product", f"bf16, {side} x {side}", ceiling / 1e12, "TFLOP/s")]
     for name, variant in VARIANTS.items():
-        found = child(threads=8, on_gpu=True, pairs=pairs, size=size, latents=latents, batch=batch, **variant)
+        sizes = {"size": size, "latents": latents, "batch": batch}
+        found = child(threads=threads, on_gpu=True, pairs=pairs, **sizes, **variant)
         case = f"DiT-{size}/2, {name}"
         speed = found["train_flops"] / statistics.median(found["whole"])
         table += ratio_rows(case, found) if found["bare"] else []
@@ -369,7 +405,7 @@ def accelerator(size: str, pairs: int, batch: int = 64, latents: int = 32) -> li
     return table
 
 
-def matrix_product(side: int = 8192, times: int = 20) -> float:
+def matrix_product(side: int, times: int = 20) -> float:
     """Operations per second of a large bf16 matrix product: what this device reaches at best."""
     device = own_device()
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
