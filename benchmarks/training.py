@@ -4,7 +4,7 @@
 
 The whole loop is `atoll.train.loop.train` as `atoll train` calls it: rows from a data set on disk, noise
 and times per sample, gradient clipping, guard, weight average, metrics, heartbeat, and a checkpoint every
-100 steps (counted in the run's log). The bare loop is forward, loss, backward and a fused AdamW step on
+100 timed steps (counted in the run's log). The bare loop is forward, loss, backward and a fused AdamW step on
 batches that lie in memory. Both are one process with the same number of threads on the same cores, and take
 turns of 100 steps; every turn of the whole loop resumes the run where the last one left it. A ratio is the
 median over the pairs of turns. Processor time counts all threads, so it tells the whole loop's work also
@@ -57,8 +57,10 @@ from atoll.train.leaving import Interrupted
 from atoll.train.parallel import own_device
 from atoll.train.settings import Recipe, RunPlan, TrainConfig
 
-EVERY = 100  # steps between checkpoints, and of a turn
+EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
 WARM = 8  # steps of a turn before the clock starts
+TURN = WARM + EVERY + 1  # with the step that is told to leave
+FIRST = 50  # steps before the first turn, so that checkpoints come in the middle of each
 CLASSES, ROW_COUNT = 10, 2048
 
 # The quickstart's experts (as a DiT), and the recipes' smallest network.
@@ -184,7 +186,7 @@ def measure(
         validations=0,
         previews=0,
         checkpoint_minutes=1e6,
-        milestones=pairs + 2,  # of a run of (pairs + 2) * 100 steps
+        milestones=pairs + 1,  # one in TURN steps
         parallel={"compile": compiled, "checkpointing": recompute},  # type: ignore[arg-type]
     )
     if not average:
@@ -193,10 +195,11 @@ def measure(
         store = Store.open(scratch, create=True)
         dataset = synthetic(store.sub("data"), latents)
         shape = data_shape(dataset, "class")
-        make = maker(settings, training, dataset, (pairs + 2) * EVERY)
+        make = maker(settings, training, dataset, (pairs + 1) * TURN)
         names = ("whole", "bare", "whole_work", "bare_work", "memory")
         found: dict[str, list[float]] = {name: [] for name in names}
         checkpoints = 0
+        whole_turn(make, store.sub("monolith"), 0, FIRST)
         for pair in range(pairs):
             # Who goes first changes, so that what drifts hits both.
             for whole in (True, False) if pair % 2 else (False, True):
@@ -265,28 +268,30 @@ class NoAverage(Ema):
 class Clocked:
     """A task that looks at the clock before its steps, and ends the turn as a user would: by a signal."""
 
-    def __init__(self, task: DenoiserTask) -> None:
-        self.task, self.calls = task, 0
+    def __init__(self, task: DenoiserTask, first: int, last: int) -> None:
+        self.task, self.first, self.last, self.calls = task, first, last, 0
         self.began = self.ended = (0.0, 0.0, 0.0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        if self.calls == WARM:
+        if self.calls == self.first:
             self.began = now()
-        if self.calls == WARM + EVERY:
+        if self.calls == self.last:
             self.ended = now()
             signal.raise_signal(signal.SIGTERM)
         self.calls += 1
         return self.task.step(batch)
 
 
-def whole_turn(make: Make, run: Store) -> tuple[float, float, int]:
+def whole_turn(
+    make: Make, run: Store, first: int = WARM, last: int = WARM + EVERY
+) -> tuple[float, float, int]:
     """Seconds and processor seconds per step of the whole loop, and checkpoints written meanwhile."""
     fresh()
     task, recipe = make()
-    clocked = Clocked(task)
+    clocked = Clocked(task, first, last)
     with contextlib.suppress(Interrupted):
         loop.train(clocked, recipe, run, "whole loop")
     commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "commit"]
