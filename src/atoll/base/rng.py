@@ -25,17 +25,16 @@ def generator(seed: int, stream: str, *position: int) -> torch.Generator:
 
 def normals(seed: int, stream: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Standard normals `(B, *shape)`, float32, row i from the generator of `positions[i]`."""
-    return _draw(torch.randn, seed, stream, positions, shape)
+    return _draw(Tensor.normal_, seed, stream, positions, shape)
 
 
 def uniforms(seed: int, stream: str, positions: Sequence[int], shape: Sequence[int] = ()) -> Tensor:
     """Uniforms on [0, 1) `(B, *shape)`, float32, row i from the generator of `positions[i]`."""
-    return _draw(torch.rand, seed, stream, positions, shape)
+    return _draw(Tensor.uniform_, seed, stream, positions, shape)
 
 
-def _draw(draw, seed: int, stream: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:  # type: ignore[no-untyped-def]
-    source = torch.Generator()
-    rows = [
-        draw(tuple(shape), generator=source.manual_seed(seed_of(seed, stream, int(p)))) for p in positions
-    ]
-    return torch.stack(rows) if rows else torch.empty((0, *shape))
+def _draw(fill, seed: int, stream: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:  # type: ignore[no-untyped-def]
+    source, values = torch.Generator(), torch.empty((len(positions), *shape))
+    for position, row in zip(positions, values.unbind(), strict=True):
+        fill(row, generator=source.manual_seed(seed_of(seed, stream, int(position))))
+    return values

@@ -201,6 +201,7 @@ class _Run:
         state, settings, plan, spread = self.state, self.settings, self.plan, self.spread
         progress = Progress(self.name, plan.samples, state.samples, "images")
         first, start, saved = state.samples, time.monotonic(), time.monotonic()
+        self.task.network.train()
 
         def make(begin: int) -> list[Any]:
             return [self.task.batch(part) for part in spread.parts(begin)] if begin < plan.samples else []
@@ -244,7 +245,6 @@ class _Run:
         lr = settings.learning_rate(begin + plan.batch, plan.samples)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        self.task.network.train()
         state.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = {}
         parts = self.spread.parts(begin)
@@ -257,8 +257,7 @@ class _Run:
             for key, value in {"loss": loss.detach(), **metrics}.items():
                 sums[key] = sums.get(key, 0.0) + float(value) * weight / self.world.size
         means = dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
-        clip = settings.clip or float("inf")
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.task.network.parameters(), clip)))
+        norm = self._clip(settings.clip)
         state.samples, state.step = begin + plan.batch, state.step + 1
         if state.guard.admits(means["loss"], norm):
             state.optimizer.step()
@@ -275,6 +274,16 @@ class _Run:
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast)
+
+    def _clip(self, most: float | None) -> float:
+        """The gradient's norm, and the gradient no longer than `most`."""
+        parameters = list(self.task.network.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        length = float(whole(norm))
+        # Torch would multiply by 1 where nothing is to be done: a pass over all gradients, for nothing.
+        if most is not None and not length < 0.999 * most:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return length
 
     def _left_out(self, loss: float, norm: float) -> None:
         guard, step = self.state.guard, self.state.step
@@ -299,6 +308,7 @@ class _Run:
             if validate:
                 state.metrics.append({"step": state.step, "samples": state.samples, **self.task.validate()})
             picture = self.task.preview() if draw else None
+        self.task.network.train()
         if not self.world.first:
             return
         self._write_metrics()
