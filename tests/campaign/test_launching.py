@@ -52,7 +52,7 @@ def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     assert (one.gpus, one.processes, one.cpus) == (None, 2, 6)
     assert (monolith.nodes, monolith.processes) == (2, 8)
     assert zero.env == {"A": "1"} and zero.slurm.partition == "gpu"
-    root = str(campaign.store.root)
+    root = campaign.store.location
     assert zero.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--island", "0", "--wait")
     assert one.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--island", "1")
 

@@ -317,7 +317,7 @@ def test_a_seed_of_another_partition_or_another_seed_is_not_handed_over(seeded: 
     with pytest.raises(PartitionError, match="holds the weights of another seed run: remove it"):
         hand_over(campaign)
     change(tmp_path / "c/islands/0/island.json", partition="00" * 32)
-    with pytest.raises(PartitionError, match="was trained on another partition than island 0"):
+    with pytest.raises(PartitionError, match="is of another partition than island 0"):
         hand_over(campaign)
 
 

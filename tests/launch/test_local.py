@@ -19,9 +19,9 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def job(
-    name: str, code: str, cpus: int = 1, work: float = 0.0, memory: int = 0, after: tuple[str, ...] = ()
+    name: str, code: str, cpus: int = 1, work: float = 0.0, memory: int = 0, needs: tuple[str, ...] = ()
 ) -> Job:
-    return Job(name, (sys.executable, "-S", "-c", code), cpus, memory, work, after)
+    return Job(name, (sys.executable, "-S", "-c", code), cpus, memory, work, needs=needs)
 
 
 def waiting(folder: Path, name: str, seconds: float = 0.4) -> str:
