@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helpers import metrics, same_bits
+from helpers import entries, metrics, same_bits
 
 ISLANDS = (0, 1, 2)
 CHANGES: dict[str, Any] = {
@@ -22,17 +22,6 @@ CHANGES: dict[str, Any] = {
 
 def island(folder: Path, number: int) -> Path:
     return folder / f"islands/{number}"
-
-
-def entries(run: Path) -> list[dict[str, Any]]:
-    """Entries of a run's log; one that cannot be read is empty."""
-    found = []
-    for path in sorted((run / "run/log").glob("*.json")):
-        try:
-            found.append(json.loads(path.read_text()))
-        except ValueError:
-            found.append({})
-    return found
 
 
 def kinds(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -98,4 +98,3 @@ def slow_writes(pattern: str, seconds: float, marker: str) -> None:
         put(self, key, data, mode)
 
     Store._put = slow  # type: ignore[method-assign]
-

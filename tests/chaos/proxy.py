@@ -75,7 +75,13 @@ def stormy(s3: S3, weather: Weather) -> Iterator[S3]:
         def answer(self, status: int, headers: Any, content: bytes, half: bool = False) -> None:
             self.send_response(status)
             for name, value in headers.items():
-                if name.lower() not in ("connection", "transfer-encoding", "server", "date", "content-length"):
+                if name.lower() not in (
+                    "connection",
+                    "transfer-encoding",
+                    "server",
+                    "date",
+                    "content-length",
+                ):
                     self.send_header(name, value)
             length = headers.get("Content-Length", len(content)) if self.command == "HEAD" else len(content)
             self.send_header("Content-Length", str(length))

@@ -35,7 +35,9 @@ def _step(self: DenoiserTask, made: Batch) -> Any:
         for i in range(len(positions))
     ]
     line = {"first": positions[0], "hashes": hashes, "grad": torch.is_grad_enabled()}
-    path = Path(os.environ["ATOLL_RECORD"]) / f"{os.environ['ATOLL_NAME']}-{os.environ.get('RANK', '0')}.jsonl"
+    path = (
+        Path(os.environ["ATOLL_RECORD"]) / f"{os.environ['ATOLL_NAME']}-{os.environ.get('RANK', '0')}.jsonl"
+    )
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     return result

@@ -42,7 +42,11 @@ def test_every_file_of_a_checkpoint(harm, nursery: Nursery, copy: Path, referenc
         newest = newest_checkpoint(run)
         harm(newest / part, chance)
         said = killed_after_a_commit(nursery, copy, 0)
-        assert f"checkpoint set aside: {newest / part}" in said and "resumed at step" in said, said
+        assert (
+            "checkpoint set aside: " in said
+            and f"checkpoints/{newest.name}/{part}" in said
+            and "resumed at step" in said
+        ), said
         assert len(kinds(run, "set_aside")) == number + 1
     train_to_the_end(nursery, copy, 0)
     check_as_if_undisturbed(run, island(reference, 0))
@@ -80,7 +84,7 @@ def test_a_shard_of_the_data(nursery: Nursery, copy: Path, reference: Path) -> N
     killed_after_a_commit(nursery, copy, 0)
     before = {path: path.read_bytes() for path in (run / "run").rglob("*") if path.is_file()}
     shards = sorted((run / "data").rglob("*.safetensors")) + sorted((run / "data/rows").glob("*.parquet"))
-    assert len(shards) > 3
+    assert len(shards) > 2
     for shard in (shards[0], shards[-1]):
         whole = shard.read_bytes()
         for harm in (flip, cut):

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from chaos.campaigns import entries, finished, island, kinds
-from helpers import Answer, environment, metrics, newest_checkpoint, partitioned, refused
+from chaos.campaigns import finished, island, kinds
+from helpers import Answer, entries, environment, metrics, newest_checkpoint, partitioned, refused
 
 pytestmark = pytest.mark.slow
 RECORDING = Path(__file__).with_name("recording.py")
@@ -204,13 +204,13 @@ def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_
 
 
 WAYS = {
-    "fsdp": (2, ["train.parallel.strategy=\"fsdp\""]),
-    "fsdp in groups of 2": (4, ["train.parallel.strategy=\"fsdp\"", "train.parallel.shard=2"]),
+    "fsdp": (2, ['train.parallel.strategy="fsdp"']),
+    "fsdp in groups of 2": (4, ['train.parallel.strategy="fsdp"', "train.parallel.shard=2"]),
     "recomputed": (2, ["train.parallel.checkpointing=true", "train.parallel.micro_batch=3"]),
     "fsdp, all of it": (
         2,
         [
-            "train.parallel.strategy=\"fsdp\"",
+            'train.parallel.strategy="fsdp"',
             "train.parallel.checkpointing=true",
             "train.parallel.micro_batch=3",
         ],
@@ -230,7 +230,9 @@ def test_other_ways_to_spread_a_step(
     check_close(island(copy, 0), island(alone[0], 0))
 
 
-def test_sharded_weights_resume_on_one_process(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
+def test_sharded_weights_resume_on_one_process(
+    copy: Path, alone: tuple[Path, Record], tmp_path: Path
+) -> None:
     run = island(copy, 0)
     with ranks(copy, 2, "two", tmp_path / "record", 'train.parallel.strategy="fsdp"') as spread:
         until(reached(run, 10), spread)
@@ -280,5 +282,7 @@ def test_more_processes_than_samples(copy: Path, tmp_path: Path) -> None:
     with ranks(copy, 3, "three", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
         answer = spread.end()
     errors = "\n".join(line for line in answer.err.splitlines() if line.startswith("error: "))
-    refused(Answer(answer.code, answer.out, errors), "3 processes for 2 samples a step", "use fewer processes")
+    refused(
+        Answer(answer.code, answer.out, errors), "3 processes for 2 samples a step", "use fewer processes"
+    )
     assert "Traceback" not in answer.err and not (copy / "islands/0/run/log").exists()

@@ -138,7 +138,11 @@ def test_holders_that_think_each_other_dead(nursery: Nursery, copy: Path, refere
     for round_ in range(4):
         rivals = []
         for n in range(3):
-            faults = {"machine": [f"{round_}-{n}"], "store_clock": [3600.0], "clock": [chance.uniform(-9, 9) * DAY]}
+            faults = {
+                "machine": [f"{round_}-{n}"],
+                "store_clock": [3600.0],
+                "clock": [chance.uniform(-9, 9) * DAY],
+            }
             rivals.append(nursery.train(copy, 1, faults=faults))
             until(lambda c=rivals[-1]: holds(run, c.pid), rivals[-1])
             time.sleep(chance.uniform(0, 0.1))
