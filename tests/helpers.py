@@ -157,9 +157,19 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def newest_checkpoint(run: Path) -> Path:
     """Folder of the last checkpoint that the log names."""
-    log = [json.loads(path.read_text()) for path in sorted((run / "run" / "log").glob("*.json"))]
-    name = [entry["checkpoint"] for entry in log if entry["kind"] == "commit"][-1]
-    return run / "run" / name
+    commits = [entry for entry in entries(run) if entry.get("kind") == "commit"]
+    return run / "run" / str(commits[-1]["checkpoint"])
+
+
+def entries(run: Path) -> list[dict[str, Any]]:
+    """Entries of a run's log; one that cannot be read is empty."""
+    found = []
+    for path in sorted((run / "run/log").glob("*.json")):
+        try:
+            found.append(json.loads(path.read_bytes()))
+        except ValueError:
+            found.append({})
+    return found
 
 
 STATE = ("weights.safetensors", "ema.safetensors", "optimizer.safetensors")

@@ -20,6 +20,7 @@ from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.loop import train
 from atoll.train.parallel import own_device
+from atoll.train.publication import tidy
 from atoll.train.router import RouterTask
 from atoll.train.settings import Recipe, RunPlan, TrainConfig
 
@@ -51,6 +52,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
     )
     name = folder.replace("islands/", "island ")
     if published(store, "expert"):
+        tidy(store)
         say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
     else:
         # Damage is told before the first step, and loader workers find all they read on local disk.

@@ -20,7 +20,7 @@ from atoll.train.ema import Ema
 from atoll.train.guard import Guard
 from atoll.train.leaving import Interrupted, leaving
 from atoll.train.parallel import Spread, World, joined, whole
-from atoll.train.publication import announce, settle
+from atoll.train.publication import announce, settle, tidy
 from atoll.train.settings import Recipe
 from atoll.train.state import Saver, TrainState
 
@@ -72,7 +72,7 @@ def train(task: Task, recipe: Recipe, store: Store, name: str, *, wait: bool = F
     """
     torch.set_num_threads(recipe.train.threads)
     with joined(recipe.train.parallel) as world:
-        if world.once(lambda: store.exists("expert/card.json")):
+        if world.once(lambda: _is_finished(store)):
             _say(world, f"{name}: finished already")
             return
         _Run(task, recipe, store, name, world).go(wait)
@@ -350,6 +350,13 @@ class _Run:
             self.run.put(key, data)
         except StoreError as error:
             say(f"warning: {error}")
+
+
+def _is_finished(store: Store) -> bool:
+    if not store.exists("expert/card.json"):
+        return False
+    tidy(store)
+    return True
 
 
 def _say(world: World, message: str) -> None:

@@ -8,7 +8,7 @@ housekeeping that any process may do or repeat, since all copy the same bytes.
 from collections.abc import Callable
 
 from atoll.base.errors import StoreError
-from atoll.store.log import Log
+from atoll.store.log import Fenced, Log
 from atoll.store.manifest import FileEntry, entry_of, read_file
 from atoll.store.store import Conflict, Store
 
@@ -25,14 +25,18 @@ def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], None
     if not run.exists(f"{prefix}/{CARD}"):
         write(run, prefix)
     files = [entry_of(run, prefix, key[len(prefix) + 1 :]) for key in run.list(prefix)]
-    log.append("publish", step=step, export=prefix, files=[file.model_dump() for file in files])
+    try:
+        log.append("publish", step=step, export=prefix, files=[file.model_dump() for file in files])
+    except Fenced:
+        run.delete(*run.list(prefix))  # the taker may have finished and tidied up already
+        raise
 
 
 def settle(store: Store, log: Log) -> None:
     """Copy what the log says was published to `expert/`, its card last; nothing to do if it is there."""
     entry = log.publication()
     assert entry is not None
-    source, run = f"run/{entry['export']}", store.sub("run")
+    source = f"run/{entry['export']}"
     files = [FileEntry.parse(file, "the log's publish entry") for file in entry["files"]]
     try:
         if not store.exists(f"expert/{CARD}"):
@@ -47,4 +51,10 @@ def settle(store: Store, log: Log) -> None:
     except StoreError:
         if not store.exists(f"expert/{CARD}"):
             raise
+    tidy(store)
+
+
+def tidy(store: Store) -> None:
+    """Remove the exports of a run whose `expert/` is whole: whoever copied it may have died before this."""
+    run = store.sub("run")
     run.delete(*run.list("export"))

@@ -1,0 +1,288 @@
+"""One run on 2 processes, then 1, then 4: the same samples with the same draws, and nearly the same sums."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from chaos.campaigns import finished, island, kinds
+from helpers import Answer, entries, environment, metrics, newest_checkpoint, partitioned, refused
+
+pytestmark = pytest.mark.slow
+RECORDING = Path(__file__).with_name("recording.py")
+BATCH = 16
+TOLERANCE = 1e-4
+"""Of weights after 40 steps of AdamW, whose first steps divide by small numbers: sums in another order."""
+CHANGES: dict[str, Any] = {
+    "budget": {"samples": 1360},
+    "monolith": False,
+    "network": {"depth": 3},
+    "train": {
+        "batch": BATCH,
+        "checkpoint_minutes": 0.0001,
+        "log_every": 1,
+        "previews": 1,
+        "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},
+        "parallel": {"collective_seconds": 60.0},
+    },
+}
+
+
+@dataclass
+class Ranks:
+    """A run that `torchrun` spreads over processes."""
+
+    process: subprocess.Popen[str]
+    name: str
+
+    def end(self, seconds: float = 200) -> Answer:
+        out, err = self.process.communicate(timeout=seconds)
+        return Answer(self.process.returncode, out, err)
+
+    def workers(self) -> list[int]:
+        """Process ids of the ranks: children of the launcher, each a session of its own."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == self.process.pid and fields[0] != "Z":
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+    def kill(self) -> None:
+        """The whole machine at once."""
+        for pid in [self.process.pid, *self.workers()]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=60)
+
+
+@contextmanager
+def ranks(
+    folder: Path, count: int, name: str, record: Path, *sets: str, launcher: str = "torch.distributed.run"
+) -> Iterator[Ranks]:
+    """Train island 0 with so many processes; whatever still runs at the end is killed."""
+    settings = json.loads((folder / "campaign.json").read_text())
+    for change in sets:
+        *path, last = change.split("=")[0].split(".")
+        tree = settings["config"]
+        for part in path:
+            tree = tree[part]
+        assert last in tree, change
+        tree[last] = json.loads(change.split("=")[1])
+    (folder / "campaign.json").write_text(json.dumps(settings))
+    record.mkdir(exist_ok=True)
+    argv = [str(RECORDING), "train", "expert", str(folder), "--island", "0", "--wait"]
+    if count > 1:
+        argv = ["-m", launcher, "--standalone", "--nproc-per-node", str(count), *argv]
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env={**environment(), "ATOLL_RECORD": str(record), "ATOLL_NAME": name},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    made = Ranks(process, name)
+    try:
+        yield made
+    finally:
+        if process.poll() is None:
+            made.kill()
+
+
+def reached(run: Path, step: int) -> Callable[[], bool]:
+    """Whether a step is committed."""
+    return lambda: any(entry["step"] >= step for entry in kinds(run, "commit"))
+
+
+def until(what: Callable[[], bool], spread: Ranks, seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        if spread.process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(spread.process.communicate(timeout=10))
+        time.sleep(0.01)
+
+
+Record = dict[int, str]
+
+
+def drawn(record: Path, name: str, whole_steps: int) -> Record:
+    """Hash of each position that an attempt trained on; each step's positions exactly once.
+
+    Args:
+        record: folder of the lines.
+        name: of the attempt.
+        whole_steps: at least so many of its steps were complete; the last may have been cut short.
+    """
+    seen: dict[int, list[str]] = {}
+    for path in record.glob(f"{name}-*.jsonl"):
+        for text in path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):  # the last line of a process that was killed may be half a line
+                line = json.loads(text)
+                for number, value in enumerate(line["hashes"]):
+                    seen.setdefault(line["first"] + number, []).append(value)
+    steps = sorted({position // BATCH for position in seen})
+    assert steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > whole_steps
+    for step in steps[: -2 if whole_steps < len(steps) - 1 else None]:
+        assert all(len(seen.get(p, [])) == 1 for p in range(step * BATCH, (step + 1) * BATCH)), step
+    return {position: values[0] for position, values in seen.items()}
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elastic") / "campaign"
+    partitioned(folder, CHANGES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
+    """The run on one process, and what it drew."""
+    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("alone") / "campaign"))
+    record = folder.parent / "record"
+    with ranks(folder, 1, "alone", record) as spread:
+        assert spread.end().code == 0
+    lines = drawn(record, "alone", 1)
+    assert len(lines) % BATCH == 0 and len(lines) > 35 * BATCH
+    return folder, lines
+
+
+@pytest.fixture
+def copy(untouched: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
+
+
+def furthest(one: Path, other: Path, file: str) -> float:
+    """Largest difference of any number in a file of the last checkpoints."""
+    first, second = (load_file(newest_checkpoint(run) / file) for run in (one, other))
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def check_close(run: Path, reference: Path) -> None:
+    """Weights, their average and the losses are those of one process, but for the order of sums."""
+    assert finished(run) and len(kinds(run, "publish")) == 1
+    gaps = {file: furthest(run, reference, f"{file}.safetensors") for file in ("weights", "ema")}
+    print(f"furthest from one process: {gaps}")
+    assert all(gap < TOLERANCE for gap in gaps.values()), gaps
+    lines, others = metrics(run), metrics(reference)
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for line, other in zip(lines, others, strict=True):
+        for key in ("loss", "validation_loss"):
+            assert line.get(key) == pytest.approx(other.get(key), rel=1e-4), line
+
+
+def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
+    run, record, (reference, expected) = island(copy, 0), tmp_path / "record", alone
+    with ranks(copy, 2, "two", record) as spread:
+        until(reached(run, 8), spread)
+        spread.kill()
+    with ranks(copy, 1, "one", record) as spread:
+        until(reached(run, 18), spread)
+        spread.kill()
+    with ranks(copy, 4, "four", record, "train.parallel.micro_batch=2") as spread:
+        answer = spread.end()
+    assert answer.code == 0 and answer.out.count("resumed at step") == 1, answer
+    drawings = [drawn(record, name, 5) for name in ("two", "one", "four")]
+    for lines in drawings:
+        assert lines.items() <= expected.items()
+    assert set().union(*drawings) == set(expected)
+    assert [entry["ranks"] for entry in kinds(run, "acquire")] == [2, 1, 4]
+    check_close(run, island(reference, 0))
+
+
+WAYS = {
+    "fsdp": (2, ['train.parallel.strategy="fsdp"']),
+    "fsdp in groups of 2": (4, ['train.parallel.strategy="fsdp"', "train.parallel.shard=2"]),
+    "recomputed": (2, ["train.parallel.checkpointing=true", "train.parallel.micro_batch=3"]),
+    "fsdp, all of it": (
+        2,
+        [
+            'train.parallel.strategy="fsdp"',
+            "train.parallel.checkpointing=true",
+            "train.parallel.micro_batch=3",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_spread_a_step(
+    way: str, copy: Path, alone: tuple[Path, Record], tmp_path: Path
+) -> None:
+    count, sets = WAYS[way]
+    with ranks(copy, count, "all", tmp_path / "record", *sets) as spread:
+        answer = spread.end()
+    assert answer.code == 0, answer
+    assert drawn(tmp_path / "record", "all", 30) == alone[1]
+    check_close(island(copy, 0), island(alone[0], 0))
+
+
+def test_sharded_weights_resume_on_one_process(
+    copy: Path, alone: tuple[Path, Record], tmp_path: Path
+) -> None:
+    run = island(copy, 0)
+    with ranks(copy, 2, "two", tmp_path / "record", 'train.parallel.strategy="fsdp"') as spread:
+        until(reached(run, 10), spread)
+        spread.process.send_signal(signal.SIGTERM)
+        assert spread.end(60).code != 0
+    (left,) = kinds(run, "release")
+    assert left["reason"] == "left" and left["step"] == kinds(run, "commit")[-1]["step"]
+    with ranks(copy, 1, "one", tmp_path / "record") as spread:
+        answer = spread.end()
+    assert answer.code == 0 and f"resumed at step {left['step']} of" in answer.out
+    check_close(run, island(alone[0], 0))
+
+
+def test_all_ranks_leave_together(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
+    run = island(copy, 0)
+    with ranks(copy, 2, "two", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
+        until(reached(run, 5), spread)
+        begin = time.monotonic()
+        spread.process.send_signal(signal.SIGTERM)
+        answer = spread.end(60)
+    assert answer.code == 75 and time.monotonic() - begin < 30, answer
+    assert kinds(run, "release")[-1]["reason"] == "left"
+    with ranks(copy, 2, "again", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
+        assert spread.end().code == 0
+    check_close(run, island(alone[0], 0))
+
+
+def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
+    run = island(copy, 0)
+    hurry = "train.parallel.collective_seconds=4.0"
+    with ranks(copy, 2, "two", tmp_path / "record", hurry, launcher="atoll.launch.torchrun") as spread:
+        until(reached(run, 5), spread)
+        (holder,) = [entry["process"]["pid"] for entry in kinds(run, "acquire")]
+        (other,) = [pid for pid in spread.workers() if pid != holder]
+        os.kill(other, signal.SIGSTOP)
+        answer = spread.end(120)
+    assert answer.code == 2, answer
+    errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and " did not finish " in errors[0] and "another process of this run" in errors[0]
+    assert "Traceback" not in answer.err, answer.err
+    assert entries(run)[-1]["kind"] == "release" and not finished(run)
+
+
+def test_more_processes_than_samples(copy: Path, tmp_path: Path) -> None:
+    settings = json.loads((copy / "islands/0/island.json").read_text())
+    (copy / "islands/0/island.json").write_text(json.dumps({**settings, "batch": 2}))
+    with ranks(copy, 3, "three", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
+        answer = spread.end()
+    errors = "\n".join(line for line in answer.err.splitlines() if line.startswith("error: "))
+    refused(
+        Answer(answer.code, answer.out, errors), "3 processes for 2 samples a step", "use fewer processes"
+    )
+    assert "Traceback" not in answer.err and not (copy / "islands/0/run/log").exists()
