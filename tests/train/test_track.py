@@ -99,12 +99,12 @@ def test_tensorboard_shows_one_run_over_restarts(
 
 def test_event_files_are_cut_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(track, "PART", 2000)
+    monkeypatch.setattr(track, "PART", 1000)
     store, tracks = Store.open(tmp_path), Tracks()
     tracks.open(TrackingConfig(tensorboard=True), store, "h", SUBJECT)
     for step in range(1, 101):
         tracks.line({"step": step, "loss": 1 / step})
-        if step % 20 == 0:
+        if step % 10 == 0:
             tracks.flush()
     tracks.close()
     files = [path.name for path in (tmp_path / "tensorboard").iterdir()]
@@ -113,31 +113,46 @@ def test_event_files_are_cut_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [step for step, _ in events(tmp_path / "tensorboard")["loss"]] == list(range(1, 101))
 
 
-def test_wandb_offline_writes_into_the_store(copy: Path, untouched: Path, tmp_path: Path) -> None:
+def test_wandb_offline_writes_into_the_store(
+    copy: Path, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     plain = Path(shutil.copytree(untouched, tmp_path / "plain"))
     train_run(Campaign.open(plain), "expert", 0)
-    train_run(tracked(copy, wandb="offline", project="p"), "expert", 0)
+    with monkeypatch.context() as patch:
+        stop_at(12, patch)
+        with pytest.raises(Interrupted):
+            train_run(tracked(copy, wandb="offline", project="p"), "expert", 0)
+    train_run(Campaign.open(copy), "expert", 0)
     assert same_bits(copy / "islands/0", plain / "islands/0")
-    (written,) = (copy / "islands/0/run/wandb").rglob("*.wandb")
-    entry = Store.open(copy / "islands/0/run/log").get_json("000000.json")
-    assert written.name == f"run-{entry['tracker']}.wandb"
-    shown, lines = history(written), metrics(copy / "islands/0")
+    run = copy / "islands/0/run"
+    first, second = sorted(run.glob("wandb/*/*.wandb"), key=lambda path: path.parent.name.split("-")[4])
+    tracker = json.loads((run / "log/000000.json").read_text())["tracker"]
+    assert first.name == second.name == f"run-{tracker}.wandb"
+    lines, shown = metrics(copy / "islands/0"), history(second)
     told = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert [(row["_step"], row["loss"]) for row in shown if "loss" in row] == told
-    assert [row["_step"] for row in shown if "preview" in row] == [lines[-1]["step"]]
+    before = [(row["_step"], row["loss"]) for row in history(first) if "loss" in row]
+    assert len(before) == 5 and before == told[:5]  # what is shown twice is the same
+    assert [row["_step"] for row in shown if any(key.startswith("preview") for key in row)] == [told[-1][0]]
+    assert len(list(second.parent.glob("files/media/images/preview*.png"))) == 1
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """Rows of an offline file, read by the package itself."""
+    """Rows of an offline file: 7 bytes, then a LevelDB log (blocks of 32 KiB) of protocol buffers."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, rows = DataStore(), []
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    data, at, part, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part, at = part + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind not in (1, 4):  # a record goes on in the next block
+            continue
+        record = wandb_internal_pb2.Record.FromString(part)
+        part = b""
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
@@ -201,6 +216,22 @@ def test_a_missing_package_is_told_before_training(
     with pytest.raises(ConfigError, match=rf"tracking.{package} needs the package {package}.*pip install"):
         train_run(campaign, "expert", 0)
     assert not (copy / "islands/0/run").exists()
+
+
+def test_online_without_a_key_is_told_before_training(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://tracker.example.org:8080")
+    campaign = tracked(copy, wandb="online")
+    with pytest.raises(ConfigError, match="there is no key: set WANDB_API_KEY"):
+        train_run(campaign, "expert", 0)
+    assert not (copy / "islands/0/run").exists()
+    (tmp_path / "netrc").write_text("machine tracker.example.org login user password 0123\n")
+    campaign.config.tracking.check()
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

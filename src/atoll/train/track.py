@@ -6,11 +6,14 @@ depend on them, and one that fails is told and left out.
 
 import importlib.util
 import io
+import netrc
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
@@ -26,6 +29,9 @@ PART = 4 * 2**20
 """Bytes of an event file after which a new one is begun, so that no write to the store grows for ever."""
 FAREWELL = 20.0
 """Seconds that a tracker may take to end."""
+
+CONNECT = 30.0
+"""Seconds that Weights & Biases may take to answer at the start of a run."""
 
 _TIMES = (*VALIDATION_TIMES, 1.0)
 
@@ -230,7 +236,9 @@ class _Wandb:
             mode=config.wandb,
             dir=self._folder.name,
             config=subject.settings,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, init_timeout=CONNECT
+            ),
         )
         self._first = int(self._wandb.step)
 
@@ -280,9 +288,16 @@ def _installed(package: str) -> bool:
 
 
 def _logged_in() -> bool:
+    """Whether there is a key; whether it is valid is found out by the first connection."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
     import wandb
 
-    return bool(wandb.Api().api_key)
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or str(wandb.Settings().base_url)).hostname
+    try:
+        return host in netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _bounded(do: Callable[[], None]) -> None:
