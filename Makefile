@@ -55,5 +55,5 @@ $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV)"
-	@$(PIP) --no-compile -e '.[dev,offline]'
+	@$(PIP) --no-compile -e '.[dev,offline,tracking]'
 	@touch $@

@@ -72,6 +72,7 @@ COMMANDS = [
     ["partition"],
     ["plan"],
     ["train", "router"],
+    ["status"],
     ["launch"],
     ["assemble"],
     ["compare"],
@@ -100,13 +101,13 @@ def test_a_new_campaign_where_there_is_a_file(run: Run, tmp_path: Path) -> None:
     refused(run("quickstart", "--dir", tmp_path / "file"), "is a file")
 
 
-@pytest.mark.parametrize("argv", COMMANDS[:9], ids=" ".join)
+@pytest.mark.parametrize("argv", COMMANDS[:10], ids=" ".join)
 def test_a_folder_that_is_no_campaign(argv: list[str], run: Run, tmp_path: Path) -> None:
     refused(run(*argv, tmp_path), "is not a campaign (no campaign.yaml)", "atoll new")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", COMMANDS[:9], ids=" ".join)
+@pytest.mark.parametrize("argv", COMMANDS[:10], ids=" ".join)
 def test_a_campaign_of_another_schema(argv: list[str], run: Run, made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "campaign.yaml", tmp_path)
     content = json.loads((made / "campaign.json").read_text())
@@ -178,7 +179,7 @@ def test_a_wrong_setting(setting: str, words: list[str], run: Run, tmp_path: Pat
 
 def test_a_wrong_setting_in_the_file_is_found_by_every_command(run: Run, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {"train": {"batsh": 3}})
-    for argv in COMMANDS[:9]:
+    for argv in COMMANDS[:10]:
         refused(run(*argv, folder), "unknown key 'train.batsh' in", "did you mean 'batch'?")
     assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
 
@@ -467,6 +468,7 @@ def test_help_names_every_command(option: str, run: Run) -> None:
         "plan",
         "train",
         "launch",
+        "status",
         "sample",
         "compare",
         "report",

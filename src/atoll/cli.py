@@ -171,11 +171,12 @@ def plan(
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
-def train(what: str, campaign: str, island: int | None, wait: bool) -> None:
+@SETS
+def train(what: str, campaign: str, island: int | None, wait: bool, sets: tuple[str, ...]) -> None:
     """Train one network; the same command again goes on where it stopped."""
     from atoll.campaign.runs import parse_role, train_run
 
-    opened = _open(campaign)
+    opened = _open(campaign, sets)
     parse_role(what, island, opened.config.partition.k)
     train_run(opened, what, island, wait=wait)
 
@@ -202,6 +203,23 @@ def launch(campaign: str, target: Any, dry_run: bool, out: Path, sets: tuple[str
     from atoll.campaign.launching import launch_campaign
 
     launch_campaign(_open(campaign, sets), target, dry_run, out)
+
+
+@atoll.command()
+@CAMPAIGN
+@click.option("--watch", is_flag=True, help="Look again and again, until all runs are published or Ctrl-C.")
+@click.option(
+    "--every", type=click.FloatRange(min=1), default=10, show_default=True, help="Seconds between looks."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds; one line for each look.")
+def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
+    """How every run stands, from anywhere; ends with 1 if one has failed or fallen silent."""
+    from atoll.campaign import status_text
+
+    opened = _open(campaign)
+    found = status_text.watch(opened, every, as_json) if watch else status_text.show(opened, as_json)
+    if found is not None and found.bad:
+        sys.exit(1)
 
 
 @atoll.command()

@@ -20,8 +20,8 @@ def clock(seconds: float) -> None:
 
 def store_clock(seconds: float) -> None:
     """The store's clock has jumped ahead: every sign of life looks that much older."""
-    real = lease._now
-    lease._now = lambda store: real(store) + seconds
+    real = lease.store_time
+    lease.store_time = lambda store, prefix: real(store, prefix) + seconds
 
 
 def machine(name: str) -> None:
@@ -32,7 +32,7 @@ def machine(name: str) -> None:
 def die(pattern: str, how: str) -> None:
     """Kill this process at the first change of the store whose key matches.
 
-    Of a write: `before` it, right `after` it, or in its middle: `torn` leaves half of the bytes. Of a removal:
+    Of a write: `before` it, right `after` it, or in its middle: `torn` leaves half of the bytes. Of removals:
     `removing` is before it, `removed` after it.
     """
     put, delete = Store._put, Store.delete

@@ -1,4 +1,4 @@
-"""Processes that run `atoll`, forked from one that has imported everything: a start costs a tenth of a second.
+"""Processes that run `atoll`, forked from one that has imported everything: a start takes 0.1 s.
 
 Run as a program, this file is that one process: it reads requests as lines of JSON and forks for each.
 The forked processes are real ones, with process ids and signals of their own. Before the command they
@@ -187,6 +187,7 @@ def _command(request: Mapping[str, Any]) -> int:
     os.environ.update(request["env"])
 
     import faults
+
     from atoll import cli
     from atoll.store import store
 

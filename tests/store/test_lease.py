@@ -140,7 +140,7 @@ def test_a_damaged_log_gives_its_writer_the_doubt(store: Store, elsewhere: None)
 
 
 def test_this_process_is_alive() -> None:
-    assert not lease._has_ended(lease.process())
-    assert lease._has_ended({**lease.process(), "started": 1})
-    assert not lease._has_ended({**lease.process(), "machine": "another", "started": 1})
+    assert not lease.has_ended(lease.process())
+    assert lease.has_ended({**lease.process(), "started": 1})
+    assert not lease.has_ended({**lease.process(), "machine": "another", "started": 1})
     assert lease._started(os.getpid()) is not None and lease._started(2**22 + 1) is None

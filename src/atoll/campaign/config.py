@@ -17,6 +17,7 @@ from atoll.launch.settings import LaunchConfig
 from atoll.networks.families import NetworkConfig
 from atoll.store.location import resolve
 from atoll.train.settings import TrainConfig
+from atoll.train.track import TrackingConfig
 
 
 class DataConfig(Config):
@@ -127,6 +128,8 @@ class CampaignConfig(Config):
     """How models are compared; may be changed at any time."""
     launch: LaunchConfig = LaunchConfig()
     """Where and with what runs are trained; may be changed at any time."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Which trackers show the runs; may be changed at any time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -174,7 +177,7 @@ class CampaignConfig(Config):
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude={"sampling", "compare", "launch"})
+        return self.model_dump(mode="json", exclude={"sampling", "compare", "launch", "tracking"})
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""

@@ -77,20 +77,23 @@ def _partitioned(campaign: Campaign) -> Expected:
         name = f"{run_folder('expert', number)}/island.json"
         plans.append(RunPlan.parse(store.get_json(name), name))
     shape, sizes = DataShape(**plans[0].shape), [plan.rows for plan in plans]
-    stored = [_stored(campaign, number, row_bytes(shape) * plan.rows) for number, plan in enumerate(plans)]
+    stored = []
+    for number, plan in enumerate(plans):
+        known = stored_bytes(campaign, number)
+        stored.append(row_bytes(shape) * plan.rows if known is None else known)
     return Expected(shape, sizes, sum(sizes), stored, True, [])
 
 
-def _stored(campaign: Campaign, number: int, otherwise: int) -> int:
-    """Bytes of an island's data set by its manifest; an estimate where the island is elsewhere."""
+def stored_bytes(campaign: Campaign, number: int) -> int | None:
+    """Bytes of an island's data set by its manifests; None where the island is elsewhere."""
     try:
-        data = DataSet.open(campaign.store, f"islands/{number}/data")
+        data = DataSet.open(campaign.store, f"{run_folder('expert', number)}/data")
         files = [entry for shard in data.shards for entry in shard.files.values()]
         for name in data.column_names():
             meta = data.column(name).meta
             files += [*meta.shards, *meta.extras.values()]
     except AtollError:
-        return otherwise
+        return None
     return sum(entry.bytes for entry in files)
 
 

@@ -100,6 +100,8 @@ def _run(
     options = ["--island", str(island)] if island is not None else []
     # Elsewhere a job may come back before the lease of a holder that was lost has expired.
     options += [] if target == "local" else ["--wait"]
+    # These are not frozen, so the run would not know of them.
+    options += [part for one in campaign.overrides if one.startswith("tracking.") for part in ("--set", one)]
     python = place.python or ("python" if target == "sky" else None)
     argv = command("train", role, campaign.store.location, *options, python=python)
     gpus = sky.gpus(place.sky.accelerators) if target == "sky" and place.gpus is None else place.gpus

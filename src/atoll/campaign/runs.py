@@ -23,6 +23,7 @@ from atoll.train.parallel import own_device
 from atoll.train.publication import tidy
 from atoll.train.router import RouterTask
 from atoll.train.settings import Recipe, RunPlan, TrainConfig
+from atoll.train.track import TrackingConfig
 
 
 def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait: bool = False) -> None:
@@ -33,6 +34,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
     Raises:
         PartitionError: the campaign has not been partitioned, has no such island, or the run starts from
             weights that are not there.
+        ConfigError: a tracker is wanted whose package or key is not there.
     """
     folder = run_folder(role, island)
     if role == "seed" and not campaign.config.budget.seed:
@@ -55,6 +57,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
         tidy(store)
         say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
     else:
+        campaign.config.tracking.check()
         # Damage is told before the first step, and loader workers find all they read on local disk.
         dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
         if role == "router":
@@ -94,7 +97,7 @@ def _train_denoiser(
     )
     rows, heldout = _splits(campaign, dataset, shape)
     task = DenoiserTask(network, settings.family, rows, heldout, recipe, *_producers(dataset))
-    train(task, recipe, store, name, wait=wait)
+    train(task, recipe, store, name, wait=wait, tracking=_tracking(campaign))
 
 
 def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
@@ -113,7 +116,15 @@ def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: St
         store,
         "router",
         wait=wait,
+        tracking=_tracking(campaign),
     )
+
+
+def _tracking(campaign: Campaign) -> TrackingConfig:
+    """The settings, with the campaign's own name where none is set."""
+    settings = campaign.config.tracking
+    name = settings.name or campaign.store.location.rstrip("/").rpartition("/")[2]
+    return settings.model_copy(update={"name": name})
 
 
 def _splits(campaign: Campaign, dataset: DataSet, shape: DataShape) -> tuple[Samples, Samples]:

@@ -92,27 +92,43 @@ def acquire(log: Log, lease: LeaseConfig, *, wait: bool = False, **fields: Any) 
 
 def _silence(store: Store, holder: Entry, key: str) -> float:
     """Seconds since a holder's last sign of life; infinite if its process is known to have ended."""
-    if _has_ended(holder.get("process")):
+    if has_ended(holder.get("process")):
         return float("inf")
-    signs = [store.modified(key)]
-    beat = read_heartbeat(store)
-    if beat is not None and beat.get("holder") == holder["holder"]:
-        signs.append(store.modified(HEARTBEAT))
-    return max(0.0, _now(store) - max(signs))
+    sign = last_sign(store, holder, key)
+    return max(0.0, store_time(store, "clock/") - sign)
 
 
-def read_heartbeat(store: Store) -> dict[str, Any] | None:
+def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
+    """When a holder last gave a sign of life, by the store's clock.
+
+    Args:
+        store: any store that holds the run's folder.
+        holder: its `acquire`.
+        key: where that is.
+        folder: of the run within the store.
+    """
+    signs, beat = [store.modified(key)], read_heartbeat(store, folder)
+    if beat is not None and beat.get("holder") == holder.get("holder"):
+        signs.append(store.modified(_beats(folder)))
+    return max(signs)
+
+
+def read_heartbeat(store: Store, folder: str = "") -> dict[str, Any] | None:
     """The last heartbeat of a run, whoever's; None if there is none that can be read."""
     try:
-        beat = store.get_json(HEARTBEAT)
+        beat = store.get_json(_beats(folder))
     except StoreError:
         return None
     return beat if isinstance(beat, dict) else None
 
 
-def _now(store: Store) -> float:
-    """The time by the store's clock: that of a file just written."""
-    key = f"clock/{uuid.uuid4().hex}"
+def _beats(folder: str) -> str:
+    return f"{folder}/{HEARTBEAT}" if folder else HEARTBEAT
+
+
+def store_time(store: Store, prefix: str) -> float:
+    """The time by the store's clock: that of a file just written, whose name begins so, and removed again."""
+    key = f"{prefix}{uuid.uuid4().hex}"
     store.put(key, b"")
     try:
         return store.modified(key)
@@ -120,8 +136,12 @@ def _now(store: Store) -> float:
         store.delete(key)
 
 
-def _has_ended(known: Any) -> bool:
-    """Whether a process of this machine is gone for sure; False where that cannot be known."""
+def has_ended(known: Any) -> bool:
+    """Whether a process of this machine is gone for sure; False where that cannot be known.
+
+    Args:
+        known: its `process()`, as its log entry holds it.
+    """
     if not isinstance(known, dict) or known.get("machine") in (None, "") or known["machine"] != _machine():
         return False
     return bool(_started(int(known["pid"])) != known["started"])

@@ -103,15 +103,22 @@ class Log:
             self._next += 1
 
     def _entry(self, key: str) -> Entry:
-        try:
-            content = json.loads(self.store.get(key))
-            claimed = content.pop("digest")
-            if digest(content) == claimed:
-                return dict(content)
-        except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
-            pass
-        say(f"warning: {key} is damaged; it counts as an entry that says nothing")
-        return {"kind": "damaged"}
+        entry = read_entry(self.store, key)
+        if entry["kind"] == "damaged":
+            say(f"warning: {key} is damaged; it counts as an entry that says nothing")
+        return entry
+
+
+def read_entry(store: Store, key: str) -> Entry:
+    """One entry; if it is not what was written, one of the kind `damaged` that holds nothing else."""
+    try:
+        content = json.loads(store.get(key))
+        claimed = content.pop("digest")
+        if digest(content) == claimed:
+            return dict(content)
+    except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
+        pass
+    return {"kind": "damaged"}
 
 
 def _key(number: int) -> str:

@@ -23,6 +23,7 @@ from atoll.train.parallel import Spread, World, joined, whole
 from atoll.train.publication import announce, settle, tidy
 from atoll.train.settings import Recipe
 from atoll.train.state import Saver, TrainState
+from atoll.train.track import Subject, TrackingConfig, Tracks
 
 
 class Task(Protocol):
@@ -54,7 +55,15 @@ class Task(Protocol):
         ...
 
 
-def train(task: Task, recipe: Recipe, store: Store, name: str, *, wait: bool = False) -> None:
+def train(
+    task: Task,
+    recipe: Recipe,
+    store: Store,
+    name: str,
+    *,
+    wait: bool = False,
+    tracking: TrackingConfig | None = None,
+) -> None:
     """Train to the end, or go on where an earlier process stopped; alone or as one rank of `torchrun`.
 
     Args:
@@ -63,6 +72,7 @@ def train(task: Task, recipe: Recipe, store: Store, name: str, *, wait: bool = F
         store: narrowed to the run's own folder (`islands/K`, `router`, `monolith`).
         name: for messages.
         wait: wait while another living process holds the run.
+        tracking: where its metrics are shown, besides metrics.jsonl.
 
     Raises:
         Interrupted: SIGTERM or SIGINT came; the state is saved.
@@ -75,7 +85,7 @@ def train(task: Task, recipe: Recipe, store: Store, name: str, *, wait: bool = F
         if world.once(lambda: _is_finished(store)):
             _say(world, f"{name}: finished already")
             return
-        _Run(task, recipe, store, name, world).go(wait)
+        _Run(task, recipe, store, name, world).go(wait, tracking or TrackingConfig())
 
 
 class _Run:
@@ -102,9 +112,10 @@ class _Run:
         self.run = store.sub("run")
         self.log = Log(self.run, new_holder())
         self.saver = Saver(self.run, self.log, self.learned, settings.keep)
+        self.tracks = Tracks()
         self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
 
-    def go(self, wait: bool) -> None:
+    def go(self, wait: bool, tracking: TrackingConfig) -> None:
         """Take the run over, train, publish, and say in the log how it ended."""
         if not self.world.once(lambda: self._acquire(wait)):
             self.world.once(lambda: settle(self.store, self.log))
@@ -118,6 +129,9 @@ class _Run:
                 if self.world.first:
                     stack.enter_context(self.heart)
                 self._resume()
+                stack.callback(self.tracks.close)
+                if self.world.first:
+                    self.tracks.open(tracking, self.run, self.log.holder, self._subject())
                 self._steps(told)
                 self._publish()
         except Fenced:
@@ -156,6 +170,16 @@ class _Run:
             if reached or found:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
             state.metrics = _metrics_until(self.run, state.step)
+
+    def _subject(self) -> Subject:
+        return Subject(
+            id=self.state.tracker,
+            name=self.name,
+            role=self.plan.role,
+            start=sum(entry["kind"] == "acquire" for entry in self.log.entries()),
+            step=self.state.step,
+            settings=self.recipe.model_dump(mode="json"),
+        )
 
     def _publish(self) -> None:
         self.phase = "publishing"
@@ -229,7 +253,7 @@ class _Run:
 
                 # Report.
                 if state.step % settings.log_every == 0 or state.step == plan.steps:
-                    state.metrics.append(metrics)
+                    self._note(metrics)
                     if self.world.first:
                         progress(state.samples, note=f"loss {self.loss:.4f}")
                 self._look()
@@ -306,14 +330,15 @@ class _Run:
         self.task.network.eval()
         with state.ema.in_place(self.task.network), torch.no_grad(), self._precision():
             if validate:
-                state.metrics.append({"step": state.step, "samples": state.samples, **self.task.validate()})
+                self._note({"step": state.step, "samples": state.samples, **self.task.validate()})
             picture = self.task.preview() if draw else None
         self.task.network.train()
         if not self.world.first:
             return
-        self._write_metrics()
         if picture is not None:
+            self.tracks.picture(state.step, picture)
             self._try_to_write(f"previews/{state.step:08d}.png", picture)
+        self._write_metrics()
 
     # Saving and leaving.
 
@@ -339,10 +364,15 @@ class _Run:
             self.heart.check()
             self.saver.poll()
 
+    def _note(self, line: dict[str, Any]) -> None:
+        self.state.metrics.append(line)
+        self.tracks.line(line)
+
     def _write_metrics(self) -> None:
         self.log.check()  # the file is the run's: a holder that was overtaken must not put its own over it
         lines = "".join(json.dumps(line) + "\n" for line in self.state.metrics)
         self._try_to_write("metrics.jsonl", lines.encode())
+        self.tracks.flush()
 
     def _try_to_write(self, key: str, data: bytes) -> None:
         """Write what the result does not depend on; a store that fails for a while must not end the run."""

@@ -1,0 +1,362 @@
+"""How all runs of a campaign stand, read from its store, wherever that is. Nothing of a run is written.
+
+What happened is in a run's log; what happens now is in its heartbeat. Ages are differences of two times that
+the store gave, as in `store/lease.py`.
+"""
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from atoll.base.errors import AtollError, StoreError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.expected import stored_bytes
+from atoll.campaign.islands import run_folder
+from atoll.store.history import History
+from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
+from atoll.store.log import Entry
+from atoll.train.settings import RunPlan
+
+SCHEMA = 1
+AT_ONCE = 16
+"""Runs that are looked at side by side: a look is some waiting for the store."""
+
+State = Literal["waiting", "training", "stale", "failed", "left", "published", "unreadable"]
+BAD: tuple[State, ...] = ("stale", "failed", "unreadable")
+"""States that somebody has to do something about."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How one run stands; None is not known, or not yet.
+
+    Attributes:
+        name: `island 3`, `router`.
+        role: expert, router, monolith, seed.
+        island: number of the cluster.
+        state: waiting (nobody started it), training, stale (its process died or fell silent), failed, left
+            (told to, saved), published, unreadable.
+        phase: what its process is doing: starting, training, validating, saving, publishing.
+        step: optimizer steps that are known to be done, saved or not.
+        steps: of the whole run.
+        batch: samples per step.
+        loss: of the last step.
+        speed: images per second since its process started.
+        seconds_left: at that speed.
+        committed: step of the newest checkpoint.
+        commit_age: seconds since that was saved.
+        heartbeat_age: seconds since its process last gave a sign of life.
+        ended: whether its process is known to have ended; only told for processes of this machine.
+        holder: the process that holds or last held it.
+        host: the machine of that.
+        ranks: processes that share its batch.
+        restarts: times that it was started again.
+        lost: steps that had to be done again after restarts.
+        skipped: steps that the guard left out.
+        set_aside: checkpoints that were damaged.
+        damaged: log entries that were damaged, of those that were read.
+        error: why it failed or cannot be read.
+        train_flops: operations of the whole run.
+        published_bytes: size of the published network.
+    """
+
+    name: str
+    role: str
+    island: int | None = None
+    state: State = "waiting"
+    phase: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    batch: int | None = None
+    loss: float | None = None
+    speed: float | None = None
+    seconds_left: float | None = None
+    committed: int | None = None
+    commit_age: float | None = None
+    heartbeat_age: float | None = None
+    ended: bool = False
+    holder: str | None = None
+    host: str | None = None
+    ranks: int | None = None
+    restarts: int = 0
+    lost: int = 0
+    skipped: int | None = None
+    set_aside: int = 0
+    damaged: int = 0
+    error: str | None = None
+    train_flops: float = 0.0
+    published_bytes: int | None = None
+
+    @property
+    def done_flops(self) -> float:
+        """Operations that need not be done again if no more processes die."""
+        kept = self.step if self.state in ("training", "published") else self.committed
+        return self.train_flops * (kept or 0) / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes that cross between places over the whole campaign.
+
+    Attributes:
+        data_out: data sets and initial weights, from the partition to the islands.
+        islands: islands whose data set is counted in.
+        networks_in: published experts and the router, to the assembly.
+        networks: how many are counted in.
+        between_islands: while they train: a run opens no folder but its own.
+    """
+
+    data_out: int
+    islands: int
+    networks_in: int
+    networks: int
+    between_islands: int = 0
+
+
+@dataclass(frozen=True)
+class CampaignStatus:
+    """How a campaign stands.
+
+    Attributes:
+        location: folder or URL.
+        partitioned: whether there are islands.
+        clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
+        runs: seed, islands, router, monolith.
+        exchanged: bytes.
+    """
+
+    location: str
+    partitioned: bool
+    clock: Literal["store", "local"]
+    runs: list[RunStatus]
+    exchanged: Exchanged
+
+    @property
+    def bad(self) -> list[RunStatus]:
+        """Runs that somebody has to do something about."""
+        return [run for run in self.runs if run.state in BAD]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all runs are published."""
+        return all(run.state == "published" for run in self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; bytes, seconds, operations."""
+        return {
+            "schema": SCHEMA,
+            "campaign": self.location,
+            "partitioned": self.partitioned,
+            "clock": self.clock,
+            "runs": [asdict(run) for run in self.runs],
+            "train_flops": {
+                "done": sum(run.done_flops for run in self.runs),
+                "all": sum(run.train_flops for run in self.runs),
+            },
+            "bytes": asdict(self.exchanged),
+            "attention": [run.name for run in self.bad],
+        }
+
+
+class Observer:
+    """Looks at a campaign, once or again and again; what cannot change is read once.
+
+    Args:
+        campaign: at any stage.
+    """
+
+    def __init__(self, campaign: Campaign) -> None:
+        self.campaign = campaign
+        config = campaign.config
+        runs: list[tuple[str, int | None]] = [("seed", None)] if config.budget.seed else []
+        runs += [("expert", number) for number in range(config.partition.k)]
+        runs += [("router", None)] + ([("monolith", None)] if config.monolith else [])
+        self._runs = [_Observed(campaign, role, island) for role, island in runs]
+        self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
+        self._clock: Literal["store", "local"] = "store"
+
+    def look(self) -> CampaignStatus:
+        """How it stands now; a run that cannot be read is told and hides no other."""
+        store = self.campaign.store
+        partitioned = store.exists("partition/partition.json")
+        if self._ahead is None:
+            self._ahead = self._set_clock()
+        now = time.time() + self._ahead
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            runs = list(pool.map(lambda run: run.look(now), self._runs))
+            sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
+        counted = [bytes_out for bytes_out in sent if bytes_out is not None]
+        back = [run.published_bytes for run in runs if run.role in ("expert", "router")]
+        published = [size for size in back if size is not None]
+        exchanged = Exchanged(sum(counted), len(counted), sum(published), len(published))
+        return CampaignStatus(store.location, partitioned, self._clock, runs, exchanged)
+
+    def _set_clock(self) -> float:
+        """A file beside `campaign.json`, gone at once, tells the store's time; a read-only store cannot."""
+        try:
+            return store_time(self.campaign.store, "clock-") - time.time()
+        except StoreError:
+            self._clock = "local"
+            return 0.0
+
+
+class _Observed:
+    """One run, and what was read of it."""
+
+    def __init__(self, campaign: Campaign, role: str, island: int | None) -> None:
+        self.campaign, self.role, self.island = campaign, role, island
+        self.folder = run_folder(role, island)
+        self.blank = RunStatus(self.folder.replace("islands/", "island "), role, island)
+        self.history = History(campaign.store, f"{self.folder}/run")
+        self.plan: RunPlan | None = None
+        self._bytes_out: int | None = None
+
+    def look(self, now: float) -> RunStatus:
+        try:
+            return self._look(now)
+        except AtollError as error:
+            return replace(self.blank, state="unreadable", error=str(error))
+
+    def bytes_out(self) -> int | None:
+        """Bytes that an island was sent; None for other runs, or if its data set is not there."""
+        if self.island is not None and self._bytes_out is None:
+            data = stored_bytes(self.campaign, self.island)
+            self._bytes_out = None if data is None else data + self._initial_bytes()
+        return self._bytes_out
+
+    def _initial_bytes(self) -> int:
+        try:
+            files = self.campaign.store.get_json(f"{self.folder}/init/init.json")["files"]
+            return sum(int(file["bytes"]) for file in files)
+        except (StoreError, KeyError, TypeError, ValueError):
+            return 0  # weights that are drawn are not sent
+
+    def _look(self, now: float) -> RunStatus:
+        store, key = self.campaign.store, f"{self.folder}/island.json"
+        if self.plan is None and store.exists(key):
+            self.plan = RunPlan.parse(store.get_json(key), key)
+        status = self.blank
+        if self.plan is not None:
+            flops = self.plan.train_flops
+            status = replace(status, steps=self.plan.steps, batch=self.plan.batch, train_flops=flops)
+        self.history.refresh()
+        status = _of_log(status, self.history)
+        status = _of_commit(status, self.history, now)
+        status = self._of_heartbeat(status, now)
+        if status.state != "published" and store.exists(f"{self.folder}/expert/card.json"):
+            status = replace(status, state="published")  # trained in a copy of the island
+        if status.state == "published":
+            size = self._published_bytes()
+            return replace(status, step=status.steps, phase=None, error=None, published_bytes=size)
+        return status
+
+    def _of_heartbeat(self, status: RunStatus, now: float) -> RunStatus:
+        """Add what the process last said of itself, and whether it still lives."""
+        acquired = self.history.last("acquire", "damaged")
+        if acquired is None:
+            return status
+        folder, store = f"{self.folder}/run", self.campaign.store
+        beat = read_heartbeat(store, folder) or {}
+        if beat.get("holder") != status.holder:
+            beat = {}
+        status = replace(
+            status,
+            step=_latest(status.step, _count(beat, "step")),
+            loss=_number(beat, "loss"),
+            skipped=_count(beat, "skipped"),
+            ranks=_count(beat, "ranks") or status.ranks,
+        )
+        if status.state != "training":
+            return status
+        age = max(0.0, now - last_sign(store, {"holder": "?", **acquired[0]}, acquired[1], folder))
+        ended = has_ended(acquired[0].get("process"))
+        status = replace(status, heartbeat_age=age, ended=ended)
+        if ended or age > self._lease().expiry_seconds:
+            return replace(status, state="stale")
+        speed = _number(beat, "speed") or None
+        left = None
+        if speed and status.steps and status.batch:
+            left = max(0, status.steps - (status.step or 0)) * status.batch / speed
+        phase = str(beat["phase"]) if "phase" in beat else "starting"
+        return replace(status, phase=phase, speed=speed, seconds_left=left)
+
+    def _lease(self) -> LeaseConfig:
+        config = self.campaign.config
+        if self.role == "router":
+            return config.router.train.lease
+        return config.train.lease if self.island is None else config.island(self.island)[1].lease
+
+    def _published_bytes(self) -> int | None:
+        found = self.history.last("publish")
+        if found is not None:
+            return sum(int(file["bytes"]) for file in found[0]["files"])
+        store, folder = self.campaign.store, f"{self.folder}/expert"
+        return sum(store.size(key) for key in store.list(folder))
+
+
+def _of_log(status: RunStatus, history: History) -> RunStatus:
+    """Add what the log tells, but for commits."""
+    entries = history.entries()
+    starts = [entry for entry in entries if entry["kind"] == "acquire"]
+    lost = sum(_count(entry, "lost") or 0 for entry in entries if entry["kind"] == "resume")
+    kinds = [entry["kind"] for entry in entries]
+    status = replace(
+        status,
+        restarts=max(0, len(starts) - 1),
+        lost=lost,
+        set_aside=kinds.count("set_aside"),
+        damaged=kinds.count("damaged"),
+    )
+    if starts:
+        holder = starts[-1]
+        status = replace(
+            status,
+            holder=str(holder.get("holder")),
+            host=str(holder.get("host") or holder.get("holder")),
+            ranks=_count(holder, "ranks"),
+        )
+    found = history.last("acquire", "damaged", "release", "publish")
+    return status if found is None else _of_last(status, found[0])
+
+
+def _of_last(status: RunStatus, last: Entry) -> RunStatus:
+    """Add how the log ends; an entry that is damaged may be an acquire."""
+    if last["kind"] == "publish":
+        return replace(status, state="published")
+    if last["kind"] == "release":
+        state: State = "failed" if last.get("reason") == "failed" else "left"
+        error = last.get("error")
+        return replace(
+            status, state=state, step=_count(last, "step"), error=None if error is None else str(error)
+        )
+    return replace(status, state="training")
+
+
+def _of_commit(status: RunStatus, history: History, now: float) -> RunStatus:
+    found = history.last_commit()
+    if found is None:
+        return status
+    entry, key = found
+    age = max(0.0, now - history.store.modified(key))
+    step = _count(entry, "step")
+    return replace(status, committed=step, commit_age=age, step=_latest(status.step, step))
+
+
+def _latest(one: int | None, other: int | None) -> int | None:
+    known = [step for step in (one, other) if step is not None]
+    return max(known) if known else None
+
+
+def _number(entry: Entry, key: str) -> float | None:
+    """A number that another program wrote, if it is one."""
+    value = entry.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _count(entry: Entry, key: str) -> int | None:
+    value = _number(entry, key)
+    return None if value is None else int(value)
