@@ -1,7 +1,9 @@
 """The commands. Each is thin: it opens a campaign, calls one stage, and imports what it needs only then."""
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,11 @@ def report(campaign: str) -> None:
     say(f"wrote {write_report(_open(campaign).store)}")
 
 
+ASIDE = 3.0
+"""Seconds that a process beside others of one run holds back an error: where the first one has the same, it
+says it and `torchrun` ends the rest."""
+
+
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
     _guard(lambda: atoll.main(standalone_mode=False))
@@ -286,6 +293,8 @@ def _guard(run: Callable[[], Any]) -> None:
     try:
         run()
     except AtollError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(ASIDE)
         click.echo(f"error: {error}", err=True)
         sys.exit(getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:

@@ -4,11 +4,10 @@ import random
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -64,13 +63,10 @@ def stormy(s3: S3, weather: Weather) -> Iterator[S3]:
 
         def ask(self, body: bytes) -> tuple[int, Any, bytes]:
             headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-            request = urllib.request.Request(s3.url + self.path, body or None, headers, method=self.command)
-            try:
-                with urllib.request.urlopen(request) as answer:
-                    return answer.status, answer.headers, answer.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, error.headers, error.read()
+            with closing(HTTPConnection(s3.url.removeprefix("http://"), timeout=30)) as behind:
+                behind.request(self.command, self.path, body, headers)
+                answer = behind.getresponse()
+                return answer.status, answer.headers, answer.read()
 
         def answer(self, status: int, headers: Any, content: bytes, half: bool = False) -> None:
             self.send_response(status)

@@ -74,17 +74,9 @@ def ranks(
     folder: Path, count: int, name: str, record: Path, *sets: str, launcher: str = "torch.distributed.run"
 ) -> Iterator[Ranks]:
     """Train island 0 with so many processes; whatever still runs at the end is killed."""
-    settings = json.loads((folder / "campaign.json").read_text())
-    for change in sets:
-        *path, last = change.split("=")[0].split(".")
-        tree = settings["config"]
-        for part in path:
-            tree = tree[part]
-        assert last in tree, change
-        tree[last] = json.loads(change.split("=")[1])
-    (folder / "campaign.json").write_text(json.dumps(settings))
     record.mkdir(exist_ok=True)
     argv = [str(RECORDING), "train", "expert", str(folder), "--island", "0", "--wait"]
+    argv += [part for change in sets for part in ("--set", change)]
     if count > 1:
         argv = ["-m", launcher, "--standalone", "--nproc-per-node", str(count), *argv]
     process = subprocess.Popen(
@@ -155,7 +147,7 @@ def alone(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     with ranks(folder, 1, "alone", record) as spread:
         assert spread.end().code == 0
     lines = drawn(record, "alone", 1)
-    assert len(lines) % BATCH == 0 and len(lines) > 35 * BATCH
+    assert len(lines) % BATCH == 0 and len(lines) > 30 * BATCH
     return folder, lines
 
 
@@ -181,7 +173,9 @@ def check_close(run: Path, reference: Path) -> None:
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
         for key in ("loss", "validation_loss"):
-            assert line.get(key) == pytest.approx(other.get(key), rel=1e-4), line
+            assert (key in line) == (key in other) and line.get(key, 0) == pytest.approx(
+                other.get(key, 0), rel=1e-4
+            )
 
 
 def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from atoll.campaign.config import CampaignConfig
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
+from atoll.train.settings import PRACTICAL
 
 SCHEMA = 1
 YAML, FROZEN = "campaign.yaml", "campaign.json"
@@ -42,7 +43,8 @@ class Campaign:
         Args:
             folder: folder or URL, with a `campaign.yaml` to start from, a `campaign.json` to go on from,
                 or both.
-            sets: `a.b=value` overrides; after the campaign is frozen they must agree with it.
+            sets: `a.b=value` overrides; after the campaign is frozen they must agree with it, but for
+                what decides no weights: sampling, tracking, `train.checkpoint_minutes` and its like.
 
         Raises:
             StoreError: no such folder, or not a campaign.
@@ -166,13 +168,26 @@ def _frozen(store: Store) -> dict[str, Any] | None:
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
-    old, new = _flat(frozen), _flat(wanted)
+    old, new = _flat(_decisive(frozen)), _flat(_decisive(wanted))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             raise ConfigError(
                 f"{key} is {new.get(key)!r}, but {store.location} was started with {old.get(key)!r}",
                 "put it back, or start a new campaign with 'atoll new'",
             )
+
+
+def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without the settings of training that do not change what is learned, and without what is empty."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "train" and isinstance(value, dict):
+            value = {name: setting for name, setting in value.items() if name not in PRACTICAL}
+        if isinstance(value, dict):
+            value = _decisive(value)
+        if value != {}:
+            found[key] = value
+    return found
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

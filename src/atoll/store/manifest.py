@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.base.config import Config
-from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
-from atoll.store.store import Store
+from atoll.store.store import Damaged, Store
 
 
 class FileEntry(Config):
@@ -33,21 +32,19 @@ def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
 
 
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
-    """Read one blob; `StoreError` unless its size and hash are what the entry says."""
+    """Read one blob; `Damaged` unless its size and hash are what the entry says."""
     data = store.get(f"{prefix}/{entry.path}")
     check(data, entry, store, prefix)
     return data
 
 
 def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
-    """Raise `StoreError` unless the bytes are those of the entry."""
+    """Raise `Damaged` unless the bytes are those of the entry."""
     name = store.name(f"{prefix}/{entry.path}")
     if len(data) != entry.bytes:
-        raise StoreError(
-            f"{name} has {len(data)} bytes instead of {entry.bytes}", "it is torn: write it again"
-        )
+        raise Damaged(f"{name} has {len(data)} bytes instead of {entry.bytes}", "it is torn: write it again")
     if sha256(data) != entry.sha256:
-        raise StoreError(f"{name} does not match its SHA-256", "it is damaged: write it again")
+        raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 
 def publish(
@@ -73,7 +70,8 @@ def read_published(store: Store, prefix: str, name: str) -> tuple[dict[str, Any]
     """The manifest `name` and all its blobs, verified.
 
     Raises:
-        StoreError: there is no manifest, or a blob is missing, torn or damaged.
+        Absent: there is no manifest, or a blob is missing.
+        Damaged: a blob is not what the manifest says.
     """
     content = store.get_json(f"{prefix}/{name}")
     entries = [FileEntry.parse(e, f"{prefix}/{name}") for e in content.get("files", [])]

@@ -7,6 +7,7 @@ narrowed store cannot name anything outside it: that is how an island sees its o
 import json
 import os
 import posixpath
+import time
 import uuid
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from atoll.store import cache
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, first_line, local_path
 
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
+_PAUSES = (0.1, 0.5)  # seconds before a list is asked for again
 _Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
 
@@ -29,6 +31,10 @@ class Conflict(StoreError):
 
 class Absent(StoreError):
     """There is no such object or folder."""
+
+
+class Damaged(StoreError):
+    """Bytes are not those that were written."""
 
 
 class Unsupported(StoreError):
@@ -132,8 +138,16 @@ class Store:
         self._put(key, data, "overwrite")
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object only if its key is free; `Conflict` if it is not."""
-        self._put(key, data, "create")
+        """Write an object only if its key is free; `Conflict` if it is not.
+
+        A remote store's answer may be lost and asked for again: what then stands in the way is our own
+        object, so one of the very same bytes is no conflict there.
+        """
+        try:
+            self._put(key, data, "create")
+        except Conflict:
+            if self.local is not None or self.get(key) != data:
+                raise
 
     def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
         try:
@@ -186,10 +200,14 @@ class Store:
     def list(self, prefix: str = "") -> list[str]:
         """Keys of all objects below a folder, sorted."""
         full, cut = self._full(prefix), len(self._prefix) + 1 if self._prefix else 0
-        try:
-            items = [item for chunk in obstore.list(self._objects, full or None) for item in chunk]
-        except _Failure as error:
-            raise _failed(f"cannot list {self.name(prefix)}", error) from None
+        for pause in (*_PAUSES, None):  # obstore asks again for what was refused, not for half a list
+            try:
+                items = [item for chunk in obstore.list(self._objects, full or None) for item in chunk]
+                break
+            except _Failure as error:
+                if pause is None or self.local is not None:
+                    raise _failed(f"cannot list {self.name(prefix)}", error) from None
+                time.sleep(pause)
         return sorted(item["path"][cut:] for item in items)
 
     def delete(self, *keys: str) -> None:
@@ -222,7 +240,7 @@ class Store:
         try:
             return json.loads(self.get(key))
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise StoreError(
+            raise Damaged(
                 f"{self.name(key)} is not valid JSON", "it is damaged: restore or remove it"
             ) from None
 

@@ -73,7 +73,7 @@ class TrainConfig(Config):
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
-_PRACTICAL = (
+PRACTICAL = (
     "log_every",
     "validations",
     "validation_rows",
@@ -85,6 +85,7 @@ _PRACTICAL = (
     "parallel",
     "lease",
 )
+"""Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
 
 
 class RunPlan(Config):
@@ -142,6 +143,6 @@ class Recipe(Config):
     def learned(self) -> dict[str, Any]:
         """The part that decides the weights; how it is logged, saved and spread is left out."""
         tree = self.model_dump()
-        for name in _PRACTICAL:
+        for name in PRACTICAL:
             del tree["train"][name]
         return tree

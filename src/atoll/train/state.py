@@ -19,7 +19,7 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import publish, read_published
-from atoll.store.store import Store
+from atoll.store.store import Absent, Damaged, Store
 from atoll.train.ema import Ema
 from atoll.train.guard import Guard
 from atoll.train.parallel import fill, whole
@@ -211,7 +211,7 @@ def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
             continue  # pruned
         try:
             return name, hashed, load(store, name, hashed)
-        except StoreError as error:
+        except (Absent, Damaged) as error:  # a store that does not answer says nothing about a checkpoint
             say(f"warning: checkpoint set aside: {error}")
             log.append("set_aside", checkpoint=name, reason=str(error))
     return None
@@ -221,10 +221,11 @@ def load(store: Store, name: str, hashed: str) -> Loaded:
     """A checkpoint, verified.
 
     Raises:
-        StoreError: it is missing, torn or damaged.
+        Absent: a part of it is missing.
+        Damaged: it is torn or has changed.
     """
     if sha256(store.get(f"{name}/{COMMIT}")) != hashed:
-        raise StoreError(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
+        raise Damaged(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
     return read_published(store, name, COMMIT)
 
 
