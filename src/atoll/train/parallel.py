@@ -6,6 +6,7 @@ its position alone, so only the order of float sums changes with the number of p
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from atoll.base.config import Config
 from atoll.base.errors import AtollError, ConfigError
 
 Result = TypeVar("Result")
+
+_COLLECTIVE = re.compile("gloo|nccl|process group|timed out waiting|connection (closed|reset)", re.IGNORECASE)
+"""What torch says when a collective fails within a forward or backward pass."""
 
 
 class ParallelConfig(Config):
@@ -123,11 +127,13 @@ def own_device() -> torch.device:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Name the collective that fails."""
+def _named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
+    """Name the collective that fails; where there is other work beside it, by what the error says."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
+        if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise AtollError(
             f"{what} did not finish ({reason[:200]})",
@@ -185,13 +191,14 @@ class Spread:
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Gradients are exchanged after a step's last micro-batch only."""
-        if isinstance(module, DistributedDataParallel) and not last:
-            with module.no_sync():
+        with _named("the exchange of weights and gradients", _COLLECTIVE):
+            if isinstance(module, DistributedDataParallel) and not last:
+                with module.no_sync():
+                    yield
+            else:
+                if isinstance(self.network, FSDPModule):
+                    self.network.set_requires_gradient_sync(last)
                 yield
-        else:
-            if isinstance(self.network, FSDPModule):
-                self.network.set_requires_gradient_sync(last)
-            yield
 
 
 class _Step(nn.Module):
@@ -233,7 +240,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together on every process; all must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with _named("the gathering of sharded weights"):
+        return tensor.full_tensor()
 
 
 def gather_no_more(network: nn.Module) -> None:
