@@ -121,24 +121,28 @@ class _Run:
             self.world.once(lambda: settle(self.store, self.log))
             _say(self.world, f"{self.name}: finished already")
             return
-        try:
-            with ExitStack() as stack:
-                told = stack.enter_context(leaving())
-                stack.callback(self.saver.close)
-                self.heart = Heart(self.log, self.settings.lease, self._signs)
-                if self.world.first:
-                    stack.enter_context(self.heart)
-                self._resume()
-                stack.callback(self.tracks.close)
-                if self.world.first:
-                    self.tracks.open(tracking, self.run, self.log.holder, self._subject())
-                self._steps(told)
-                self._publish()
-        except Fenced:
-            raise
-        except BaseException as error:
-            self._release(error)
-            raise
+        with leaving() as told:
+            try:
+                self._hold(told, tracking)
+            except Fenced:
+                raise
+            except BaseException as error:
+                self._release(error)
+                raise
+
+    def _hold(self, told: list[int], tracking: TrackingConfig) -> None:
+        """What is done as the holder."""
+        with ExitStack() as stack:
+            stack.callback(self.saver.close)
+            self.heart = Heart(self.log, self.settings.lease, self._signs)
+            if self.world.first:
+                stack.enter_context(self.heart)
+            self._resume()
+            stack.callback(self.tracks.close)
+            if self.world.first:
+                self.tracks.open(tracking, self.run, self.log.holder, self._subject())
+            self._steps(told)
+            self._publish()
 
     # Before and after.
 
