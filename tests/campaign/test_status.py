@@ -107,6 +107,16 @@ def test_a_finished_run(copy: Path) -> None:
     assert (alone.state, alone.published_bytes) == ("published", one.published_bytes)
 
 
+def test_bytes_of_another_island_are_counted(copy: Path) -> None:
+    """An expert whose data set named another island's file would be seen."""
+    path = copy / "islands/0/data/manifest.json"
+    manifest = json.loads(path.read_text())
+    (entry,) = manifest["shards"][0]["files"].values()
+    entry["path"] = "../../1/data/" + entry["path"]
+    path.write_text(json.dumps(manifest))
+    assert Observer(Campaign.open(copy)).look().exchanged.between_islands == entry["bytes"] > 0
+
+
 def test_a_living_run(copy: Path) -> None:
     log = held(copy)
     assert look(copy)["island 0"].phase == "starting"
@@ -271,7 +281,7 @@ def test_many_islands_are_quick_and_fit_on_the_screen() -> None:
         lost=123_456,
         train_flops=1e21,
     )
-    exchanged = module.Exchanged(123_456_789_012, 64, 99_456_789_012, 65)
+    exchanged = module.Exchanged(123_456_789_012, 64, 99_456_789_012, 65, 0)
     told = lines(CampaignStatus("/a", True, "local", [run], exchanged))
     assert max(map(len, told)) <= WIDTH
     assert "64x a-v" in told[1] and told[1].endswith("…")

@@ -1,5 +1,6 @@
 """What networks must fit, as far as it is known: from the partition, the data set, or the settings alone."""
 
+import posixpath
 from dataclasses import dataclass, replace
 
 from atoll.base.errors import AtollError
@@ -80,12 +81,15 @@ def _partitioned(campaign: Campaign) -> Expected:
     stored = []
     for number, plan in enumerate(plans):
         known = stored_bytes(campaign, number)
-        stored.append(row_bytes(shape) * plan.rows if known is None else known)
+        stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
     return Expected(shape, sizes, sum(sizes), stored, True, [])
 
 
-def stored_bytes(campaign: Campaign, number: int) -> int | None:
-    """Bytes of an island's data set by its manifests; None where the island is elsewhere."""
+def stored_bytes(campaign: Campaign, number: int) -> tuple[int, int] | None:
+    """Bytes of an island's data set by its manifests: all of it, and what it reads from outside its folder.
+
+    None where the island is elsewhere.
+    """
     try:
         data = DataSet.open(campaign.store, f"{run_folder('expert', number)}/data")
         files = [entry for shard in data.shards for entry in shard.files.values()]
@@ -94,7 +98,8 @@ def stored_bytes(campaign: Campaign, number: int) -> int | None:
             files += [*meta.shards, *meta.extras.values()]
     except AtollError:
         return None
-    return sum(entry.bytes for entry in files)
+    outside = [entry for entry in files if posixpath.normpath(entry.path).startswith("..")]
+    return sum(entry.bytes for entry in files), sum(entry.bytes for entry in outside)
 
 
 def _from_settings(campaign: Campaign) -> DataShape:

@@ -105,14 +105,14 @@ class Exchanged:
         islands: islands whose data set is counted in.
         networks_in: published experts and the router, to the assembly.
         networks: how many are counted in.
-        between_islands: while they train: a run opens no folder but its own.
+        between_islands: what experts' data sets name outside their own folders, which they open nothing but.
     """
 
     data_out: int
     islands: int
     networks_in: int
     networks: int
-    between_islands: int = 0
+    between_islands: int
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,11 @@ class Observer:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             runs = list(pool.map(lambda run: run.look(now), self._runs))
             sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
-        counted = [bytes_out for bytes_out in sent if bytes_out is not None]
+        counted = [both for both in sent if both is not None]
         back = [run.published_bytes for run in runs if run.role in ("expert", "router")]
         published = [size for size in back if size is not None]
-        exchanged = Exchanged(sum(counted), len(counted), sum(published), len(published))
+        data_out, between = (sum(both[part] for both in counted) for part in (0, 1))
+        exchanged = Exchanged(data_out, len(counted), sum(published), len(published), between)
         return CampaignStatus(store.location, partitioned, self._clock, runs, exchanged)
 
     def _set_clock(self) -> float:
@@ -211,7 +212,7 @@ class _Observed:
         self.blank = RunStatus(self.folder.replace("islands/", "island "), role, island)
         self.history = History(campaign.store, f"{self.folder}/run")
         self.plan: RunPlan | None = None
-        self._bytes_out: int | None = None
+        self._bytes_out: tuple[int, int] | None = None
 
     def look(self, now: float) -> RunStatus:
         try:
@@ -219,11 +220,14 @@ class _Observed:
         except AtollError as error:
             return replace(self.blank, state="unreadable", error=str(error))
 
-    def bytes_out(self) -> int | None:
-        """Bytes that an island was sent; None for other runs, or if its data set is not there."""
+    def bytes_out(self) -> tuple[int, int] | None:
+        """Bytes that an island was sent, and those that it reads from elsewhere while it trains.
+
+        None for other runs, or if its data set is not there.
+        """
         if self.island is not None and self._bytes_out is None:
             data = stored_bytes(self.campaign, self.island)
-            self._bytes_out = None if data is None else data + self._initial_bytes()
+            self._bytes_out = None if data is None else (data[0] + self._initial_bytes(), data[1])
         return self._bytes_out
 
     def _initial_bytes(self) -> int:
