@@ -270,6 +270,16 @@ def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_
     assert entries(run)[-1]["kind"] == "release" and not finished(run)
 
 
+def test_a_rank_whose_data_do_not_come_says_so(copy: Path, tmp_path: Path) -> None:
+    """The others only see that a collective fails; the one line is that of the rank that knows why."""
+    sets = ("train.data_seconds=2", "train.parallel.collective_seconds=60")
+    with ranks(copy, 2, "stalls-1", tmp_path / "record", *sets, launcher="atoll.launch.torchrun") as spread:
+        answer = spread.end(120)
+    errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]
+    assert answer.code == 2 and "did not come within 2 s" in errors[0], answer.err
+    assert entries(island(copy, 0))[-1]["kind"] == "release"
+
+
 def test_more_processes_than_samples(copy: Path, tmp_path: Path) -> None:
     settings = json.loads((copy / "islands/0/island.json").read_text())
     (copy / "islands/0/island.json").write_text(json.dumps({**settings, "batch": 2}))

@@ -303,6 +303,18 @@ def bits_of_checkpoint(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in newest_checkpoint(run).iterdir()}
 
 
+def test_damaged_metrics_do_not_stop_a_resume(
+    copy: Path, reference: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(copy, monkeypatch, 12)
+    path = copy / "islands/0/run/metrics.jsonl"
+    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + path.read_bytes())
+    train_here(copy, "islands/0")
+    assert capsys.readouterr().out.count("a damaged line of metrics.jsonl is left out") == 3
+    assert same_bits(copy / "islands/0", reference / "islands/0")
+    assert metrics(copy / "islands/0") == metrics(reference / "islands/0")
+
+
 def test_the_same_bits_are_not_seen_where_they_differ(reference: Path, copy: Path) -> None:
     """The comparison that the tests above rest on does tell runs apart."""
     changed = json.loads((copy / "islands/0/island.json").read_text())
