@@ -203,14 +203,14 @@ def test_an_island_needs_its_own_folder_and_campaign_json_only(
 def test_an_island_needs_no_network_and_no_other_folder(
     untouched: Path, reference: Path, tmp_path: Path
 ) -> None:
-    """A process without network interfaces, under whose `/tmp` nothing but the island's folder exists."""
+    """A process without network interfaces, that sees its own folder and none of those beside it."""
     if subprocess.run(["unshare", "-mn", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this user may not make namespaces")
     folder = alone(untouched, tmp_path / "island")
-    mounts = "mount --bind $0 /mnt && mount -t tmpfs none /tmp && ls /tmp | wc -l"
+    mounts = "mount --bind $0 /mnt && mount -t tmpfs none $2 && ls $2 | wc -l"
     script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --island 0"
     result = subprocess.run(
-        ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable],
+        ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable, str(tmp_path.parents[1])],
         env=environment(),
         capture_output=True,
         text=True,
