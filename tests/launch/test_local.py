@@ -240,6 +240,7 @@ def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tm
     pids: list[int] = []
     while len(pids) < min(2, CORES):
         line = process.stdout.readline()
+        assert line, process.communicate(timeout=30)
         pids += [int(line)] if line.startswith("  ") else []
     process.send_signal(number)
     _, err = process.communicate(timeout=30)

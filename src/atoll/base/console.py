@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def say(message: str) -> None:
-    """One line, at once."""
-    print(message, flush=True)
+    """One line, at once, and in one piece whatever other threads say."""
+    print(f"{message}\n", end="", flush=True)
 
 
 def duration(seconds: float) -> str:
