@@ -53,6 +53,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     result = {
         "schema": SCHEMA,
         "key": key,
+        "parts": parts,
         "code": code_version(),
         "seconds": round(time.monotonic() - start, 1),
         **result,
