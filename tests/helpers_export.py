@@ -16,7 +16,7 @@ from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.sample import flow_scheduler
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.networks.families import DataShape, family
+from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.init import initialise
 from helpers_networks import TINY, card, denoiser, random_weights, router
 
@@ -91,12 +91,10 @@ def expert(number: int, shape: DataShape, seed: int | None = None, **changes: An
 
 def flux_expert(number: int, shape: DataShape, **changes: Any) -> Expert:
     """An expert of another family."""
-    from atoll.networks.families import NetworkConfig
-
     network = family("flux").build(NetworkConfig.parse({**TINY, "family": "flux"}, "a test"), shape)
     initialise(network, number)
     random_weights(network, 200 + number)
-    told = facts(network, shape, "expert", number, family="flux", **changes)
+    told = facts(network, shape, "expert", number, **{"family": "flux", **changes})
     return Expert(network, "flux", "v", "rectified-flow", told)
 
 
