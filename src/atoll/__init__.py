@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from atoll.ensemble.ensemble import Ensemble as Ensemble
     from atoll.ensemble.routing import Routing as Routing
     from atoll.ensemble.sample import sample as sample
+    from atoll.export.pipeline import AtollPipeline as AtollPipeline
     from atoll.store.store import Store as Store
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "AtollError": "atoll.base.errors",
+    "AtollPipeline": "atoll.export.pipeline",
     "Condition": "atoll.base.condition",
     "DataSet": "atoll.data.dataset",
     "Ensemble": "atoll.ensemble.ensemble",

@@ -279,6 +279,31 @@ def report(campaign: str) -> None:
     say(f"wrote {write_report(_open(campaign).store)}")
 
 
+@atoll.command()
+@CAMPAIGN
+@click.option("--to", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--experts", metavar="K,K,...", help="Numbers of the experts; by default all that are assembled."
+)
+@click.option(
+    "--encoders",
+    type=click.Choice(["auto", "copy", "name"]),
+    default="auto",
+    show_default=True,
+    help="Take text encoder and VAE along, or leave them to be found by name; auto goes by licence and size.",
+)
+@click.option(
+    "--picture/--no-picture", default=True, show_default=True, help="Sample one for the model card."
+)
+@click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
+def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
+    """Write a folder that AtollPipeline.from_pretrained loads anywhere, with a model card."""
+    from atoll.campaign.export import ExportRequest, export_campaign
+
+    numbers: Any = "auto" if experts is None else _numbers(experts)
+    export_campaign(_open(campaign), ExportRequest(to, numbers, **options))
+
+
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of the same run has to tell: what all meet
 alike is told by the first, a collective that fails by whoever made it fail. `torchrun` then ends the rest."""
@@ -313,3 +338,10 @@ def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
     from atoll.campaign.campaign import Campaign
 
     return Campaign.open(campaign, sets)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise AtollError(f"--experts {text!r} is no list of numbers", "write for example --experts 0,2")
+    return [int(part) for part in parts]

@@ -42,6 +42,8 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
     if found.get("key") == key and found.get("schema") == SCHEMA:
         say("compare: finished already")
+        if "parts" not in found:  # of an earlier version, whose key is that of these parts all the same
+            store.put_json(RESULT, found := {**found, "parts": parts})
         return found
     start = time.monotonic()
     before = torch.get_num_threads()
@@ -53,6 +55,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     result = {
         "schema": SCHEMA,
         "key": key,
+        "parts": parts,
         "code": code_version(),
         "seconds": round(time.monotonic() - start, 1),
         **result,

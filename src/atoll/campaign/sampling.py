@@ -11,13 +11,13 @@ from atoll.base.condition import Condition
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError
 from atoll.base.pictures import grid, png, to_images
-from atoll.campaign.assemble import load_ensemble
+from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import RoutedField, SingleField
-from atoll.ensemble.expert import Expert
+from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import sample, starting_noise
 
@@ -65,13 +65,16 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         raise ConfigError(f"--guidance {guidance}", "give a number")
     steps = request.steps or defaults.steps
     torch.set_num_threads(os.cpu_count() or 1)
+    # Prompts are looked at before weights are read: a wrong one is told at once.
     if request.model == "ensemble":
-        ensemble, card = load_ensemble(campaign.store)
+        read_manifest(campaign.store)
+        card = read_card(campaign.store, "ensemble/router")
+        cond, null, labels = _conditions(card, request)
+        ensemble, _ = load_ensemble(campaign.store)
     else:
+        card = read_card(campaign.store, "monolith/expert")
+        cond, null, labels = _conditions(card, request)
         monolith = Expert.load(campaign.store, "monolith/expert")
-        assert monolith.card is not None
-        card = monolith.card
-    cond, null, labels = _conditions(card, request)
     shape = (card.shape["channels"], card.shape["size"], card.shape["size"])
     total = max(1, len(request.prompts)) * request.count
     pictures, vae = [], autoencoder_of(card.latents)
@@ -129,6 +132,7 @@ def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, lis
         raise ConfigError(
             f"the text encoder {encoder.name!r} is not the one of the training", "install that one"
         )
+    encoder.refuse_long(prompts)
     states, mask = encoder.encode([*prompts, ""])
     full = Condition(text=states, mask=mask)
     return full.select(slice(0, len(prompts))), full.select(slice(len(prompts), None)), prompts

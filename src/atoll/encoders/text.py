@@ -62,6 +62,25 @@ class TextEncoder:
         ).last_hidden_state
         return (states.float() * mask[..., None]).cpu(), mask.cpu()
 
+    def refuse_long(self, captions: Sequence[str]) -> None:
+        """Refuse captions that would be cut, before anything is computed.
+
+        Raises:
+            ConfigError: names the first one, its tokens, and what would be lost.
+        """
+        for caption in captions:
+            tokens = self.tokenizer(caption, truncation=False, verbose=False)["input_ids"]
+            if len(tokens) > self.max_length:
+                kept = self.tokenizer(caption, truncation=True, max_length=self.max_length)["input_ids"]
+                special = set(self.tokenizer.all_special_ids)
+                words = [token for token in tokens if token not in special]
+                cut = self.tokenizer.decode(words[sum(token not in special for token in kept) :])
+                raise ConfigError(
+                    f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
+                    f" {_short(cut)!r} would be lost",
+                    "shorten it",
+                )
+
     def encode_ragged(self, captions: Sequence[str], batch: int = 128) -> tuple[Tensor, Tensor]:
         """Token states one after the other `(sum of lengths, D)` and lengths `(N,)` int32.
 
@@ -137,6 +156,10 @@ def _size(config: Any, max_length: int) -> tuple[int, int]:
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)
     return width, min(max_length, limit)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def _minilm() -> str:

@@ -72,6 +72,21 @@ def check_together(cards: list[Card]) -> None:
                 )
 
 
+def check_place(card: Card, number: int, where: str) -> None:
+    """Refuse an expert that lies where another one belongs: the router would send it the wrong samples.
+
+    Args:
+        card: of the part.
+        number: the cluster it lies at.
+        where: the place, for the message.
+
+    Raises:
+        PartitionError: it is no expert, or of another cluster.
+    """
+    if card.role != "expert" or card.island != number:
+        raise PartitionError(f"{where} holds {_name(card)}", f"put expert {number} there")
+
+
 def _name(card: Card) -> str:
     return card.role if card.island is None else f"{card.role} {card.island}"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jaxtyping import Float
 from safetensors.torch import load as load_tensors
@@ -54,9 +54,8 @@ class Expert:
     def load(cls, store: Store, prefix: str) -> "Expert":
         """Read what `write_part` wrote; `StoreError` if the weights are not those of the card."""
         card, config, weights = read_part(store, prefix)
-        network = family(card.family).load(config)
-        network.load_state_dict(weights)
-        return cls(network.eval().requires_grad_(False), card.family, card.prediction, card.schedule, card)
+        network = filled(family(card.family).load(config), weights)
+        return cls(network, card.family, card.prediction, card.schedule, card)
 
 
 @dataclass
@@ -77,9 +76,18 @@ class RouterModel:
     def load(cls, store: Store, prefix: str) -> "RouterModel":
         """Read what `write_part` wrote."""
         card, config, weights = read_part(store, prefix)
-        network = Router.from_config(config)
-        network.load_state_dict(weights)
-        return cls(network.eval().requires_grad_(False), card)
+        network = filled(Router.from_config(config), weights)
+        return cls(cast(Router, network), card)
+
+
+def filled(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The network with these weights, in their own type of numbers, frozen."""
+    kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
+    if len(kinds) == 1:
+        # Not the class's own `to`, which warns of every change of type.
+        nn.Module.to(network, dtype=kinds.pop())
+    network.load_state_dict(weights)
+    return network.eval().requires_grad_(False)
 
 
 def write_part(

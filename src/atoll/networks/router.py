@@ -31,7 +31,12 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         attention_head_dim: width of a head.
         caption_channels: D of the text states; 0 for a router that sees no text.
         num_classes: class labels; 0 for a router that sees no label.
+
+    Attributes:
+        card: what it is, once published; as a component of a pipeline it travels alone.
     """
+
+    card: Any = None
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(

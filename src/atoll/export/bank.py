@@ -1,0 +1,258 @@
+"""The experts as one component of a diffusers pipeline.
+
+diffusers takes no list of components. As `MultiControlNetModel` does, one module holds all networks and
+writes a folder for each. `model_index.json` names this module by its import path, so it stays here.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition, Denoiser
+from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.ensemble.card import Card, check_place, check_together
+from atoll.ensemble.expert import Expert
+from atoll.export.parts import check_part, load_part, save_part
+from atoll.store.store import Store, to_json
+
+SCHEMA = 1
+INDEX = "experts.json"
+Chosen = Literal["auto"] | Sequence[int]
+logger = logging.getLogger(__name__)
+
+
+class ExpertBank(ModelMixin):  # type: ignore[misc]
+    """K places for experts, some of which may be empty.
+
+    As a sequence it is what an `Ensemble` takes: `len(bank)` is K and `bank[k]` a denoiser. In an empty
+    place stands another expert; the ensemble gives it no weight.
+
+    Args:
+        experts: by the number of their cluster, each with its card.
+        k: number of clusters; by default one more than the largest number.
+
+    Raises:
+        ConfigError: no expert, or one without a card.
+        PartitionError: experts that do not belong together, or one in the place of another.
+    """
+
+    def __init__(self, experts: Mapping[int, Expert], k: int | None = None) -> None:
+        super().__init__()
+        if not experts:
+            raise ConfigError("a bank without experts", "give at least one")
+        self.k = max(experts) + 1 if k is None else k
+        self.cards: dict[int, Card] = {}
+        self.networks = nn.ModuleDict()
+        for number in sorted(experts):
+            self.add(experts[number], number)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Numbers of the experts that are here, in order."""
+        return tuple(sorted(self.cards))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the empty places."""
+        return tuple(number for number in range(self.k) if number not in self.cards)
+
+    def __len__(self) -> int:
+        return self.k
+
+    def __getitem__(self, number: int) -> Denoiser:
+        if not 0 <= number < self.k:
+            raise IndexError(f"there are {self.k} experts")
+        return _Place(self, number if number in self.cards else self.present[0])
+
+    def forward(self, number: int, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`.
+
+        The network sees its own type of numbers; what is before and after it keeps that of the state.
+        """
+        card, network = self.cards[number], self.networks[str(number)]
+        expert = Expert(network, card.family, card.prediction, card.schedule, card)
+        kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
+        return expert.velocity(x_t.to(kind), t, cond).to(x_t.dtype)
+
+    def add(self, expert: Expert | str | os.PathLike[str], number: int | None = None) -> None:
+        """Put an expert into its place, which may be empty or held by an older version of it.
+
+        Args:
+            expert: with its card, or the folder of a published one (`islands/K/expert`).
+            number: of its cluster; by default what its card says.
+
+        Raises:
+            ConfigError: it has no card, or the router knows no such cluster.
+            PartitionError: it was trained for another partition, latents, text encoder or cluster.
+            StoreError: its weights are not those of its card, or are no safetensors.
+        """
+        if not isinstance(expert, Expert):
+            check_part(Path(expert))
+            expert = load_part(Path(expert), Expert.load)
+        if expert.card is None:
+            raise ConfigError("an expert without a card", "give one that was published")
+        place = expert.card.island if number is None else number
+        if place is None or not 0 <= place < self.k:
+            raise ConfigError(
+                f"there is no place {place} among {self.k} experts", "give its cluster's number"
+            )
+        check_place(expert.card, place, f"place {place}")
+        check_together([*self.cards.values(), expert.card])
+        like = next(self.parameters(), None)
+        if like is not None:
+            nn.Module.to(expert.network, like.device, like.dtype)  # the class's own `to` warns
+        self.networks[str(place)] = expert.network.eval().requires_grad_(False)
+        self.cards[place] = expert.card
+
+    def drop(self, number: int) -> None:
+        """Empty a place; its share goes to the others.
+
+        Raises:
+            ConfigError: there is no such expert, or it is the last one.
+        """
+        if number not in self.cards:
+            raise ConfigError(f"there is no expert {number}", f"there are {listed(self.present)}")
+        if len(self.cards) == 1:
+            raise ConfigError(f"expert {number} is the last one", "keep it, or add another one first")
+        del self.networks[str(number)], self.cards[number]
+        self.tell()
+
+    def tell(self) -> None:
+        """Say loudly what is missing."""
+        if self.missing:
+            logger.warning(
+                "partial ensemble: experts %s of %d are missing; their share goes to the others",
+                listed(self.missing),
+                self.k,
+            )
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write `experts.json` and a folder for every expert; what lies there unchanged is left alone.
+
+        Args:
+            save_directory: of this component.
+            safe_serialization: safetensors is the only form.
+            variant: there are none.
+        """
+        if not safe_serialization or variant is not None:
+            raise ConfigError("experts are saved as safetensors without variants", "leave these options out")
+        root = Path(save_directory)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / INDEX).unlink(missing_ok=True)
+        for number, card in self.cards.items():
+            self.cards[number] = save_part(root / str(number), self.networks[str(number)], card)
+        for folder in root.iterdir():
+            if folder.name.isdecimal() and int(folder.name) not in self.cards:
+                shutil.rmtree(folder)
+        (root / INDEX).write_bytes(to_json(index(self.k, self.cards)))
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], experts: Chosen = "auto", **kwargs: Any
+    ) -> Self:
+        """Read what `save_pretrained` wrote.
+
+        Args:
+            pretrained_model_name_or_path: folder of this component.
+            experts: numbers of those to load; `auto` for all there are.
+            kwargs: `torch_dtype` is the type of the networks; what else diffusers passes is not needed.
+
+        Raises:
+            ConfigError: an expert that is not there.
+            StoreError: a file is missing, damaged or no safetensors.
+        """
+        root = Path(pretrained_model_name_or_path)
+        k, there = read_index(root)
+        loaded: dict[int, Expert] = {}
+        for number in choose(experts, there):
+            check_part(root / str(number))
+            loaded[number] = load_part(root / str(number), Expert.load)
+        bank = cls(loaded, k)
+        kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
+        return bank if kind is None else nn.Module.to(bank, dtype=kind)
+
+
+class _Place(Denoiser):
+    """One place of a bank; asks through the bank's own call, so that hooks on it (offload) are obeyed."""
+
+    def __init__(self, bank: ExpertBank, number: int) -> None:
+        self.bank, self.number = bank, number
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        answer: Tensor = self.bank(self.number, x_t, t, cond)
+        return answer
+
+
+def index(k: int, cards: Mapping[int, Card]) -> dict[str, Any]:
+    """Content of `experts.json`: K, and the digest of the weights of every expert."""
+    digests = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
+    return {"schema": SCHEMA, "k": k, "experts": digests}
+
+
+def read_index(root: Path) -> tuple[int, tuple[int, ...]]:
+    """K and the numbers of the experts that `experts.json` lists.
+
+    Raises:
+        StoreError: it is missing, damaged or of another version.
+    """
+    if not (root / INDEX).is_file():
+        raise StoreError(f"{root / INDEX} is missing", "fetch or export the folder again")
+    content = Store.open(root).get_json(INDEX)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise StoreError(f"{root / INDEX} has schema {schema}", f"this Atoll reads {SCHEMA}: export it again")
+    return int(content["k"]), tuple(sorted(map(int, content["experts"])))
+
+
+def choose(experts: Chosen, there: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that are meant, in order.
+
+    Raises:
+        ConfigError: none, or one that is not there.
+    """
+    if isinstance(experts, str):
+        if experts != "auto":
+            raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
+        return tuple(there)
+    wanted = tuple(sorted(set(experts)))
+    absent = [number for number in wanted if number not in there]
+    if absent or not wanted:
+        what = f"experts {listed(absent)} are not there" if absent else "no expert was asked for"
+        raise ConfigError(what, f"there are {listed(there)}")
+    return wanted
+
+
+def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: int) -> None:
+    """Refuse a router that does not belong to these experts.
+
+    Args:
+        card: of the router.
+        experts: cards of the experts.
+        k: places of the bank.
+        knows: logits of the router.
+
+    Raises:
+        PartitionError: it is no router, knows another number of experts, or was made for other ones.
+    """
+    if card.role != "router":
+        raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
+    if knows != k:
+        raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
+    check_together([card, *experts.values()])
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers for a sentence."""
+    return ", ".join(map(str, numbers))

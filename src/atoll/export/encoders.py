@@ -1,0 +1,94 @@
+"""The frozen encoders of a pipeline: in its folder, or found by the name in the cards."""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.text import text_encoder
+from atoll.encoders.vae import autoencoder_of
+from atoll.encoders.weights import weights_hash
+from atoll.ensemble.card import Card
+from atoll.export.conditions import text_length
+
+LICENCES = {
+    "minilm": "Apache-2.0",
+    "openai/clip-vit-base-patch32": "MIT",
+    "openai/clip-vit-large-patch14": "MIT",
+    "stabilityai/sd-vae-ft-mse": "MIT",
+    "stabilityai/sd-vae-ft-ema": "MIT",
+    "stabilityai/sdxl-vae": "MIT",
+    "madebyollin/taesd": "MIT",
+    "madebyollin/taef1": "MIT",
+}
+LICENCES |= {
+    f"google/{kind}-{size}": "Apache-2.0"
+    for kind in ("t5-v1_1", "flan-t5")
+    for size in ("small", "base", "large", "xl", "xxl")
+}
+"""Licences of well-known encoders, all of which allow copies; as their publishers state them."""
+COPIED = 2 * 10**9
+"""Bytes up to which an encoder is copied into a folder without being asked for."""
+
+
+def by_name(card: Card, there: Container[str], given: Container[str]) -> dict[str, Any]:
+    """The encoders that neither the folder holds nor the caller gives.
+
+    Args:
+        card: of the router; says what made the latents and the text states.
+        there: components that have a folder.
+        given: names of the components that the caller passes, perhaps as None.
+
+    Raises:
+        ConfigError: one cannot be found, or has other weights by now.
+    """
+    found: dict[str, Any] = {}
+    if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
+        encoder = text_encoder(card.text["name"], text_length(card))
+        found = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
+    if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
+        found["vae"] = autoencoder_of(card.latents).network
+    return found
+
+
+def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:
+    """Refuse an encoder that is not the one of the training.
+
+    One that was saved in fewer bits has lost what the hash names, and passes.
+
+    Raises:
+        ConfigError: says which, and by what name the right one is known.
+    """
+    if tower is not None and card.text is None:
+        raise ConfigError("this model takes no text", "leave text_encoder out")
+    if tower is not None:
+        _check("text encoder", tower, card.text or {})
+    if vae is not None:
+        _check("VAE", vae, card.latents)
+
+
+def _check(what: str, network: nn.Module, producer: dict[str, Any]) -> None:
+    whole = all(p.dtype == torch.float32 for p in network.parameters())
+    if weights_hash(network) != producer["hash"] and whole:
+        raise ConfigError(
+            f"this {what} is not the one of the training, {producer['name']!r}", "install that one"
+        )
+
+
+def may_be_copied(name: str, size: int) -> str | None:
+    """Why an encoder is not copied into a folder without being asked for; None if it is.
+
+    Args:
+        name: of the encoder.
+        size: bytes of its weights.
+    """
+    if name not in LICENCES:
+        return "its licence is not known to Atoll"
+    return f"it has {size / 1e9:.1f} GB" if size > COPIED else None
+
+
+def size_of(network: nn.Module) -> int:
+    """Bytes of the weights."""
+    return sum(p.numel() * p.element_size() for p in network.parameters())

@@ -1,0 +1,117 @@
+"""One network in a folder of its own: checked before it is read, read, and written again."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors.torch import save_file
+from torch import nn
+
+from atoll.base.errors import AtollError, StoreError
+from atoll.base.hashing import digest, digest_tensors
+from atoll.ensemble.card import Card
+from atoll.ensemble.expert import read_card, read_part, settings_of
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.store.store import Store, to_json
+
+CARD, CONFIG = "card.json", "config.json"
+FILES = (CONFIG, WEIGHTS, CARD)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+AGAIN = "fetch or export the folder again"
+Part = TypeVar("Part")
+
+
+def check_part(folder: Path) -> Card:
+    """What can be told of a network's folder without reading its weights.
+
+    Returns:
+        Its card.
+
+    Raises:
+        StoreError: a file is missing, the weights are pickle or torn, or the card is of another version.
+    """
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is missing", AGAIN)
+    refuse_pickle(folder)
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise StoreError(f"{folder / name} is missing", AGAIN)
+    check_safetensors(folder / WEIGHTS)
+    return read_card(Store.open(folder), ".")
+
+
+def refuse_pickle(folder: Path) -> None:
+    """Refuse a folder whose weights are pickle only: reading one runs whatever code it holds."""
+    names = sorted(os.listdir(folder))
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in names):
+        raise StoreError(
+            f"{folder / pickles[0]} is pickle, which is not read", "convert the weights to safetensors"
+        )
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse a file that is no safetensors or has not the size of its header; reads the header only."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            raise StoreError(f"{path} is pickle, not safetensors", "convert the weights to safetensors")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        try:
+            header = json.loads(file.read(length)) if length + 8 <= size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise StoreError(f"{path} is damaged or no safetensors", AGAIN)
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise StoreError(f"{path} has {size} bytes instead of {expected}", AGAIN)
+
+
+def load_part(folder: Path, load: Callable[[Store, str], Part]) -> Part:
+    """Load a network with `Expert.load` or `RouterModel.load`; every byte is held against its card.
+
+    Raises:
+        StoreError: a file is not what the card says.
+    """
+    try:
+        return load(Store.open(folder), ".")
+    except StoreError as error:
+        raise StoreError(error.what, AGAIN) from None
+
+
+def save_part(folder: Path, network: nn.Module, card: Card) -> Card:
+    """Write a network with its card, `card.json` last; what lies there unchanged is left alone.
+
+    Returns:
+        The card as written: weights that were changed since (another type of numbers, say) have another
+        digest.
+    """
+    weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
+    settings = settings_of(network)
+    found = {"config_sha256": digest(settings), "weights_sha256": digest_tensors(weights)}
+    if found["weights_sha256"] != card.weights_sha256:
+        kinds = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()})
+        card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
+    card = card.model_copy(update=found)
+    if _holds(folder, card):
+        return card
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CARD).unlink(missing_ok=True)
+    (folder / CONFIG).write_bytes(to_json(settings))
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CARD).write_bytes(to_json(card.model_dump()))
+    return card
+
+
+def _holds(folder: Path, card: Card) -> bool:
+    """Whether this very network lies there, whole."""
+    try:
+        return check_part(folder) == card and read_part(Store.open(folder), ".")[0] == card
+    except AtollError:
+        return False

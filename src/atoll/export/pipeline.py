@@ -1,0 +1,485 @@
+"""The ensemble as a diffusers pipeline: components of a folder, pictures from a call."""
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils import BaseOutput, is_accelerate_available
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError, nearest
+from atoll.base.pictures import to_images
+from atoll.encoders.vae import Autoencoder
+from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Ensemble, RoutedField, Trace
+from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import check_flow, set_times, walk
+from atoll.export.bank import Chosen, ExpertBank, check_router
+from atoll.export.conditions import Asked, conditions
+from atoll.export.encoders import by_name, check_encoders
+from atoll.export.folder import (
+    MANIFEST,
+    MODEL_INDEX,
+    OTHERS,
+    PICTURE,
+    README,
+    inspect_folder,
+    locate,
+    model_index,
+    write_manifest,
+)
+from atoll.export.model_card import model_card
+from atoll.export.parts import load_part, save_part
+from atoll.networks.router import Router
+from atoll.store.store import to_json
+
+logger = logging.getLogger(__name__)
+Generators = torch.Generator | list[torch.Generator] | None
+OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
+OUTPUTS = ("pil", "np", "pt", "latent")
+_NOT_TAKEN = {
+    "custom_pipeline": "this class is the pipeline, and no code is fetched",
+    "trust_remote_code": "no code is fetched",
+    "variant": "there are none; give torch_dtype",
+    "device_map": "call .to(device) or .enable_model_cpu_offload()",
+    "quantization_config": "quantise the components after loading",
+    "use_onnx": "only safetensors are read",
+}
+
+
+@dataclass
+class AtollPipelineOutput(BaseOutput):  # type: ignore[misc]
+    """What a call gives.
+
+    Attributes:
+        images: PIL images, an array `(B, H, W, C)` or a tensor `(B, C, H, W)` in [0, 1], or latents.
+        routing: which expert served which picture at which step (`routing.stacked()`: steps, pictures,
+            experts), and what that cost.
+    """
+
+    images: Any
+    routing: Trace
+
+
+class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """K experts and a router that sample as one model.
+
+    Args:
+        experts: the bank of experts.
+        router: says which expert knows a noisy picture; with its card.
+        scheduler: any diffusers scheduler of flows.
+        vae: autoencoder of the latents; None where pixels are the latents.
+        text_encoder: text tower; None without text.
+        tokenizer: of the text tower.
+        num_inference_steps: of a call that names none.
+        guidance_scale: the same; 1 is none.
+        routing: the same; "commit", "top-1", "full" and so on.
+
+    Raises:
+        ConfigError: a router without a card, encoders that are not those of the training.
+        PartitionError: router and experts do not belong together.
+    """
+
+    model_cpu_offload_seq = "text_encoder->experts->vae"
+    _optional_components = ["vae", "text_encoder", "tokenizer"]
+    _callback_tensor_inputs = ["latents"]
+
+    def __init__(
+        self,
+        experts: ExpertBank,
+        router: Router,
+        scheduler: Any,
+        vae: nn.Module | None = None,
+        text_encoder: nn.Module | None = None,
+        tokenizer: Any = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 2.0,
+        routing: str = "commit",
+    ) -> None:
+        super().__init__()
+        if not isinstance(router.card, Card):
+            raise ConfigError("the router has no card", "load it with AtollPipeline.from_pretrained")
+        check_router(router.card, experts.cards, len(experts), router.config.num_experts)
+        check_encoders(router.card, text_encoder, vae)
+        check_flow(scheduler)
+        self.register_modules(
+            experts=experts,
+            router=router,
+            scheduler=scheduler,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+        )
+        self.register_to_config(
+            num_inference_steps=num_inference_steps,
+            guidance_scale=float(guidance_scale),
+            routing=str(Routing.named(routing)),
+        )
+        self.about: Mapping[str, Any] = {}
+        self.picture: bytes | None = None
+        self._interrupt, self._num_timesteps, self._guidance = False, 0, guidance_scale
+
+    @property
+    def card(self) -> Card:
+        """The router's card: condition, shape, latents and text encoder of all parts."""
+        found: Card = self.router.card
+        return found
+
+    @property
+    def guidance_scale(self) -> float:
+        """Of the call in hand; callbacks read it."""
+        return self._guidance
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the call in hand; callbacks read it."""
+        return self._num_timesteps
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback has asked to stop (`pipe._interrupt = True`)."""
+        return self._interrupt
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | Sequence[int] | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        generator: Generators = None,
+        latents: Tensor | None = None,
+        routing: str | Routing | None = None,
+        clusters: Sequence[int] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        truncate_prompt: bool = False,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> AtollPipelineOutput | tuple[Any, Trace]:
+        """Pictures of prompts, of class labels, or of nothing, as the experts were trained.
+
+        Args:
+            prompt: one text or several.
+            class_labels: one label or several.
+            negative_prompt: what guidance leads away from, one for all or one for each.
+            num_images_per_prompt: pictures of each prompt or label, or in all without either.
+            num_inference_steps: steps, not calls: Heun calls the experts twice in a step.
+            guidance_scale: classifier-free guidance; 1 is none. The pipeline's own by default.
+            generator: one, or one for each picture, which makes a picture independent of its batch. It
+                gives the starting noise, then one number that decides the draws of the routing.
+            latents: starting noise `(B, C, H, W)` in place of the generator's.
+            routing: strategy, such as "top-1", "commit", "full" or "top-2 every 5".
+            clusters: cluster of every picture, for routing "oracle".
+            prompt_embeds: text states `(N, L, D)` in place of prompts.
+            prompt_attention_mask: which of them are real `(N, L)`.
+            negative_prompt_embeds: states of the empty text, with `prompt_embeds`.
+            negative_prompt_attention_mask: which of those are real.
+            truncate_prompt: cut texts that are too long, as training did, instead of refusing them.
+            output_type: "pil", "np", "pt" or "latent".
+            return_dict: whether the result has names; otherwise it is the tuple (images, routing).
+            callback_on_step_end: called as `(pipe, step, timestep, {"latents": ...})` after every step; what
+                it returns under "latents" is gone on from.
+            callback_on_step_end_tensor_inputs: "latents" is all there is.
+
+        Raises:
+            ConfigError: an argument that does not fit the model; before anything is computed.
+        """
+        strategy = (
+            Routing.named(routing or self.config.routing) if not isinstance(routing, Routing) else routing
+        )
+        scale = self.config.guidance_scale if guidance_scale is None else float(guidance_scale)
+        steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
+        callback_on_step_end_tensor_inputs = getattr(
+            callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs
+        )
+        self._check_call(strategy, scale, output_type, callback_on_step_end_tensor_inputs)
+        scale = 1.0 if self.card.condition == "none" else scale
+        total = set_times(self.scheduler, steps)
+        asked = Asked(
+            prompt,
+            negative_prompt,
+            class_labels,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
+            num_images_per_prompt,
+            scale != 1.0,
+            truncate_prompt,
+        )
+        device = self._execution_device
+        cond, null, batch = conditions(self.card, asked, self.tokenizer, self.text_encoder, device)
+        x, numbers = self._draw(batch, generator, latents, device)
+        field = self._field(cond, null, scale, strategy, numbers, clusters)
+        self._interrupt, self._num_timesteps, self._guidance = False, total, scale
+        with self.progress_bar(total=total) as bar:
+            for point in walk(field, x, self.scheduler, generator):
+                if callback_on_step_end is not None:
+                    held = dict.fromkeys(callback_on_step_end_tensor_inputs, point.x)
+                    answer = callback_on_step_end(self, point.step, point.timestep, held) or {}
+                    point.x = answer.get("latents", point.x)
+                x = point.x
+                bar.update()
+                if self._interrupt:
+                    break
+        images = self._pictures(x, output_type)
+        self.maybe_free_model_hooks()
+        return AtollPipelineOutput(images, field.trace) if return_dict else (images, field.trace)
+
+    def _check_call(self, routing: Routing, guidance: float, output: str, inputs: Sequence[str]) -> None:
+        """What can be wrong with a call, told before the text encoder runs."""
+        if not math.isfinite(guidance) or guidance < 0:
+            raise ConfigError(f"guidance_scale={guidance}", "give 0 or more; 1 is none")
+        if routing.strategy == "top-k" and routing.k > len(self.experts):
+            raise ConfigError(
+                f"routing {str(routing)!r} with {len(self.experts)} experts",
+                f"give k of at most {len(self.experts)}",
+            )
+        if output not in OUTPUTS:
+            raise ConfigError(f"output_type={output!r}", nearest(output, OUTPUTS))
+        if output != "latent" and self.vae is None and self.card.latents["name"] != "none":
+            raise ConfigError(
+                f"the pipeline was loaded without its VAE {self.card.latents['name']!r}",
+                "load it, or give output_type='latent'",
+            )
+        for name in inputs:
+            if name not in self._callback_tensor_inputs:
+                raise ConfigError(f"callbacks cannot have {name!r}", "there is only 'latents'")
+
+    def _draw(
+        self, batch: int, generator: Generators, latents: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, list[int]]:
+        """Starting noise, and for each picture the number that its routing draws come from."""
+        if isinstance(generator, list) and len(generator) != batch:
+            raise ConfigError(
+                f"{len(generator)} generators for {batch} pictures", "give one, or one for each"
+            )
+        shape = (batch, self.card.shape["channels"], self.card.shape["size"], self.card.shape["size"])
+        if latents is None:
+            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
+        elif tuple(latents.shape) != shape:
+            raise ConfigError(f"latents of shape {tuple(latents.shape)}", f"give {shape}")
+        sources = generator if isinstance(generator, list) else [generator] * batch
+        numbers = [
+            int(torch.randint(2**62, (), generator=g, device=None if g is None else g.device))
+            for g in sources
+        ]
+        return latents.to(device, torch.float32), numbers
+
+    def _field(
+        self,
+        cond: Condition,
+        null: Condition,
+        guidance: float,
+        routing: Routing,
+        numbers: list[int],
+        clusters: Sequence[int] | None,
+    ) -> RoutedField:
+        if routing.strategy == "oracle" and (clusters is None or len(clusters) != len(numbers)):
+            raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
+        labels = None if clusters is None else torch.tensor(list(clusters), device=self._execution_device)
+        ensemble = Ensemble(self.experts, _Ask(self.router), self.experts.missing)
+        return ensemble.field(cond, null, guidance, routing, 0, numbers, labels)
+
+    def _pictures(self, latents: Tensor, output: str) -> Any:
+        if output == "latent":
+            return latents
+        made = self.card.latents
+        kind = latents.dtype if self.vae is None else self.vae.dtype
+        vae = Autoencoder(made["name"], self.vae, made["shift"], made["scale"], str(latents.device))
+        pixels = vae.decode(latents.to(kind)).clone()
+        if output == "pil":
+            return to_images(pixels)
+        pixels = (pixels / 2 + 0.5).clamp(0, 1)
+        return pixels.permute(0, 2, 3, 1).numpy() if output == "np" else pixels
+
+    def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
+        """Says why there is nothing to slice."""
+        if slice_size is not None:
+            logger.warning(
+                "attention slicing changes nothing: the experts' attention is torch's"
+                " scaled_dot_product_attention, which never holds the whole matrix"
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        experts: Chosen = "auto",
+        torch_dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a pipeline; files are held against their hashes before anything is built from them.
+
+        Args:
+            pretrained_model_name_or_path: folder (`CAMPAIGN/ensemble` or an exported one) or hub name.
+            experts: "auto" for all there are, or numbers; from a hub no others are fetched. The share
+                of those left out goes to the others.
+            torch_dtype: type of the networks' numbers; sampling itself is done in float32.
+            revision: branch, tag or commit of the hub.
+            local_files_only: take the hub's cache as it is.
+            cache_dir: the hub's cache.
+            token: of the hub.
+            kwargs: components in place of the folder's (`scheduler=...`, `text_encoder=None`).
+
+        Raises:
+            ConfigError: no such folder, expert or option; encoders that are not those of the training.
+            StoreError: a part is missing, damaged, pickle, or of another version.
+            PartitionError: parts that do not belong together.
+        """
+        torch_dtype = kwargs.pop("dtype", None) or torch_dtype
+        for name, why in _NOT_TAKEN.items():
+            if kwargs.pop(name, None):
+                raise ConfigError(f"{name} is not taken", why)
+        hub = {
+            "revision": revision,
+            "local_files_only": local_files_only,
+            "cache_dir": cache_dir,
+            "token": token,
+        }
+        root = locate(pretrained_model_name_or_path, experts, **hub)
+        found = inspect_folder(root, experts)
+        kwargs |= by_name(found.router, found.components, kwargs)
+        bank = ExpertBank.from_pretrained(root / "experts", experts)
+        router = load_part(root / "router", RouterModel.load)
+        router.network.card = router.card
+        kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
+        pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
+        pipe.about = found.about
+        pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
+        bank.tell()
+        if torch_dtype is not None:
+            for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder):
+                _cast(part, torch_dtype)
+        return pipe
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write the folder that `from_pretrained` reads; experts that lie there unchanged are left alone.
+
+        Args:
+            save_directory: folder, made if missing.
+            safe_serialization: safetensors is the only form.
+            variant: there are none.
+            push_to_hub: push as well, to `repo_id` (by default the folder's name).
+            kwargs: of `push_to_hub`.
+        """
+        if not safe_serialization or variant is not None:
+            raise ConfigError(
+                "pipelines are saved as safetensors without variants", "leave these options out"
+            )
+        root = Path(save_directory)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / MANIFEST).unlink(missing_ok=True)
+        for name in OTHERS:
+            _save_component(root, name, getattr(self, name))
+        bank, router = _plain(self.experts), _plain(self.router)
+        bank.save_pretrained(root / "experts")
+        card = save_part(root / "router", router, self.card)
+        (root / MODEL_INDEX).write_bytes(to_json(model_index(self.config, self.config)))
+        if self.picture is not None:
+            (root / PICTURE).write_bytes(self.picture)
+        text = model_card(card, bank.cards, len(bank), self.about, self.config, self.picture is not None)
+        (root / README).write_text(text, encoding="utf-8")
+        write_manifest(root, len(bank), bank.cards, card, self.about)
+        if push_to_hub:
+            self._push(root, kwargs.pop("repo_id", root.name), **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Save and push to a repository of the hub, made if missing.
+
+        Args:
+            repo_id: OWNER/NAME.
+            kwargs: `commit_message`, `private`, `token`, `create_pr`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return self._push(Path(folder), repo_id, **kwargs)
+
+    def _push(
+        self,
+        folder: Path,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        create_pr: bool = False,
+    ) -> Any:
+        from huggingface_hub import create_repo, upload_folder
+
+        name = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        return upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            token=token,
+            commit_message=commit_message or "Upload AtollPipeline",
+            create_pr=create_pr,
+        )
+
+
+class _Ask:
+    """A router network as an ensemble asks it, in the network's own type of numbers."""
+
+    def __init__(self, network: Router) -> None:
+        self.network = network
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        answer: Tensor = self.network(x_t.to(self.network.dtype), t, cond)
+        return answer.float()
+
+
+def _save_component(root: Path, name: str, component: Any) -> None:
+    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
+    target, new = root / name, root / f".{name}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    if component is not None:
+        _plain(component).save_pretrained(str(new))
+    shutil.rmtree(target, ignore_errors=True)
+    if component is not None:
+        new.rename(target)
+
+
+def _cast(network: nn.Module | None, kind: torch.dtype) -> None:
+    """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
+    if network is None:
+        return
+    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
+    for name, module in network.named_modules():
+        if not any(part in kept for part in name.split(".")):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(kind)
+
+
+def _plain(module: Any) -> Any:
+    """The module that `torch.compile` has wrapped."""
+    return getattr(module, "_orig_mod", module)

@@ -1,0 +1,430 @@
+"""The folder of a pipeline: what is saved comes back to the bit, and what is wrong with it is told early."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
+from atoll.export import folder as folders
+from atoll.export.bank import ExpertBank
+from atoll.export.pipeline import AtollPipeline
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.families import DataShape
+from atoll.store.store import Store
+from helpers_export import LABELS, expert, flux_expert, generators, pipeline, state, text_pipeline
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    text_pipeline(folder).save_pretrained(folder / "model")
+    return folder
+
+
+def load(folder: Path, **options: Any) -> AtollPipeline:
+    pipe = AtollPipeline.from_pretrained(folder, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(pipe: AtollPipeline, **call: Any) -> torch.Tensor:
+    call = call or {"class_labels": [0, 1, 2, 3]}
+    return pipe(generator=generators(4), output_type="latent", routing="full", **call).images
+
+
+def test_saved_and_loaded_it_is_the_same_to_the_bit(saved: Path) -> None:
+    made, back = pipeline(), load(saved)
+    before, after = state(made), state(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(picture(made), picture(back))
+    assert back.experts.cards == made.experts.cards and back.config.num_inference_steps == 4
+
+
+def test_saved_again_the_files_are_the_same(saved: Path, tmp_path: Path) -> None:
+    load(saved).save_pretrained(tmp_path / "again")
+    for path in sorted(p for p in saved.rglob("*") if p.is_file()):
+        assert (tmp_path / "again" / path.relative_to(saved)).read_bytes() == path.read_bytes(), path
+
+
+def test_only_safetensors_json_and_text_are_written(saved: Path, texts: Path) -> None:
+    for folder in (saved, texts / "model"):
+        kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
+        assert kinds == {".json", ".safetensors", ".md"}
+    with pytest.raises(ConfigError, match="safetensors"):
+        pipeline().save_pretrained(saved, safe_serialization=False)
+
+
+def test_every_folder_that_the_index_names_is_there(texts: Path) -> None:
+    index = json.loads((texts / "model/model_index.json").read_text())
+    named = {name for name, value in index.items() if isinstance(value, list) and value[0]}
+    assert named == {"experts", "router", "scheduler", "vae", "text_encoder", "tokenizer"}
+    assert {path.name for path in (texts / "model").iterdir() if path.is_dir()} == named
+    assert index["experts"] == ["atoll.export.bank", "ExpertBank"]
+    assert index["router"] == ["atoll.networks.router", "Router"]
+    assert "_name_or_path" not in index
+
+
+def test_a_type_of_numbers_is_kept_and_told(saved: Path, tmp_path: Path) -> None:
+    half = load(saved, torch_dtype=torch.bfloat16)
+    assert {p.dtype for p in half.experts.parameters()} == {torch.bfloat16}
+    half.save_pretrained(tmp_path / "half")
+    assert {t.dtype for t in load_file(tmp_path / "half/experts/0" / WEIGHTS).values()} == {torch.bfloat16}
+    back = load(tmp_path / "half")
+    assert back.experts.cards[0].provenance["saved_as"] == "bfloat16"
+    assert torch.equal(picture(half), picture(back))
+
+
+# Text and latents.
+
+
+def test_texts_and_latents_travel_with_their_encoders(texts: Path, tmp_path: Path) -> None:
+    made = text_pipeline(tmp_path)
+    back = load(texts / "model")
+    call: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
+    assert torch.equal(picture(made, **call), picture(back, **call))
+    images = [pipe("a red square", generator=generators(1)).images[0] for pipe in (made, back)]
+    assert images[0].size == (16, 16) and images[0].tobytes() == images[1].tobytes()
+
+
+def test_without_their_folders_encoders_are_found_by_name(texts: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(texts / "model", tmp_path / "light"))
+    index = json.loads((folder / "model_index.json").read_text())
+    for name in ("text_encoder", "tokenizer", "vae"):
+        shutil.rmtree(folder / name)
+        index[name] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    found = json.loads((folder / "ensemble.json").read_text())
+    cards = load(texts / "model")
+    folders.write_manifest(folder, found["k"], cards.experts.cards, cards.card, {})
+    call: dict[str, Any] = {"prompt": ["a", "red", "square", "bar"]}
+    assert torch.equal(picture(load(folder), **call), picture(load(texts / "model"), **call))
+    torch.manual_seed(5)
+    changed = load_file(texts / "text/model.safetensors")
+    backup = (texts / "text/model.safetensors").read_bytes()
+    save_file({n: t + 1 for n, t in changed.items()}, texts / "text/model.safetensors", {"format": "pt"})
+    try:
+        with pytest.raises(ConfigError, match="text encoder is not the one of the training"):
+            load(folder)
+    finally:
+        (texts / "text/model.safetensors").write_bytes(backup)
+
+
+def test_prompt_embeds_stand_for_prompts(texts: Path) -> None:
+    whole, light = load(texts / "model"), load(texts / "model", text_encoder=None, tokenizer=None)
+    from atoll.encoders.text import TextEncoder
+
+    states, mask = TextEncoder("", whole.tokenizer, whole.text_encoder, 8, 16).encode(
+        ["a red square", "bar", ""]
+    )
+    call = {
+        "prompt_embeds": states[:2],
+        "prompt_attention_mask": mask[:2],
+        "negative_prompt_embeds": states[2:],
+        "negative_prompt_attention_mask": mask[2:],
+        "num_images_per_prompt": 2,
+    }
+    expected = picture(whole, prompt=["a red square", "bar"], num_images_per_prompt=2)
+    assert torch.equal(picture(light, **call), expected)
+    with pytest.raises(ConfigError, match="loaded without its text encoder"):
+        light("a red square")
+    with pytest.raises(ConfigError, match="needs negative_prompt_embeds"):
+        light(prompt_embeds=states[:1], prompt_attention_mask=mask[:1])
+
+
+def test_negative_prompts_lead_away(texts: Path) -> None:
+    pipe = load(texts / "model")
+    prompts = ["a", "red", "square", "bar"]
+    plain = picture(pipe, prompt=prompts)
+    assert torch.equal(picture(pipe, prompt=prompts, negative_prompt=""), plain)
+    one = picture(pipe, prompt=prompts, negative_prompt="green")
+    each = picture(pipe, prompt=prompts, negative_prompt=["green"] * 4)
+    torch.testing.assert_close(one, each, rtol=0, atol=1e-5)
+    assert not torch.equal(one, plain)
+    with pytest.raises(ConfigError, match="2 negative prompts for 4 prompts"):
+        picture(pipe, prompt=prompts, negative_prompt=["green", "red"])
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_cut(texts: Path) -> None:
+    pipe = load(texts / "model")
+    long = "a red square bar one two green red square bar"
+    with pytest.raises(ConfigError, match=r"has 11 tokens, 8 are taken: 'red square bar' would be lost"):
+        pipe(long)
+    cut = pipe(long, truncate_prompt=True, generator=generators(1), output_type="latent").images
+    short = pipe("a red square bar one two green", generator=generators(1), output_type="latent").images
+    assert torch.equal(cut, short)
+
+
+def test_encoders_of_another_model_are_refused(texts: Path, saved: Path, tmp_path: Path) -> None:
+    pipe = load(texts / "model")
+    with torch.no_grad():
+        next(pipe.text_encoder.parameters()).add_(1)
+    with pytest.raises(ConfigError, match="text encoder is not the one of the training"):
+        load(texts / "model", text_encoder=pipe.text_encoder)
+    with pytest.raises(ConfigError, match="takes no text"):
+        load(saved, text_encoder=pipe.text_encoder)
+    with torch.no_grad():
+        next(pipe.vae.parameters()).add_(1)
+    with pytest.raises(ConfigError, match="VAE is not the one of the training"):
+        load(texts / "model", vae=pipe.vae)
+
+
+def test_experts_of_several_families_and_predictions(texts: Path, tmp_path: Path) -> None:
+    """One Flux beside one PixArt that predicts noise on another schedule, through the folder and back."""
+    pipe = load(texts / "model")
+    shape, made = DataShape(**pipe.card.shape), {"text": pipe.card.text, "latents": pipe.card.latents}
+    before = picture(pipe, prompt=["a", "red", "square", "bar"])
+    pipe.experts.add(flux_expert(0, shape, **made))
+    pipe.experts.add(expert(1, shape, prediction="eps", schedule="vp-cosine", **made))
+    pipe.save_pretrained(tmp_path / "mixed")
+    back = load(tmp_path / "mixed")
+    assert [type(n).__name__ for n in back.experts.networks.values()] == [
+        "FluxTransformer2DModel",
+        "PixArtTransformer2DModel",
+    ]
+    after = [picture(p, prompt=["a", "red", "square", "bar"]) for p in (pipe, back)]
+    assert torch.equal(*after) and not torch.equal(before, after[0])
+
+
+# Partial ensembles.
+
+
+def test_some_of_the_experts(saved: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        some = load(saved, experts=[0, 2])
+    assert "partial ensemble: experts 1 of 3 are missing" in caplog.text
+    assert some.experts.present == (0, 2) and len(some.experts) == 3
+    trace = some(class_labels=[0, 1], routing="full", generator=generators(2)).routing.stacked()
+    assert (trace[:, :, 1] == 0).all() and (trace[:, :, [0, 2]] > 0).all()
+    torch.testing.assert_close(trace.sum(2), torch.ones(4, 2))
+    some.save_pretrained(tmp_path / "some")
+    assert "**Partial: experts 1 of 3 are missing.**" in (tmp_path / "some/README.md").read_text()
+    assert torch.equal(picture(load(tmp_path / "some")), picture(some))
+
+
+def test_one_is_added_later_without_touching_the_others(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    some = load(saved, experts=[0, 2])
+    some.save_pretrained(folder)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "experts").rglob(WEIGHTS)}
+    some.experts.add(saved / "experts/1")
+    some.save_pretrained(folder)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert torch.equal(picture(load(folder)), picture(load(saved)))
+
+
+def test_one_is_dropped(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = load(copy)
+    pipe.experts.drop(2)
+    assert "experts 2 of 3 are missing" in caplog.text
+    pipe.save_pretrained(copy)
+    assert not (copy / "experts/2").exists()
+    assert load(copy).experts.present == (0, 1)
+    pipe.experts.drop(0)
+    with pytest.raises(ConfigError, match="expert 1 is the last one"):
+        pipe.experts.drop(1)
+    with pytest.raises(ConfigError, match="there is no expert 0"):
+        pipe.experts.drop(0)
+
+
+def test_one_is_replaced_by_a_newer_version(copy: Path) -> None:
+    pipe = load(copy)
+    old = picture(pipe)
+    pipe.experts.add(expert(1, LABELS, seed=77))
+    pipe.save_pretrained(copy)
+    assert not torch.equal(picture(load(copy)), old)
+    assert torch.equal(picture(load(copy)), picture(pipe))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"partition": "q" * 64}, "another partition"),
+        ({"latents": {"name": "x", "hash": "1", "shift": 0.0, "scale": 1.0}}, "another latents"),
+        ({"text": {"name": "t5", "hash": "2", "max_length": 8}}, "another text"),
+        ({"condition": "none"}, "another condition"),
+        ({"role": "monolith", "island": None}, "holds monolith"),
+    ],
+)
+def test_parts_of_other_campaigns_are_refused(saved: Path, changes: dict[str, Any], words: str) -> None:
+    pipe = load(saved)
+    before = picture(pipe)
+    with pytest.raises(PartitionError, match=words):
+        pipe.experts.add(expert(1, LABELS, **changes), 1)
+    assert torch.equal(picture(pipe), before)
+    bank = ExpertBank({0: expert(0, LABELS, **changes) if "role" not in changes else expert(0, LABELS)}, 3)
+    if "role" not in changes:
+        with pytest.raises(PartitionError, match=words):
+            AtollPipeline(bank, pipe.router, pipe.scheduler)
+
+
+def test_places_that_do_not_exist(saved: Path) -> None:
+    pipe = load(saved)
+    with pytest.raises(PartitionError, match="place 0 holds expert 1"):
+        pipe.experts.add(expert(1, LABELS), 0)
+    with pytest.raises(ConfigError, match="no place 3 among 3"):
+        pipe.experts.add(expert(3, LABELS))
+    with pytest.raises(PartitionError, match="knows 3 experts, the bank has 2 places"):
+        AtollPipeline(ExpertBank({0: expert(0, LABELS)}, 2), pipe.router, pipe.scheduler)
+
+
+# What is wrong with a folder, told before anything is loaded.
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def to_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "diffusion_pytorch_model.bin").write_bytes(b"PK\x03\x04")
+
+
+def disguise(folder: Path) -> None:
+    size = (folder / WEIGHTS).stat().st_size
+    (folder / WEIGHTS).write_bytes(b"\x80\x04\x95".ljust(size, b"."))
+
+
+DAMAGE = {
+    "a flipped bit": (lambda f: flip(f / "experts/1" / WEIGHTS), "experts/1/.*does not match its SHA-256"),
+    "a torn file": (
+        lambda f: (f / "experts/1" / WEIGHTS).write_bytes(b"\0" * 100),
+        "damaged or no safetensors",
+    ),
+    "a shorter file": (
+        lambda f: (f / "router" / WEIGHTS).write_bytes((f / "router" / WEIGHTS).read_bytes()[:-8]),
+        "bytes instead of",
+    ),
+    "pickle beside": (lambda f: to_pickle(f / "experts/2"), "model.bin is pickle, which is not read"),
+    "pickle inside": (lambda f: disguise(f / "experts/2"), "is pickle, not safetensors"),
+    "no router": (lambda f: shutil.rmtree(f / "router"), "has no router"),
+    "no card": (lambda f: (f / "router/card.json").unlink(), "router/card.json is missing"),
+    "no scheduler": (lambda f: shutil.rmtree(f / "scheduler"), "has no scheduler"),
+    "no expert": (lambda f: shutil.rmtree(f / "experts/0"), "experts/0 is missing"),
+    "no index of experts": (lambda f: (f / "experts/experts.json").unlink(), "experts.json is missing"),
+    "no manifest": (lambda f: (f / "ensemble.json").unlink(), "not complete"),
+    "no model index": (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
+    "a newer manifest": (lambda f: edit_json(f / "ensemble.json", schema=9), "schema 9"),
+    "a newer card": (lambda f: edit_json(f / "experts/0/card.json", schema_version=9), "schema 9"),
+    "another card": (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
+    "another place": (
+        lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1/card.json"),
+        "experts/1 holds expert 0",
+    ),
+    "an edited scheduler": (
+        lambda f: edit_json(f / "scheduler/scheduler_config.json", shift=3.0),
+        "scheduler_config.json .*(SHA-256|instead of)",
+    ),
+    "another pipeline": (
+        lambda f: edit_json(f / "model_index.json", _class_name="DiTPipeline"),
+        "holds a DiTPipeline",
+    ),
+    "foreign code": (
+        lambda f: edit_json(f / "model_index.json", vae=["somewhere.else", "Thing"]),
+        "wants vae from somewhere.else.Thing",
+    ),
+    "code beside": (
+        lambda f: (f / "router/atoll.py").write_text("raise SystemExit"),
+        "holds code, which is not run",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_wrong_is_told_before_a_network_is_built(
+    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, words = DAMAGE[name]
+    damage(copy)
+    monkeypatch.setattr("atoll.export.pipeline.load_part", lambda *_: pytest.fail("a network was loaded"))
+    monkeypatch.setattr("atoll.export.bank.load_part", lambda *_: pytest.fail("an expert was loaded"))
+    with pytest.raises(AtollError, match=words) as caught:
+        load(copy)
+    assert "\n" not in str(caught.value) and caught.value.fix
+
+
+def test_damage_in_an_expert_that_is_not_asked_for_does_not_matter(copy: Path) -> None:
+    shutil.rmtree(copy / "experts/1")
+    assert load(copy, experts=[0, 2]).experts.present == (0, 2)
+
+
+def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path: Path) -> None:
+    other = pipeline()
+    other.experts.add(expert(1, LABELS, seed=78))
+    other.save_pretrained(tmp_path / "other")
+    shutil.rmtree(copy / "experts/1")
+    shutil.copytree(tmp_path / "other/experts/1", copy / "experts/1")
+    with pytest.raises(StoreError, match=r"is not the part that ensemble\.json names"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"experts": [5]}, "experts 5 are not there: there are 0, 1, 2"),
+        ({"experts": []}, "no expert was asked for"),
+        ({"experts": "all"}, "experts='all': give 'auto'"),
+        ({"trust_remote_code": True}, "trust_remote_code is not taken"),
+        ({"custom_pipeline": "x"}, "custom_pipeline is not taken"),
+        ({"variant": "fp16"}, "variant is not taken"),
+    ],
+)
+def test_wrong_options_are_refused(saved: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(saved, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere at all", "there is no folder"),
+        ("s3://bucket/model", "is a URL: write the folder first"),
+        ("owner/not-there", "as a hub name it cannot be had"),
+    ],
+)
+def test_a_place_that_is_not_there(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AtollPipeline.from_pretrained(name)
+
+
+def test_the_folder_of_a_campaign_is_answered_with_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a campaign: give its folder .*/ensemble"):
+        AtollPipeline.from_pretrained(tmp_path)
+
+
+def test_scheduler_in_place_of_the_folders(saved: Path) -> None:
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    pipe = load(saved, scheduler=FlowMatchHeunDiscreteScheduler())
+    assert type(pipe.scheduler).__name__ == "FlowMatchHeunDiscreteScheduler"
+
+
+def test_experts_json_lists_what_is_there(saved: Path) -> None:
+    content = Store.open(saved).get_json("experts/experts.json")
+    assert content["k"] == 3 and set(content["experts"]) == {"0", "1", "2"}
+    bank = ExpertBank.from_pretrained(saved / "experts", experts=[1], torch_dtype=torch.float64)
+    assert bank.present == (1,) and bank.dtype == torch.float64
