@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from atoll.base.errors import DataError
 
 POLL = 0.2  # seconds between looks at whether the run was told to leave
@@ -61,6 +63,7 @@ class Ahead:
             return made
 
     def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread: torch would give it as many again, to wait beside the step's
         begin = self.begin
         while not self._stopped.is_set():
             made: list[Any] | BaseException
