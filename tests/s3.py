@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -85,36 +84,51 @@ def serve(auth: bool = False) -> Iterator[S3]:
         process.communicate()
 
 
+class Proxy(BaseHTTPRequestHandler):
+    """Passes requests on to `endpoint`; subclasses say what goes wrong."""
+
+    protocol_version = "HTTP/1.1"
+    endpoint = ""
+    dropped: tuple[str, ...] = ("connection",)
+
+    def forward(self) -> None:
+        self.answer(*self.ask(self.rfile.read(int(self.headers.get("Content-Length", 0)))))
+
+    def ask(self, body: bytes) -> tuple[int, Any, bytes]:
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in self.dropped}
+        with closing(HTTPConnection(self.endpoint.removeprefix("http://"), timeout=30)) as behind:
+            behind.request(self.command, self.path, body, headers)
+            answer = behind.getresponse()
+            return answer.status, answer.headers, answer.read()
+
+    def answer(self, status: int, headers: Any, content: bytes, half: bool = False) -> None:
+        self.send_response(status)
+        own = ("connection", "transfer-encoding", "server", "date", "content-length")
+        for name, value in headers.items():
+            if name.lower() not in own:
+                self.send_header(name, value)
+        length = headers.get("Content-Length", len(content)) if self.command == "HEAD" else len(content)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if half else content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = lambda self: self.forward()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that is killed leaves its connection open."""
+
+
 @contextmanager
-def forgetful(s3: S3) -> Iterator[S3]:
-    """The endpoint behind a proxy that drops If-None-Match, like a store without conditional writes."""
-
-    class Proxy(BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "if-none-match"}
-            request = urllib.request.Request(s3.url + self.path, body or None, headers, method=self.command)
-            try:
-                with urllib.request.urlopen(request) as answer:
-                    self.answer(answer.status, answer.headers, answer.read())
-            except urllib.error.HTTPError as error:
-                with error:
-                    self.answer(error.code, error.headers, error.read())
-
-        def answer(self, status: int, headers: Any, body: bytes) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                if name.lower() not in ("connection", "transfer-encoding", "server", "date"):
-                    self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+def proxied(handler: type[Proxy]) -> Iterator[S3]:
+    """The endpoint behind a proxy."""
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -123,3 +137,14 @@ def forgetful(s3: S3) -> Iterator[S3]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def forgetful(s3: S3) -> Iterator[S3]:
+    """The endpoint behind a proxy that drops If-None-Match, like a store without conditional writes."""
+
+    class Forgetful(Proxy):
+        endpoint, dropped = s3.url, ("connection", "if-none-match")
+
+    with proxied(Forgetful) as behind:
+        yield behind

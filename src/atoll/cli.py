@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from atoll.base.console import say
-from atoll.base.errors import AtollError
+from atoll.base.errors import AtollError, Hearsay
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
@@ -280,8 +280,8 @@ def report(campaign: str) -> None:
 
 
 ASIDE = 3.0
-"""Seconds that a process beside others of one run holds back an error: where the first one has the same, it
-says it and `torchrun` ends the rest."""
+"""Seconds that a process holds back an error that another one of the same run has to tell: what all meet
+alike is told by the first, a collective that fails by whoever made it fail. `torchrun` then ends the rest."""
 
 
 def main() -> None:
@@ -293,8 +293,9 @@ def _guard(run: Callable[[], Any]) -> None:
     try:
         run()
     except AtollError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(ASIDE)
+        if not error.alone:
+            beside = os.environ.get("LOCAL_RANK", "0") != "0"
+            time.sleep(ASIDE * (beside + isinstance(error, Hearsay)))
         click.echo(f"error: {error}", err=True)
         sys.exit(getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:

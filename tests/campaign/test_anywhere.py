@@ -89,6 +89,18 @@ def test_damaged_data_stop_the_training(there: Store, run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_a_seed_is_handed_over_on_s3(url: str, tmp_path: Path, run: Run) -> None:
+    local = partitioned(tmp_path / "c", merged(TINY, {"budget": {"seed": 0.3}})).store
+    there = Store.open(url, create=True)
+    copy(local, there)
+    for store in (local, there):
+        for argv in (["train", "seed"], ["train", "expert", "--island", "0"]):
+            answer = run(*argv[:2], store.location, *argv[2:])
+            assert answer.code == 0, answer
+    assert there.get(f"islands/0/{WEIGHTS}") == local.get(f"islands/0/{WEIGHTS}")
+
+
+@pytest.mark.slow
 def test_the_whole_way_on_s3(url: str, tmp_path: Path, run: Run) -> None:
     settings = merged(SMALL, TINY)
     Store.open(url, create=True).put("campaign.yaml", yaml.safe_dump(settings).encode())

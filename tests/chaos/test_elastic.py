@@ -198,9 +198,8 @@ def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_
 
 
 WAYS = {
-    "fsdp": (2, ['train.parallel.strategy="fsdp"']),
     "fsdp in groups of 2": (4, ['train.parallel.strategy="fsdp"', "train.parallel.shard=2"]),
-    "recomputed": (2, ["train.parallel.checkpointing=true", "train.parallel.micro_batch=3"]),
+    "compiled": (2, ["train.parallel.compile=true"]),
     "fsdp, all of it": (
         2,
         [
@@ -216,6 +215,8 @@ WAYS = {
 def test_other_ways_to_spread_a_step(
     way: str, copy: Path, alone: tuple[Path, Record], tmp_path: Path
 ) -> None:
+    if way == "compiled" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs g++ on a CPU")
     count, sets = WAYS[way]
     with ranks(copy, count, "all", tmp_path / "record", *sets) as spread:
         answer = spread.end()
@@ -268,6 +269,16 @@ def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_
     assert len(errors) == 1 and " did not finish " in errors[0] and "another process of this run" in errors[0]
     assert "Traceback" not in answer.err, answer.err
     assert entries(run)[-1]["kind"] == "release" and not finished(run)
+
+
+def test_a_rank_whose_data_do_not_come_says_so(copy: Path, tmp_path: Path) -> None:
+    """The others only see that a collective fails; the one line is that of the rank that knows why."""
+    sets = ("train.data_seconds=2", "train.parallel.collective_seconds=60")
+    with ranks(copy, 2, "stalls-1", tmp_path / "record", *sets, launcher="atoll.launch.torchrun") as spread:
+        answer = spread.end(120)
+    errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]
+    assert answer.code == 2 and "did not come within 2 s" in errors[0], answer.err
+    assert entries(island(copy, 0))[-1]["kind"] == "release"
 
 
 def test_more_processes_than_samples(copy: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -22,7 +23,9 @@ def train_to_the_end(nursery: Nursery, folder: Path, number: int) -> Child:
     return child
 
 
-def test_three_islands_under_sixty_kills(nursery: Nursery, copy: Path, reference: Path) -> None:
+def test_three_islands_under_sixty_kills(
+    nursery: Nursery, copy: Path, untouched: Path, reference: Path
+) -> None:
     """At random moments after a process has taken its run over; clocks of machines and files jump about."""
     chance, kills = random.Random(7), dict.fromkeys(ISLANDS, 0)
     while min(kills.values()) < 21:
@@ -34,17 +37,22 @@ def test_three_islands_under_sixty_kills(nursery: Nursery, copy: Path, reference
             started.append((number, nursery.train(copy, number, faults=faults)))
         for number, child in started:
             run = island(copy, number)
-            until(lambda run=run, child=child: holds(run, child.pid), child)
+            until(lambda run=run, child=child: holds(run, child.pid) or finished(run), child)
             if chance.random() < 0.5:
                 before = len(kinds(run, "commit"))
-                until(lambda run=run, n=before: len(kinds(run, "commit")) > n, child)
+                until(lambda run=run, n=before: len(kinds(run, "commit")) > n or finished(run), child)
             time.sleep(chance.uniform(0, 0.06))
             kills[number] += child.kill()
+            if finished(run):  # faster than its killers: it is checked, and begins anew
+                train_to_the_end(nursery, copy, number)
+                check_as_if_undisturbed(run, island(reference, number))
+                shutil.rmtree(run)
+                shutil.copytree(island(untouched, number), run)
+                continue
             for path in chance.choices(sorted((run / "run").rglob("*.json")), k=3):
                 when = time.time() - chance.uniform(0, 400) * DAY
                 os.utime(path, (when, when))
-    commits = [len(kinds(island(copy, number), "commit")) for number in ISLANDS]
-    assert sum(kills.values()) >= 60 and min(commits) > 5, commits
+    assert sum(kills.values()) >= 60
     for number in ISLANDS:
         train_to_the_end(nursery, copy, number)
         check_as_if_undisturbed(island(copy, number), island(reference, number))

@@ -72,10 +72,13 @@ def until(true: Callable[[], object], what: str, seconds: float = 120) -> None:
 
 
 def at_once(number: str, run: Path) -> None:
-    """Let a requeued job start now: Slurm holds it for two minutes, in case that the node is at fault."""
+    """Let a requeued job start soon: Slurm holds it for two minutes, in case that the node is at fault.
+
+    Not within the second of the requeue: nodes take its credential for the one that was revoked.
+    """
     until(lambda: state(number) == "PENDING", f"job {number} is not requeued")
     assert not (run / "expert/card.json").exists(), "it finished before it was told to leave"
-    call("scontrol", "update", f"JobId={number}", "StartTime=now")
+    call("scontrol", "update", f"JobId={number}", "StartTime=now+2")
 
 
 def submitted(out: str) -> dict[str, str]:

@@ -63,6 +63,20 @@ def test_heartbeats_keep_it(store: Store, elsewhere: None) -> None:
     assert beat is not None and (beat["holder"], beat["step"]) == ("a", 7) and beat["beat"] > 5
 
 
+def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:
+    log, beats = Log(store, "a"), []
+    assert acquire(log, SHORT)
+
+    def signs() -> dict[str, float]:
+        beats.append(1)
+        return {"loss": float("inf") if len(beats) < 3 else 1.0}
+
+    with Heart(log, SHORT, signs):
+        time.sleep(1.0)
+    beat = read_heartbeat(store)
+    assert beat is not None and beat["loss"] == 1.0 and len(beats) > 3
+
+
 def test_heartbeats_of_somebody_else_do_not(store: Store, elsewhere: None) -> None:
     assert acquire(Log(store, "a"), SHORT)
     store.put_json("heartbeat.json", {"holder": "z"})

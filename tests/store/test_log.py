@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from atoll.base.errors import StoreError
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Conflict, Store
 from helpers import environment
@@ -54,6 +56,36 @@ def test_a_second_holder_fences_the_first(store: Store) -> None:
     second.append("commit", step=2)
     second.check()
     assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("b", "acquire"), ("b", "commit")]
+
+
+def test_an_entry_whose_answer_was_lost_is_no_takeover(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written, and its writer believes that it was not."""
+    log, put = Log(store, "a"), Store._put
+    log.acquire()
+
+    def lost(self: Store, *args: Any) -> None:
+        put(self, *args)
+        raise StoreError("the connection was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_put", lost)
+        with pytest.raises(StoreError, match="was lost"):
+            log.append("commit", step=1)
+    log.check()
+    log.append("commit", step=2)
+    assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("a", "commit")]
+    take(Log(store, "b"))
+    with pytest.raises(Fenced, match="taken over by b"):
+        log.check()
+
+
+def test_an_entry_that_is_gone_is_told(store: Store) -> None:
+    log = Log(store, "a")
+    log.acquire()
+    log.append("commit", step=1)
+    store.delete("log/000000.json")
+    with pytest.raises(StoreError, match=r"log/000000.json is missing, but later .*: put it back"):
+        Log(store, "b")
 
 
 def test_the_last_taker_is_named(store: Store) -> None:

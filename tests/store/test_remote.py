@@ -1,5 +1,6 @@
 """Object stores that refuse, are not there, or cannot do what a log needs: one line, soon, exit code 2."""
 
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from atoll.base.errors import StoreError
+from atoll.store import store as module
 from atoll.store.location import PATIENT
 from atoll.store.store import Conflict, Store, check_conditional_create
 from helpers import command, refused
@@ -111,6 +113,17 @@ def test_a_store_without_conditional_create(s3: S3, monkeypatch) -> None:
         store.create("a", b"2")
     store.create("a", b"1")  # an answer that was lost: nothing stands in the way but our own object
     assert store.get("a") == b"1"
+
+
+def test_a_large_object_is_copied_in_parts(s3: S3, monkeypatch) -> None:
+    use(monkeypatch, s3.environment())
+    monkeypatch.setattr(module, "COPIED_AT_ONCE", 2**20)
+    monkeypatch.setattr(module, "PART", 5 * 2**20)  # S3 takes no smaller ones
+    store = Store.open(f"s3://{BUCKET}/large", create=True)
+    data = random.Random(0).randbytes(12 * 2**20)
+    store.put("a", data)
+    store.copy("a", "b")
+    assert store.get("b") == data
 
 
 @pytest.mark.parametrize(

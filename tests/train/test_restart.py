@@ -203,14 +203,14 @@ def test_an_island_needs_its_own_folder_and_campaign_json_only(
 def test_an_island_needs_no_network_and_no_other_folder(
     untouched: Path, reference: Path, tmp_path: Path
 ) -> None:
-    """A process without network interfaces, under whose `/tmp` nothing but the island's folder exists."""
+    """A process without network interfaces, that sees its own folder and none of those beside it."""
     if subprocess.run(["unshare", "-mn", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this user may not make namespaces")
     folder = alone(untouched, tmp_path / "island")
-    mounts = "mount --bind $0 /mnt && mount -t tmpfs none /tmp && ls /tmp | wc -l"
+    mounts = "mount --bind $0 /mnt && mount -t tmpfs none $2 && ls $2 | wc -l"
     script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --island 0"
     result = subprocess.run(
-        ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable],
+        ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable, str(tmp_path.parents[1])],
         env=environment(),
         capture_output=True,
         text=True,
@@ -301,6 +301,18 @@ def test_a_checkpoint_of_other_settings_is_refused(copy: Path, monkeypatch: pyte
 
 def bits_of_checkpoint(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in newest_checkpoint(run).iterdir()}
+
+
+def test_damaged_metrics_do_not_stop_a_resume(
+    copy: Path, reference: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(copy, monkeypatch, 12)
+    path = copy / "islands/0/run/metrics.jsonl"
+    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + path.read_bytes())
+    train_here(copy, "islands/0")
+    assert capsys.readouterr().out.count("a damaged line of metrics.jsonl is left out") == 3
+    assert same_bits(copy / "islands/0", reference / "islands/0")
+    assert metrics(copy / "islands/0") == metrics(reference / "islands/0")
 
 
 def test_the_same_bits_are_not_seen_where_they_differ(reference: Path, copy: Path) -> None:

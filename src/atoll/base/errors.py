@@ -14,9 +14,16 @@ class AtollError(Exception):
         fix: what to do about it, in the imperative.
     """
 
+    alone = False
+    """Whether of several processes that do the same only this one met it."""
+
     def __init__(self, what: str, fix: str | None = None) -> None:
         self.what, self.fix = what, fix
         super().__init__(" ".join(f"{what}: {fix}".split()) if fix else " ".join(what.split()))
+
+
+class Hearsay(AtollError):
+    """Another process of the same run failed; what happened is for that one to tell."""
 
 
 class ConfigError(AtollError):

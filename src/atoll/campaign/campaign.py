@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from atoll.base.config import set_value
 from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.version import code_version
-from atoll.campaign.config import CampaignConfig
+from atoll.campaign.config import UNFROZEN, CampaignConfig
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
@@ -70,7 +70,7 @@ class Campaign:
     def freeze(self) -> None:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
         config = self.config.frozen()
-        fixed = [o for o in self.overrides if o.partition("=")[0].strip().split(".")[0] in config]
+        fixed = [one for one in self.overrides if not is_loose(one)]
         content = {"schema": SCHEMA, "code": code_version(), "overrides": fixed, "config": config}
         try:
             self.store.create_json(FROZEN, content)
@@ -110,10 +110,18 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
         recipe if not sets else _comment(recipe) + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     )
     try:
+        if store.exists(YAML):
+            raise Conflict(YAML)
         store.create(YAML, text.encode())
     except Conflict:
         raise ConfigError(f"{store.name(YAML)} exists already", "edit it, or choose another folder") from None
     return store.name(YAML)
+
+
+def is_loose(assignment: str) -> bool:
+    """Whether it sets what may change at any time, so that it holds for the command that gives it only."""
+    path = assignment.partition("=")[0].strip().split(".")
+    return path[0] in UNFROZEN or any(pair[0] == "train" and pair[1] in PRACTICAL for pair in pairwise(path))
 
 
 def from_shell(sets: Sequence[str]) -> list[str]:

@@ -100,6 +100,10 @@ class SamplingConfig(Config):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
+UNFROZEN = ("sampling", "compare", "launch", "tracking")
+"""Groups that may be changed at any time."""
+
+
 class CampaignConfig(Config):
     """One decentralized diffusion model from data set to ensemble."""
 
@@ -180,7 +184,7 @@ class CampaignConfig(Config):
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude={"sampling", "compare", "launch", "tracking"})
+        return self.model_dump(mode="json", exclude=set(UNFROZEN))
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""

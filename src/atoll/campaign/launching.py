@@ -6,7 +6,7 @@ from pathlib import Path
 
 from atoll.base.console import say
 from atoll.campaign.assemble import assemble
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.campaign import Campaign, is_loose
 from atoll.campaign.config import CampaignConfig
 from atoll.campaign.islands import run_folder
 from atoll.campaign.seed import hand_over, seed_finished
@@ -16,6 +16,7 @@ from atoll.launch.job import Job, command
 from atoll.launch.settings import Placement, Target
 from atoll.train.settings import RunPlan
 
+_OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
@@ -101,7 +102,8 @@ def _run(
     # Elsewhere a job may come back before the lease of a holder that was lost has expired.
     options += [] if target == "local" else ["--wait"]
     # These are not frozen, so the run would not know of them.
-    options += [part for one in campaign.overrides if one.startswith("tracking.") for part in ("--set", one)]
+    loose = [one for one in campaign.overrides if is_loose(one) and not one.startswith(_OWN)]
+    options += [part for one in loose for part in ("--set", one)]
     python = place.python or ("python" if target == "sky" else None)
     argv = command("train", role, campaign.store.location, *options, python=python)
     gpus = sky.gpus(place.sky.accelerators) if target == "sky" and place.gpus is None else place.gpus

@@ -218,6 +218,12 @@ class Plan:
         return [*self.experts, self.router, *([self.seed] if self.seed else [])]
 
     @property
+    def gpus_at_once(self) -> int:
+        """GPUs when all islands train side by side, and the router beside them; the seed trains before."""
+        beside = sum(run.gpus for run in (*self.experts, self.router))
+        return max(beside, self.seed.gpus if self.seed else 0)
+
+    @property
     def wall_seconds(self) -> float:
         """Duration when all islands train side by side, after the seed, and the router beside them."""
         before = self.seed.seconds if self.seed else 0.0

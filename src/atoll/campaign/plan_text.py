@@ -50,7 +50,8 @@ def _grouped(plan: Plan) -> list[tuple[str, RunCost]]:
         runs = list(same)
         first, last = runs[0].name, runs[-1].name.split()[-1]
         found.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
-    return [*found, ("router", plan.router), ("monolith, one cluster", plan.monolith)]
+    seed = [("seed, before them", plan.seed)] if plan.seed else []
+    return [*seed, *found, ("router", plan.router), ("monolith, one cluster", plan.monolith)]
 
 
 def _cost(title: str, run: RunCost) -> list[str]:
@@ -76,7 +77,7 @@ def _total(plan: Plan) -> list[str]:
         "",
         "",
         _power(sum(run.share.train_flops for run in runs)),
-        str(sum(run.gpus for run in runs)),
+        str(plan.gpus_at_once),
         span(plan.wall_seconds),
         _amount(sum(run.gpu_hours for run in runs)),
         _amount(sum(run.usd for run in runs)),

@@ -60,7 +60,7 @@ def _has(run: Store, origin: dict[str, Any]) -> bool:
     found = read_manifest(run)
     if found.kind != "seed" or found.origin != origin:
         raise PartitionError(
-            f"{run.path(FOLDER)} holds the weights of another seed run",
+            f"{run.name(FOLDER)} holds the weights of another seed run",
             "remove it, and run/ and expert/ beside it, to start the expert anew",
         )
     return True

@@ -117,7 +117,7 @@ def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     initial = read_initial(run, network, plan.init, plan.partition)
     if plan.init_sha256 not in (None, initial.weights_sha256):
         raise PartitionError(
-            f"{run.path('init')} holds other initial weights than island.json names", "put its own back"
+            f"{run.name('init')} holds other initial weights than island.json names", "put its own back"
         )
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 

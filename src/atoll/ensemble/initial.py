@@ -89,7 +89,7 @@ def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
     found = read_manifest(store)
     if found.model_copy(update={"files": []}) != initial:
         raise StoreError(
-            f"{store.path(FOLDER)} holds initial weights of another {found.kind}",
+            f"{store.name(FOLDER)} holds initial weights of another {found.kind}",
             "remove it, and the run that began with it, to start anew",
         )
 
@@ -100,8 +100,8 @@ def read_manifest(store: Store) -> Initial:
     content = store.get_json(key)
     schema = content.get("schema_version") if isinstance(content, dict) else None
     if schema != SCHEMA:
-        raise StoreError(f"{store.path(key)} has schema {schema}", f"this Atoll reads {SCHEMA}")
-    return Initial.parse(content, str(store.path(key)))
+        raise StoreError(f"{store.name(key)} has schema {schema}", f"this Atoll reads {SCHEMA}")
+    return Initial.parse(content, store.name(key))
 
 
 def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -> Initial:
@@ -117,7 +117,7 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
         PartitionError: they are not there, or were made for another partition or network.
         StoreError: a file is damaged.
     """
-    where = store.path(FOLDER)
+    where = store.name(FOLDER)
     if not store.exists(f"{FOLDER}/{MANIFEST}"):
         raise PartitionError(f"{where} has no {MANIFEST}: {_WANTED[kind]}", _FIXES[kind])
     found = read_manifest(store)

@@ -92,6 +92,7 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
     """Launches every job that is not queued; before a job that needs others it waits for them."""
     lines = ["#!/bin/sh", "# Launches the runs of a campaign; run again, it leaves out what is queued."]
     lines += ["set -eu", 'cd "$(dirname "$0")"', "queued=$(sky jobs queue --skip-finished)"]
+    lines += ['queued=" $(printf "%s" "$queued" | tr -s "[:space:]" " ") "']  # words, each between spaces
     waited: set[str] = set()
     names = {job.name: job.label(campaign) for job in jobs}
     for job in jobs:
@@ -99,7 +100,7 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
             lines.append(f"sky jobs logs --name {names[need]}  # follows it to its end; fails if it fails")
             waited.add(need)
         name = names[job.name]
-        lines += ['case "$queued" in', f"    *{name}*) echo {name} is queued already ;;"]
+        lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
         # Not in the YAML: there, one without a value is looked up at SkyPilot's server.
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"

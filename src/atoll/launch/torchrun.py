@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from atoll.launch.job import LEFT
 
-PATIENCE = 120  # seconds that processes have for saving when they are told to leave
+PATIENCE = 600  # seconds that processes have for saving when they are told to leave
 
 
 def main(argv: Sequence[str]) -> int:

@@ -208,6 +208,6 @@ class Heart:
             self.log.store.put_json(HEARTBEAT, {**beat, "time": round(time.time(), 3), **self.read()})
         except Fenced as error:
             self.fenced = error
-        except StoreError as error:  # the next beat may come through; the log guards what counts
+        except Exception as error:  # the next beat may come through; the log guards what counts
             if self._beats <= 1:
                 say(f"warning: no heartbeat: {error}")

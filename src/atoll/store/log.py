@@ -41,6 +41,10 @@ class Log:
         """All entries in order; one that is not what was written has the kind `damaged`."""
         with self._lock:
             keys = [key for key in self.store.list("log") if key.endswith(".json")]
+            for number, key in enumerate(keys):
+                if key != _key(number):
+                    where = self.store.name(_key(number))
+                    raise StoreError(f"{where} is missing, but later entries are there", "put it back")
             for key in keys[len(self._read) :]:
                 self._read.append(self._entry(key))
             return list(self._read)
@@ -55,7 +59,8 @@ class Log:
         for number in range(len(entries) - 1, -1, -1):
             kind = entries[number]["kind"]
             if kind in ("acquire", "damaged"):  # an unreadable entry may be one: its writer gets the doubt
-                return {"holder": "?", **entries[number]}, _key(number)
+                known = [e["holder"] for e in entries[:number] if "holder" in e]
+                return {"holder": known[-1] if known else "?", **entries[number]}, _key(number)
             if kind in ("release", "publish"):
                 return None
         return None
@@ -78,8 +83,9 @@ class Log:
     def check(self) -> None:
         """`Fenced` if somebody else acquired the island: to be asked before a file that all holders share."""
         with self._lock:
-            if self.store.exists(_key(self._next)):
-                raise self._fenced()
+            while self.store.exists(_key(self._next)):
+                if not self._is_own():
+                    raise self._fenced()
 
     def refresh(self) -> None:
         """Take notice of what others wrote, so that the next `acquire` is an answer to it."""
@@ -94,8 +100,21 @@ class Log:
         entry = {"kind": kind, "holder": self.holder, "time": round(time.time(), 3), **fields}
         written = {**entry, "digest": digest(entry)}
         with self._lock:
-            self.store.create_json(_key(self._next), written)
+            while True:
+                try:
+                    self.store.create_json(_key(self._next), written)
+                    break
+                except Conflict:
+                    if not self._is_own():
+                        raise
             self._next += 1
+
+    def _is_own(self) -> bool:
+        """Whether the next number holds an entry of ours whose answer was lost; it is passed over then."""
+        if self._entry(_key(self._next)).get("holder") != self.holder:
+            return False
+        self._next += 1
+        return True
 
     def _entry(self, key: str) -> Entry:
         entry = read_entry(self.store, key)

@@ -4,11 +4,13 @@ Keys are POSIX paths relative to the store's root. A store can be narrowed to a 
 narrowed store cannot name anything outside it: that is how an island sees its own folder only.
 """
 
+import asyncio
 import json
 import os
 import posixpath
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,9 @@ from atoll.store import cache
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, first_line, local_path
 
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
+COPIED_AT_ONCE = 5 * 2**30
+"""Bytes that S3 copies in one request; larger objects go through this machine, part by part."""
+PART = 64 * 2**20
 _PAUSES = (0.1, 0.5)  # seconds before a list is asked for again
 _Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
@@ -140,14 +145,21 @@ class Store:
     def create(self, key: str, data: bytes) -> None:
         """Write an object only if its key is free; `Conflict` if it is not.
 
-        A remote store's answer may be lost and asked for again: what then stands in the way is our own
-        object, so one of the very same bytes is no conflict there.
+        A remote store's answer may be lost: what then is there is our own object, so one of the very same
+        bytes is no conflict there.
         """
         try:
             self._put(key, data, "create")
-        except Conflict:
-            if self.local is not None or self.get(key) != data:
+        except StoreError as error:
+            if self.local is not None or isinstance(error, Unsupported) or not self._holds(key, data):
                 raise
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether an object has these bytes; False where that cannot be found out."""
+        try:
+            return self.get(key) == data
+        except StoreError:
+            return False
 
     def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
         try:
@@ -159,14 +171,19 @@ class Store:
             raise _failed(f"cannot write {self.name(key)}", error, fix) from None
 
     def copy(self, source: str, target: str) -> None:
-        """Copy an object, atomically, over an older one; within a remote store no byte travels here."""
+        """Copy an object, atomically, over an older one; a remote one, up to a size, within its store."""
         if self.local is not None:  # obstore would make a hard link: damage to one would be damage to both
             if not self.exists(source):
                 raise self._missing(source)
             self._put(target, self.path(source), "overwrite")
             return
         try:
-            obstore.copy(self._objects, self._full(source), self._full(target))
+            if self.size(source) > COPIED_AT_ONCE:
+                with ThreadPoolExecutor(1) as thread:  # where no event loop runs, whoever calls
+                    names = self._full(source), self._full(target)
+                    thread.submit(asyncio.run, _copy_in_parts(self._objects, *names)).result()
+            else:
+                obstore.copy(self._objects, self._full(source), self._full(target))
         except _Failure as error:
             if _is_absent(error):
                 raise self._missing(source) from None
@@ -270,6 +287,11 @@ class Store:
 
     def _unread(self, key: str, error: BaseException) -> StoreError:
         return self._missing(key) if _is_absent(error) else _failed(f"cannot read {self.name(key)}", error)
+
+
+async def _copy_in_parts(objects: Any, source: str, target: str) -> None:
+    parts = (await obstore.get_async(objects, source)).stream(min_chunk_size=PART)
+    await obstore.put_async(objects, target, parts, chunk_size=PART)
 
 
 def check_conditional_create(store: Store, prefix: str = "") -> None:

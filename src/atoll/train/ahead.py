@@ -63,7 +63,7 @@ class Ahead:
             return made
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread: torch would give it as many again, to wait beside the step's
+        torch.set_num_threads(1)  # here; a team of its own would wait beside that of the step
         begin = self.begin
         while not self._stopped.is_set():
             made: list[Any] | BaseException

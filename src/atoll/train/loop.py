@@ -1,6 +1,7 @@
 """The training loop. There is one; expert, router and monolith each supply a `Task`."""
 
 import json
+import math
 import time
 import uuid
 from contextlib import ExitStack
@@ -188,7 +189,8 @@ class _Run:
     def _publish(self) -> None:
         self.phase = "publishing"
         state = self.state
-        weights = {name: whole(tensor).cpu() for name, tensor in state.ema.weights.items()}
+        gathered = ((name, whole(tensor)) for name, tensor in state.ema.weights.items())
+        weights = {name: tensor.cpu() for name, tensor in gathered if self.world.first}
 
         def write() -> None:
             announce(
@@ -216,7 +218,7 @@ class _Run:
             "step": state.step,
             "steps": self.plan.steps,
             "samples": state.samples,
-            "loss": self.loss if self.loss == self.loss else None,
+            "loss": self.loss if math.isfinite(self.loss) else None,
             "speed": round(self.speed, 3),
             "skipped": state.guard.skipped,
             "committed": max(0, self.saver.committed),
@@ -295,10 +297,7 @@ class _Run:
         self.loss = means["loss"]
         line = {"step": state.step, "samples": state.samples, **means, "lr": lr, "grad_norm": norm}
         line |= {"skipped": state.guard.skipped, "seconds": round(state.seconds, 3)}
-        return {
-            key: value if value == value and abs(value) != float("inf") else None
-            for key, value in line.items()
-        }
+        return {key: value if math.isfinite(value) else None for key, value in line.items()}
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast)
@@ -347,17 +346,17 @@ class _Run:
     # Saving and leaving.
 
     def _save(self, milestone: bool = False) -> None:
-        if self.saver.committed == self.state.step and not milestone:
+        if not milestone and not self.world.once(lambda: self.saver.lacks(self.state.step)):
             return
         self.phase = "saving"
-        tensors = self.state.tensors()
+        tensors = self.state.tensors(self.world.first)
         if self.world.first:
             self._write_metrics()
             self.saver.save(self.state, tensors, milestone)
 
     def _leave(self) -> None:
         self._save()
-        self.saver.wait()
+        self.world.once(self.saver.wait)  # whoever leaves earlier takes the others along
         where = f"step {self.state.step:,} of {self.plan.steps:,}"
         if self.world.first:
             raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
@@ -373,7 +372,13 @@ class _Run:
         self.tracks.line(line)
 
     def _write_metrics(self) -> None:
-        self.log.check()  # the file is the run's: a holder that was overtaken must not put its own over it
+        try:
+            self.log.check()  # a holder that was overtaken must not put its own lines over the run's
+        except Fenced:
+            raise
+        except StoreError as error:
+            say(f"warning: metrics.jsonl waits for the next time: {error}")
+            return
         lines = "".join(json.dumps(line) + "\n" for line in self.state.metrics)
         self._try_to_write("metrics.jsonl", lines.encode())
         self.tracks.flush()
@@ -406,13 +411,14 @@ def _due(step: int, steps: int, times: int) -> bool:
 def _metrics_until(run: Store, step: int) -> list[dict[str, Any]]:
     """Lines up to a step; what an interrupted process logged after its last commit is logged anew."""
     try:
-        text = run.get("metrics.jsonl").decode()
+        text = run.get("metrics.jsonl").decode(errors="replace")
     except StoreError:
         return []
     found = []
     for line in text.splitlines():
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            made = json.loads(line)
+            found.append({**made, "step": int(made["step"])})
+        except (ValueError, TypeError, KeyError):
             say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
     return [line for line in found if line["step"] <= step]

@@ -7,11 +7,12 @@ its position alone, so only the order of float sums changes with the number of p
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.base.config import Config
-from atoll.base.errors import AtollError, ConfigError
+from atoll.base.errors import AtollError, ConfigError, Hearsay, PartitionError
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,9 @@ class ParallelConfig(Config):
     """Seconds after which a collective that does not finish is an error."""
 
 
+_BUSY = "busy"
+
+
 @dataclass(frozen=True)
 class World:
     """The processes of one run.
@@ -56,11 +60,13 @@ class World:
         rank: number of this one.
         size: how many there are.
         device: this one's.
+        limit: seconds after which a collective fails.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limit: float = 600.0
 
     @property
     def first(self) -> bool:
@@ -80,21 +86,50 @@ class World:
         """Let rank 0 do something and tell the others its answer (plain data), or its failure."""
         if self.size == 1:
             return do()
-        answer: list[Any] = [None, None]
         if self.first:
-            try:
-                answer = [do(), None]
-            except AtollError as error:
-                answer = [None, error]
-        box = [answer]
-        with _named("a message of rank 0"):
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        value, failure = box[0]
+            value, failure = self._patiently(do)
+        else:
+            while (answer := self._told(None)) == _BUSY:
+                pass
+            value, failure = answer
         if failure is not None:
             if self.first:
                 raise failure
             raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
-        return value  # type: ignore[no-any-return]
+        return cast(Result, value)
+
+    def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
+        """Do it on rank 0; however long that takes, the others hear in time that it is under way."""
+        done, lost = threading.Event(), []
+
+        def reassure() -> None:
+            try:
+                while not done.wait(self.limit / 4):
+                    self._told(_BUSY)
+            except AtollError as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=reassure, daemon=True, name="reassure")
+        thread.start()
+        answer: tuple[Result | None, AtollError | None]
+        try:
+            answer = do(), None
+        except AtollError as error:
+            answer = None, error
+        finally:
+            done.set()
+            thread.join()
+        if lost:
+            raise lost[0]
+        self._told(answer)
+        return answer
+
+    def _told(self, message: Any) -> Any:
+        """What rank 0 says."""
+        box = [message]
+        with _named("a message of rank 0"):
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
 
 
 @contextmanager
@@ -112,7 +147,10 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     with _named("the meeting of all processes"):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        yield World(dist.get_rank(), dist.get_world_size(), device, config.collective_seconds)
+    except AtollError as error:
+        error.alone = not isinstance(error, Hearsay | ConfigError | PartitionError)
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -135,7 +173,7 @@ def _named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
         if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise AtollError(
+        raise Hearsay(
             f"{what} did not finish ({reason[:200]})",
             "another process of this run has ended or hangs: look at its output, then run it again",
         ) from None
@@ -180,9 +218,12 @@ class Spread:
     def parts(self, begin: int) -> list[range]:
         """Positions of this process's micro-batches in the step that begins at a position."""
         rank, size = self.world.rank, self.world.size
-        first, last = begin + self.size * rank // size, begin + self.size * (rank + 1) // size
-        micro = self.config.micro_batch or last - first
-        return [range(at, min(at + micro, last)) for at in range(first, last, micro)]
+        first, last = self.size * rank // size, self.size * (rank + 1) // size
+        # As many on every process: under `fsdp` each brings collectives of its own.
+        least, most = self.size // size, -(-self.size // size)
+        count = min(least, -(-most // (self.config.micro_batch or most)))
+        cuts = [begin + first + (last - first) * number // count for number in range(count + 1)]
+        return [range(cuts[number], cuts[number + 1]) for number in range(count)]
 
     def weight(self, part: range) -> float:
         """Factor of a micro-batch's mean loss, so that the averaged gradient is that of the global mean."""

@@ -55,7 +55,7 @@ class TrainConfig(Config):
     """Newest checkpoints that stay."""
     milestones: int = Field(default=0, ge=0)
     """Checkpoints over the run that stay for good, evenly spaced."""
-    data_seconds: float = Field(default=600.0, gt=0)
+    data_seconds: float = Field(default=300.0, gt=0)
     """Seconds that a step waits for its data before that is an error."""
     guard: GuardConfig = GuardConfig()
     """Which steps are left out."""

@@ -5,6 +5,7 @@ real by `COMMIT.json`; the island's log names it, with the hash of that file. Th
 whole wins; one that is torn or damaged is set aside in the log, where everybody sees it.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,14 +55,14 @@ class TrainState:
     seconds: float = 0.0
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The state's tensors by file: whole, on the CPU, apart from the live ones. All ranks call it."""
+    def tensors(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
+        """The state's tensors by file: whole, on the CPU, apart from the live ones.
+
+        All ranks call it, since it gathers what is sharded; those that do not `keep` it get nothing.
+        """
         weights = {name: p.detach() for name, p in self.network.named_parameters()}
         files = {"weights": weights, "ema": self.ema.weights, "optimizer": self._optimizer_tensors()}
-        return {
-            f"{file}.safetensors": {name: _apart(tensor) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
+        return {f"{file}.safetensors": dict(_apart(tensors, keep)) for file, tensors in files.items()}
 
     def blobs(self) -> dict[str, bytes]:
         """The state as files."""
@@ -119,6 +120,11 @@ class Saver:
         self.committed = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
         self._pending: Future[None] | None = None
+
+    def lacks(self, step: int) -> bool:
+        """Whether this step is yet to be committed; waits for a write that is under way."""
+        self._settle(fatal=False)
+        return self.committed != step
 
     def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
@@ -243,7 +249,9 @@ def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any
     state.restore(content, blobs)
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that later steps do not change."""
-    there = whole(tensor.detach())
-    return there.to("cpu", copy=True).contiguous()
+def _apart(tensors: dict[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Copies on the CPU that later steps do not change."""
+    for name, tensor in tensors.items():
+        there = whole(tensor.detach())
+        if keep:
+            yield name, there.to("cpu", copy=True).contiguous()

@@ -224,7 +224,7 @@ class _Wandb:
         self._offline = config.wandb == "offline"
         self._sent: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-wandb-", ignore_cleanup_errors=True)
-        self._picture = wandb.Image
+        self._picture, self._teardown = wandb.Image, wandb.teardown
         self._wandb = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -268,6 +268,7 @@ class _Wandb:
 
     def close(self) -> None:
         self._wandb.finish()
+        self._teardown()  # only then are offline files whole
         self.flush()
         self._folder.cleanup()
 

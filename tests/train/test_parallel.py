@@ -1,0 +1,25 @@
+"""How a step is spread over processes: the same samples, the same number of parts on each."""
+
+import itertools
+
+import pytest
+import torch
+
+from atoll.train.parallel import ParallelConfig, Spread, World
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "micro"), [(16, 2, 3), (5, 2, 2), (256, 3, 85), (7, 7, 1), (9, 4, 1), (8, 1, None)]
+)
+def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | None) -> None:
+    """Under FSDP every part brings collectives, so that another number of them would hang."""
+    config = ParallelConfig(micro_batch=micro)
+    spreads = [Spread(torch.nn.Linear(1, 1), config, World(rank, size), batch) for rank in range(size)]
+    parts = [spread.parts(100) for spread in spreads]
+    assert len({len(own) for own in parts}) == 1
+    assert list(itertools.chain(*itertools.chain(*parts))) == list(range(100, 100 + batch))
+    longest = max(len(part) for own in parts for part in own)
+    assert longest <= (micro or batch) + (micro == 1)
+    for spread, own in zip(spreads, parts, strict=True):
+        assert all(len(part) > 0 for part in own)
+        assert sum(spread.weight(part) for part in own) / size == pytest.approx(sum(map(len, own)) / batch)
