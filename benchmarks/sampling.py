@@ -340,7 +340,7 @@ def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Itera
     case = f"{name}, one resident"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        size = ResidentExperts(stored(setting, folder), device=setting.device)._size
+        size = ResidentExperts(stored(setting, folder), device=setting.device).place_bytes
         alone = child(setting, "monolith", folder, threads)
         yield row(case, "an expert's weights", size / 2**20, "MiB")
         yield row(case, "monolith, peak memory", alone / 2**20, "MiB")

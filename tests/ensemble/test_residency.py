@@ -79,16 +79,16 @@ def test_there_are_no_more_places_than_the_budget_has(
     for number in (0, 1, 2, 3, 1, 0):
         velocity(bank, number)
         assert len(bank.resident) <= expected and number in bank.resident
-    assert bank.device_bytes == expected * bank._size
+    assert bank.device_bytes == expected * bank.place_bytes
     ahead = ResidentExperts(stored, Residency(experts=budget))
     for number in (0, 1, 2, 3, 1, 0):
         ahead.expect([number, (number + 1) % K])
         velocity(ahead, number)
-    assert ahead.device_bytes <= min(K, expected + 1) * ahead._size
+    assert ahead.device_bytes <= min(K, expected + 1) * ahead.place_bytes
 
 
 def test_a_budget_in_bytes_counts_everything(stored: list[StoredExpert | None]) -> None:
-    size = ResidentExperts(stored)._size
+    size = ResidentExperts(stored).place_bytes
     assert size >= sum(p.numel() * 4 for p in denoiser(0, CLASSES).parameters())
     for budget, capacity in ((size, 1), (2 * size, 1), (3 * size - 1, 1), (3 * size, 2), (4 * size, 4)):
         bank = ResidentExperts(stored, Residency(bytes=budget))
@@ -107,7 +107,7 @@ def test_the_least_recently_used_makes_room(stored: list[StoredExpert | None]) -
     for number, resident, loads in ((0, (0,), 1), (1, (0, 1), 2), (0, (0, 1), 2), (2, (0, 2), 3)):
         velocity(bank, number)
         assert (bank.resident, bank.loads) == (resident, loads)
-    assert bank.loaded_bytes == 3 * bank._size
+    assert bank.loaded_bytes == 3 * bank.place_bytes
 
 
 def test_residents_run_first_so_that_a_step_brings_only_what_is_not_there(
@@ -270,7 +270,7 @@ def test_exchanged_weights_do_not_compile_the_network_again(
 
 def test_weights_in_half_the_bytes(stored: list[StoredExpert | None], experts: list[Expert]) -> None:
     whole, half = ResidentExperts(stored, places(1)), ResidentExperts(stored, places(1), dtype=torch.bfloat16)
-    assert half._size < 0.6 * whole._size
+    assert half.place_bytes < 0.6 * whole.place_bytes
     import copy
 
     for number in (0, 3, 0):

@@ -87,6 +87,7 @@ class ResidentExperts:
 
     Attributes:
         capacity: experts that a step can use without bringing any of them twice in the next.
+        place_bytes: device memory of a place; the largest expert fills it.
         loads: experts brought to the device so far.
         loaded_bytes: bytes of them.
 
@@ -112,16 +113,20 @@ class ResidentExperts:
                 self._experts[number] = self._own(one, number, dtype, compile)
         if not self._experts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
-        self._size = max(own.skeleton.layout.nbytes for own in self._experts.values())
-        self.capacity, self._most = self.residency.places(len(self._experts), self._size)
+        self.place_bytes = max(own.skeleton.layout.nbytes for own in self._experts.values())
+        self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
         self._places: list[_Place] = []
         self._queue: deque[int] = deque()
-        self._worker = ThreadPoolExecutor(1, "experts") if self.residency.prefetch else None
+        self._worker: ThreadPoolExecutor | None = None
+        if (
+            self.residency.prefetch
+        ):  # one thread, of one core: torch would give it a team to wait beside the step's
+            self._worker = ThreadPoolExecutor(1, "experts", torch.set_num_threads, (1,))
         self._host: HostMemory | None = None
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            places = self.residency.host_places(len(self._experts), self._size)
-            self._host = HostMemory(places, self._size)
+            places = self.residency.host_places(len(self._experts), self.place_bytes)
+            self._host = HostMemory(places, self.place_bytes)
             self._stream = torch.cuda.Stream(self.device)
         self._clock = self.loads = self.loaded_bytes = 0
 
@@ -233,7 +238,7 @@ class ResidentExperts:
         if empty is not None:
             return empty
         if len(self._places) < self._most:
-            self._places.append(_Place.make(self._size, self.device))
+            self._places.append(_Place.make(self.place_bytes, self.device))
             return self._places[-1]
         # What is wanted last goes first, if all are wanted.
         wanted = {number: -position for position, number in enumerate(self._queue)}
