@@ -24,6 +24,17 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def sampling(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/sampling.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import sampling
+
+    yield sampling
+    for name in ("sampling", "harness"):
+        sys.modules.pop(name, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
 def test_every_turn_of_the_training_loop_writes_one_checkpoint(
@@ -59,3 +70,34 @@ def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_
     for bare, whole in pairs:
         torch.testing.assert_close(bare.grad, whole.grad, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(bare, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) -> None:
+    setting = sampling.Setting("nano", 4, 4, 2, depth=1, router_depth=1, router_heads=1, router_width=8, k=4)
+    rows = {line["metric"]: line for line in sampling.against_monolith("tiny", setting, 1)}
+    router = rows["router / expert, operations"]["value"]
+    cost = {name: rows[f"{name} / monolith, operations"]["value"] for name in sampling.TARGETS}
+    # Two steps of two branches; the router sees one branch at every step (commit: one; full: both).
+    expected = {
+        "top-1": 1 + router / 2,
+        "commit": 1 + router / 4,
+        "top-2": 2 + router / 2,
+        "full": 4 + router,
+    }
+    assert cost == pytest.approx(expected)
+    for name, bound in sampling.TARGETS.items():
+        line = rows[f"{name} / monolith, time"]
+        assert line["target"] == {"op": "<=", "value": bound} and line["met"] is (line["value"] <= bound)
+    shares = [rows[f"router's share, {name}, 50 steps"]["value"] for name in sampling.SHARES]
+    assert shares[0] == pytest.approx(router / (router + 2)) and shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.slow
+def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None:
+    setting = sampling.Setting("S", 4, 4, 2, depth=2, router_depth=1, router_heads=1, router_width=8, k=4)
+    rows = {line["metric"]: line for line in sampling.one_resident("tiny", setting, 1, 1)}
+    for routing in ("top-1", "commit"):
+        line = rows[f"{routing}: (peak - monolith's) / expert"]
+        assert line["target"] == {"op": "<=", "value": 1.0}
+        assert -1 < line["value"] < 4
+    assert 1 <= rows["commit: experts brought, a turn"]["value"] <= setting.k

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from atoll.base.condition import Condition
-from atoll.base.errors import PartitionError, StoreError
+from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble, load_ensemble
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.runs import train_run
 from atoll.ensemble.expert import Expert, read_part, write_part
+from atoll.ensemble.residency import Residency
 from atoll.networks.families import DataShape
 from atoll.store.store import Store
 from helpers import partitioned
@@ -61,7 +62,10 @@ def test_partial_then_complete(folder: Path, tmp_path: Path, capsys: pytest.Capt
     out = say(capsys, folder)
     assert "experts 0, 2 of 3" in out and "warning: partial: experts 1 are missing" in out
     ensemble, _ = load_ensemble(Store.open(folder))
-    assert ensemble.missing == (1,)
+    assert ensemble.missing == (1,) and ensemble.experts[1] is None
+    bank = load_ensemble(Store.open(folder), Residency(experts=1))[0].experts
+    with pytest.raises(ConfigError, match="expert 1 is missing"):
+        bank[1]
     x, t, cond = noise(4, SHAPE), torch.full((4,), 0.5), Condition(labels=torch.tensor([0, 1, 0, 2]))
     posterior = ensemble.logits(x, t, cond).softmax(1)
     assert (posterior[:, 1] == 0).all() and (posterior[:, [0, 2]] > 0).all()
@@ -145,8 +149,9 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
     assert named == there - {"ensemble.json", "README.md"}
     for entry in content["files"]:
         (folder / "ensemble" / entry["path"]).write_bytes(b"{}")
-        with pytest.raises(StoreError, match="instead of"):
-            load_ensemble(Store.open(folder))
+        for residency in (None, Residency(experts=1)):
+            with pytest.raises(StoreError, match="instead of"):
+                load_ensemble(Store.open(folder), residency)
         assemble(Campaign.open(folder))
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from atoll.base.errors import DataError, PartitionError
 from atoll.campaign.assemble import assemble, load_ensemble
@@ -40,6 +41,16 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     assert [parameter_count(e.network) for e in ensemble.experts] == [c.parameters for c in cards]  # type: ignore[attr-defined]
     sample_campaign(campaign, Request(("0", "1"), tmp_path / "a.png", routing="full", steps=4))
     assert (tmp_path / "a.png").stat().st_size > 500
+
+    # The same from one place, which the experts take turns in.
+    write_campaign(tmp_path / "c", {**changes, "sampling": {"residency": {"experts": 1, "prefetch": False}}})
+    offloaded = Campaign.open(tmp_path / "c")
+    sample_campaign(offloaded, Request(("0", "1"), tmp_path / "b.png", routing="full", steps=4))
+    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
+    for where, out in ((campaign, "c.png"), (offloaded, "d.png")):
+        sample_campaign(where, Request(("0", "1"), tmp_path / out, routing="commit", steps=4))
+    pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
 
 
 def test_a_column_of_another_encoder_is_made_again(tmp_path: Path) -> None:

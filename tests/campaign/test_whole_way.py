@@ -182,6 +182,8 @@ def test_every_strategy_is_measured(compared: dict) -> None:  # type: ignore[typ
     # one call per picture for commit (2 steps), one per step and branch otherwise
     calls = {name: row["router_calls_per_step"] for name, row in rows.items()}
     assert calls == {"monolith": 0, "commit": 0.5, "top-1": 1, "top-2": 1, "full": 2, "oracle": 0}
+    shares = {name: row["router_share"] for name, row in rows.items()}
+    assert shares["monolith"] == shares["oracle"] == 0 < shares["commit"] < shares["top-1"] < 1
     assert rows["full"]["gflops_per_step"] > 1.5 * rows["monolith"]["gflops_per_step"]
     assert rows["top-2"]["distance"] != rows["top-1"]["distance"]
 

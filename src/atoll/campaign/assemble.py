@@ -1,7 +1,9 @@
 """The ensemble from what has been published, complete or partial."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
@@ -9,16 +11,19 @@ from atoll.base.hashing import sha256
 from atoll.campaign.about import about
 from atoll.campaign.campaign import Campaign
 from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.dispatch import Experts
+from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card, read_part
+from atoll.ensemble.residency import Residency, ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler
+from atoll.ensemble.stored import StoredExpert
 from atoll.export.bank import INDEX as EXPERTS
 from atoll.export.bank import index, listed
 from atoll.export.folder import MODEL_INDEX, README, model_index
 from atoll.export.model_card import model_card
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.store.manifest import FileEntry, check_file, read_file, write_file
 from atoll.store.store import Store, to_json
 
 SCHEMA = 1
@@ -125,20 +130,48 @@ def defaults(campaign: Campaign) -> dict[str, Any]:
     }
 
 
-def load_ensemble(store: Store) -> tuple[Ensemble, Card]:
+def load_ensemble(
+    store: Store, residency: Residency | None = None, device: torch.device | str = "cpu"
+) -> tuple[Ensemble, Card]:
     """The ensemble of a campaign, every file verified, and the router's card.
+
+    Args:
+        store: the campaign.
+        residency: how many experts stay on the device; the others are brought when they are needed. With no
+            limit all are loaded.
+        device: where it is evaluated.
 
     Raises:
         StoreError: not assembled, or a file is not what the manifest says.
+        ConfigError: the budget holds no expert.
     """
     content = read_manifest(store)
     for tree in content["files"]:
-        read_file(store, "ensemble", FileEntry.parse(tree, MANIFEST))
+        check_file(store, "ensemble", FileEntry.parse(tree, MANIFEST))
     router = RouterModel.load(store, "ensemble/router")
-    experts: dict[int, Expert] = {n: Expert.load(store, f"ensemble/experts/{n}") for n in content["experts"]}
-    missing = [n for n in range(content["k"]) if n not in experts]
-    any_expert = next(iter(experts.values()))  # stands where one is missing; it never gets weight
-    return Ensemble([experts.get(n, any_expert) for n in range(content["k"])], router, missing), router.card
+    router.network.to(device)
+    numbers, k = content["experts"], content["k"]
+    cards = {n: read_card(store, f"ensemble/experts/{n}") for n in numbers}
+    costs = Costs(
+        router.card.forward_flops, [cards[n].forward_flops if n in cards else 0.0 for n in range(k)]
+    )
+    absent = [n for n in range(k) if n not in cards]
+    experts = _resident(store, k, numbers, residency, device)
+    return Ensemble(experts, router, absent, costs), router.card
+
+
+def _resident(
+    store: Store, k: int, numbers: Sequence[int], residency: Residency | None, device: torch.device | str
+) -> Experts:
+    """All experts on the device, or as many as the budget lets."""
+    places = {n: f"ensemble/experts/{n}" for n in numbers}
+    if residency is None or not residency.limited:
+        loaded = {n: Expert.load(store, place) for n, place in places.items()}
+        for expert in loaded.values():
+            expert.network.to(device)
+        return [loaded.get(n) for n in range(k)]
+    stored = {n: StoredExpert.find(store, place, verified=True) for n, place in places.items()}
+    return ResidentExperts([stored.get(n) for n in range(k)], residency, device)
 
 
 def read_manifest(store: Store) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from atoll.base.errors import ConfigError
 from atoll.data.ingest import IngestConfig
 from atoll.data.partition import PartitionConfig
 from atoll.data.samples import ConditionKind
+from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
 from atoll.flow.objective import ObjectiveConfig
@@ -95,6 +96,8 @@ class SamplingConfig(Config):
     """Classifier-free guidance scale; 1 is none."""
     routing: str = "commit"
     """Routing strategy."""
+    residency: Residency = Residency()
+    """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
 UNFROZEN = ("sampling", "compare", "launch", "tracking")

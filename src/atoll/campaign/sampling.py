@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.base.console import say
@@ -15,11 +17,12 @@ from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
+from atoll.ensemble.batches import Sampling, sample_batches, sample_single
 from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import RoutedField, SingleField
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
+from atoll.train.parallel import own_device
 
 BATCH = 64
 
@@ -68,27 +71,26 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
     # Prompts are looked at before weights are read: a wrong one is told at once.
     if request.model == "ensemble":
         read_manifest(campaign.store)
-        card = read_card(campaign.store, "ensemble/router")
-        cond, null, labels = _conditions(card, request)
-        ensemble, _ = load_ensemble(campaign.store)
-    else:
-        card = read_card(campaign.store, "monolith/expert")
-        cond, null, labels = _conditions(card, request)
-        monolith = Expert.load(campaign.store, "monolith/expert")
-    shape = (card.shape["channels"], card.shape["size"], card.shape["size"])
+    card = read_card(campaign.store, "ensemble/router" if request.model == "ensemble" else "monolith/expert")
+    cond, null, labels = _conditions(card, request)
+    model = _model(campaign, request.model)
     total = max(1, len(request.prompts)) * request.count
-    pictures, vae = [], autoencoder_of(card.latents)
-    for first in range(0, total, BATCH):
-        rows = range(first, min(first + BATCH, total))
-        prompt = torch.tensor([row // request.count for row in rows])
-        own = cond.select(prompt)
-        field: RoutedField | SingleField
-        if request.model == "ensemble":
-            field = ensemble.field(own, null, guidance, routing, request.seed, rows)
-        else:
-            field = SingleField(monolith, own, null, guidance, len(rows))
-        latents = sample(field, starting_noise(request.seed, rows, shape), steps)
-        pictures += to_images(vae.decode(latents))
+    shape = (card.shape["channels"], card.shape["size"], card.shape["size"])
+    sampling = Sampling(routing, guidance, steps, request.seed, shape, BATCH, own_device())
+    cond, null = cond.to(sampling.device), null.to(sampling.device)
+
+    def conditions(rows: Sequence[int]) -> Condition:
+        return cond.select(torch.tensor([row // request.count for row in rows], device=sampling.device))
+
+    vae, drawn = autoencoder_of(card.latents), dict[int, Image.Image]()
+    batches = (
+        sample_batches(model, conditions, null, total, sampling)
+        if isinstance(model, Ensemble)
+        else sample_single(model, conditions, null, total, sampling)
+    )
+    for batch in batches:
+        drawn |= dict(zip(batch.rows, to_images(vae.decode(batch.latents.cpu())), strict=True))
+    pictures = [drawn[row] for row in range(total)]
     scale = max(1, 64 // pictures[0].width)
     sheet = grid(
         pictures,
@@ -104,6 +106,16 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         f"wrote {request.out}: {total} pictures, {steps} steps, guidance {guidance:g}, "
         f"{routing if request.model == 'ensemble' else 'monolith'}"
     )
+
+
+def _model(campaign: Campaign, name: str) -> Ensemble | Expert:
+    """The ensemble or the monolith, on the device."""
+    device = own_device()
+    if name == "ensemble":
+        return load_ensemble(campaign.store, campaign.config.sampling.residency, device)[0]
+    monolith = Expert.load(campaign.store, "monolith/expert")
+    monolith.network.to(device)
+    return monolith
 
 
 def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, list[str]]:

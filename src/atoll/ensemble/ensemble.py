@@ -4,6 +4,7 @@ The marginal flow is the router-weighted sum of the experts' flows; a routing st
 exact weights by cheaper ones. Every expert is evaluated only on the samples that chose it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser, concatenate
 from atoll.base.errors import ConfigError
 from atoll.base.rng import uniforms
+from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.routing import Routing, asked_at, route, uniforms_needed
 from atoll.flow.guidance import guide
 
@@ -35,47 +37,72 @@ class Field(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Operations of one evaluation of one sample (the `forward_flops` of the cards).
+
+    Attributes:
+        router: of the router.
+        experts: of every expert, by number; 0 where one is missing.
+    """
+
+    router: float
+    experts: Sequence[float]
+
+
 @dataclass
 class Trace:
-    """Which expert served which sample at which step.
+    """Which expert served which sample at which step, and what it cost.
 
     Attributes:
         weights: one `(B, K)` float32 per step, of the conditional branch.
         router_calls: samples the router was asked for.
         expert_calls: samples that experts were evaluated on, both branches of guidance counted.
+        expert_runs: evaluations of networks, each on the samples that chose it.
+        router_flops: operations of the router; NaN where the ensemble does not know its costs.
+        expert_flops: operations of the experts, likewise.
     """
 
     weights: list[Tensor] = field(default_factory=list)
     router_calls: int = 0
     expert_calls: int = 0
+    expert_runs: int = 0
+    router_flops: float = 0.0
+    expert_flops: float = 0.0
 
     def stacked(self) -> Tensor:
         """Weights `(steps, B, K)`."""
         return torch.stack(self.weights)
 
+    @property
+    def router_share(self) -> float:
+        """The router's part of all operations; NaN where costs are unknown."""
+        total = self.router_flops + self.expert_flops
+        return self.router_flops / total if total else math.nan
+
+    @classmethod
+    def joined(cls, traces: Sequence["Trace"]) -> "Trace":
+        """One trace of several batches that took the same number of steps, samples one after the other."""
+        steps = zip(*(t.weights for t in traces), strict=True)
+        return cls(
+            [torch.cat(parts) for parts in steps],
+            sum(t.router_calls for t in traces),
+            sum(t.expert_calls for t in traces),
+            sum(t.expert_runs for t in traces),
+            sum(t.router_flops for t in traces),
+            sum(t.expert_flops for t in traces),
+        )
+
 
 def mix(
-    experts: Sequence[Denoiser],
+    experts: Experts,
     weights: Float[Tensor, "B K"],
     x_t: Float[Tensor, "B C H W"],
     t: Float[Tensor, "B"],
     cond: Condition,
 ) -> Float[Tensor, "B C H W"]:
-    """`sum_k weights_k v_k(x_t)`, each expert on its samples only.
-
-    Sums run over experts in order of their number, so a sample's result does not depend on who shares
-    its batch.
-    """
-    total = torch.zeros_like(x_t)
-    for number, expert in enumerate(experts):
-        rows = weights[:, number].nonzero()[:, 0]
-        if len(rows) == 0:
-            continue
-        everyone = len(rows) == len(x_t)
-        part = cond if everyone else cond.select(rows)
-        v = expert.velocity(x_t if everyone else x_t[rows], t if everyone else t[rows], part)
-        total.index_add_(0, rows, v * weights[rows, number].to(v.dtype).view(-1, 1, 1, 1))
-    return total
+    """`sum_k weights_k v_k(x_t)`, each expert on its samples only (see `dispatch.Dispatch`)."""
+    return Dispatch(weights, cond).run(experts, x_t, t)
 
 
 class Ensemble:
@@ -85,13 +112,23 @@ class Ensemble:
     `field` gives what a sampler follows under any routing strategy.
 
     Args:
-        experts: denoisers, in the order of the router's logits.
+        experts: denoisers in the order of the router's logits: a list, with None where one does not exist,
+            or `residency.ResidentExperts`.
         router: gives the logits.
-        missing: numbers of experts that do not exist; they get no weight.
+        missing: numbers of experts that do not exist, beside those that are None; they get no weight.
+        costs: operations of the parts, for the trace.
     """
 
-    def __init__(self, experts: Sequence[Denoiser], router: LogitSource, missing: Sequence[int] = ()) -> None:
-        self.experts, self.router, self.missing = list(experts), router, tuple(missing)
+    def __init__(
+        self,
+        experts: Experts,
+        router: LogitSource,
+        missing: Sequence[int] = (),
+        costs: Costs | None = None,
+    ) -> None:
+        self.experts, self.router, self.costs = experts, router, costs
+        plain = experts if isinstance(experts, list | tuple) else ()
+        self.missing = tuple(sorted({*missing, *(n for n, expert in enumerate(plain) if expert is None)}))
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
@@ -126,6 +163,8 @@ class Ensemble:
         seed: int,
         indices: Sequence[int],
         labels: Tensor | None = None,
+        chosen: Tensor | None = None,
+        later: Sequence[int] = (),
     ) -> "RoutedField":
         """What a sampler follows for one batch.
 
@@ -137,8 +176,33 @@ class Ensemble:
             seed: of the routing draws, a stream apart from the starting noise.
             indices: number of each sample `(B,)`; its draws depend on nothing else.
             labels: cluster of each sample, for `oracle`.
+            chosen: weights `(B, K)` that `choose` found before, for `commit` and `oracle`.
+            later: experts that are wanted after this batch, in order; those on disk are brought ahead.
         """
-        return RoutedField(self, cond, null, guidance, routing, seed, indices, labels)
+        return RoutedField(self, cond, null, guidance, routing, seed, indices, labels, chosen, later)
+
+    def choose(
+        self,
+        x_t: Float[Tensor, "B C H W"],
+        t: float,
+        cond: Condition,
+        routing: Routing,
+        seed: int,
+        indices: Sequence[int],
+        labels: Tensor | None = None,
+    ) -> Float[Tensor, "B K"]:
+        """The weights of a batch's first step, as its field finds them by itself.
+
+        Args:
+            x_t: the noise that sampling starts from.
+            t: the time that it starts at.
+            cond: conditions.
+            routing: strategy.
+            seed: of the routing draws.
+            indices: number of each sample `(B,)`.
+            labels: cluster of each sample, for `oracle`.
+        """
+        return RoutedField(self, cond, Condition(), 1.0, routing, seed, indices, labels).weights_at(x_t, t, 0)
 
 
 class RoutedField:
@@ -153,7 +217,9 @@ class RoutedField:
         routing: Routing,
         seed: int,
         indices: Sequence[int],
-        labels: Tensor | None,
+        labels: Tensor | None = None,
+        chosen: Tensor | None = None,
+        later: Sequence[int] = (),
     ) -> None:
         if routing.strategy == "oracle" and labels is None:
             raise ConfigError("routing 'oracle' needs the cluster of every sample", "use another strategy")
@@ -161,46 +227,70 @@ class RoutedField:
         self.cond, self.null = cond, null.expand(len(indices))
         self.both = concatenate([cond, self.null]) if guidance != 1.0 else cond
         self.seed, self.indices, self.labels = seed, list(indices), labels
-        self.trace = Trace()
+        self.later, self.trace = later, Trace()
         self._step = -1
-        self._weights: Tensor | None = None
-        self._null_weights: Tensor | None = None
+        self._chosen = chosen
+        self._dispatch: Dispatch | None = None
+        self._seen: Tensor | None = None
 
     def __call__(self, x_t: Float[Tensor, "B C H W"], t: float, step: int) -> Float[Tensor, "B C H W"]:
         """Guided velocity; the router is asked once per step however often a solver calls."""
         if step != self._step:
             self._route(x_t, t, step)
-        assert self._weights is not None
         if self.guidance == 1.0:
-            return self._mix(self._weights, x_t, t)
-        # Sparse strategies use the conditional branch's experts for both branches.
-        null = self._weights if self._null_weights is None else self._null_weights
-        v = self._mix(torch.cat([self._weights, null]), torch.cat([x_t, x_t]), t)
-        v_cond, v_null = v.chunk(2)
+            return self._mix(x_t, t)
+        v_cond, v_null = self._mix(torch.cat([x_t, x_t]), t).chunk(2)
         return guide(v_cond, v_null, self.guidance)
+
+    def weights_at(self, x_t: Float[Tensor, "B C H W"], t: float, step: int) -> Float[Tensor, "B K"]:
+        """The strategy's weights of the conditional branch, from the router's logits and the step's draws."""
+        logits = self._logits(x_t, t, self.cond)
+        draws = uniforms(self.seed, f"route/{step}", self.indices, (max(1, uniforms_needed(self.routing)),))
+        return route(self.routing, logits, draws.to(logits), self.labels)
 
     def _route(self, x_t: Tensor, t: float, step: int) -> None:
         self._step = step
-        if self._weights is None or asked_at(self.routing, step):
-            logits = self._logits(x_t, t, self.cond)
-            draws = uniforms(
-                self.seed, f"route/{step}", self.indices, (max(1, uniforms_needed(self.routing)),)
-            )
-            self._weights = route(self.routing, logits, draws.to(logits), self.labels)
-            if self.routing.strategy == "full" and self.guidance != 1.0:
-                self._null_weights = self._logits(x_t, t, self.null).softmax(dim=1)
-        self.trace.weights.append(self._weights.float().cpu())
+        if self._dispatch is None or asked_at(self.routing, step):
+            null = None
+            if self._chosen is None:
+                weights = self.weights_at(x_t, t, step)
+                if self.routing.strategy == "full" and self.guidance != 1.0:
+                    null = self._logits(x_t, t, self.null).softmax(dim=1)
+            else:
+                weights = self._chosen
+                self._count_router(len(weights))  # asked before, for these samples
+            # Sparse strategies use the conditional branch's experts for both branches.
+            both = torch.cat([weights, weights if null is None else null])
+            self._dispatch = Dispatch(both if self.guidance != 1.0 else weights, self.both)
+            self._seen = weights.float().cpu()
+        assert self._seen is not None
+        self.trace.weights.append(self._seen)
 
     def _logits(self, x_t: Tensor, t: float, cond: Condition) -> Tensor:
         if self.routing.strategy == "oracle":
             even = x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
             return self.ensemble.without_missing(even)
-        self.trace.router_calls += x_t.shape[0]
+        self._count_router(x_t.shape[0])
         return self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
 
-    def _mix(self, weights: Tensor, x_t: Tensor, t: float) -> Tensor:
-        self.trace.expert_calls += int((weights != 0).sum())
-        return mix(self.ensemble.experts, weights, x_t, x_t.new_full((x_t.shape[0],), t), self.both)
+    def _count_router(self, samples: int) -> None:
+        if self.routing.strategy != "oracle":
+            costs = self.ensemble.costs
+            self.trace.router_calls += samples
+            self.trace.router_flops += samples * costs.router if costs else math.nan
+
+    def _mix(self, x_t: Tensor, t: float) -> Tensor:
+        dispatch, costs = self._dispatch, self.ensemble.costs
+        assert dispatch is not None
+        calls = sum(dispatch.calls)
+        self.trace.expert_calls += calls
+        self.trace.expert_runs += len(dispatch.numbers)
+        self.trace.expert_flops += (
+            sum(n * cost for n, cost in zip(dispatch.calls, costs.experts, strict=True))
+            if costs
+            else math.nan
+        )
+        return dispatch.run(self.ensemble.experts, x_t, x_t.new_full((x_t.shape[0],), t), self.later)
 
 
 class SingleField:

@@ -44,9 +44,11 @@ class Expert:
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of this expert (see `base.condition.Denoiser`)."""
         adapter = family(self.family)
+        dtype = next((p.dtype for p in self.network.parameters()), x_t.dtype)
 
         def predict(x: Tensor, tau: Tensor) -> Tensor:
-            return adapter.predict(self.network, x, tau, cond)
+            # The network computes in the type of its weights; what surrounds it stays in the sampler's.
+            return adapter.predict(self.network, x.to(dtype), tau, cond).to(x.dtype)
 
         return flow_velocity(predict, self.prediction, schedule(self.schedule), x_t, t)
 
@@ -128,11 +130,16 @@ def read_part(store: Store, prefix: str) -> tuple[Card, dict[str, object], dict[
             f"{store.name(prefix)}/{WEIGHTS} is not what its card says",
             "remove card.json beside it and train again",
         )
-    config = store.get_json(f"{prefix}/config.json")
+    return card, read_config(store, prefix, card), weights
+
+
+def read_config(store: Store, prefix: str, card: Card) -> dict[str, object]:
+    """Class and arguments of a published network; `StoreError` if they are not those of the card."""
+    config: dict[str, object] = store.get_json(f"{prefix}/config.json")
     if digest(config) != card.config_sha256:
         fix = "remove card.json beside it and train again"
         raise StoreError(f"{store.name(prefix)}/config.json is not what its card says", fix)
-    return card, config, weights
+    return config
 
 
 def read_card(store: Store, prefix: str) -> Card:

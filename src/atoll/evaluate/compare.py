@@ -104,7 +104,7 @@ def draw(models: Models, name: str, conditions: "Conditions", seed: int, config:
         pictures += to_images(models.vae.decode(latents))
         if isinstance(field, RoutedField):
             traces.append(field.trace)
-    return Drawn(pictures, _join(traces), time.monotonic() - start)
+    return Drawn(pictures, Trace.joined(traces) if traces else None, time.monotonic() - start)
 
 
 def _field(
@@ -238,8 +238,8 @@ def compare(
         row |= _cost(models, drawn, len(conditions), config)
         rows.append(row)
         say(
-            f"  {name:<12} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
-            f"   {drawn.seconds:.0f} s"
+            f"  {name:<14} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
+            f" (router {row['router_share']:.1%})   {drawn.seconds:.0f} s"
         )
     return rows
 
@@ -252,15 +252,9 @@ def _cost(models: Models, drawn: Drawn, count: int, config: CompareConfig) -> di
         experts = drawn.trace.expert_calls / (count * config.steps * branches)
         router = drawn.trace.router_calls / (count * config.steps)
     flops = experts * models.expert_flops + router * models.router_flops
-    return {"gflops_per_step": flops / 1e9, "experts_per_step": experts, "router_calls_per_step": router}
-
-
-def _join(traces: list[Trace]) -> Trace | None:
-    if not traces:
-        return None
-    steps = zip(*(t.weights for t in traces), strict=True)
-    return Trace(
-        [torch.cat(parts) for parts in steps],
-        sum(t.router_calls for t in traces),
-        sum(t.expert_calls for t in traces),
-    )
+    return {
+        "gflops_per_step": flops / 1e9,
+        "experts_per_step": experts,
+        "router_calls_per_step": router,
+        "router_share": router * models.router_flops / flops,
+    }

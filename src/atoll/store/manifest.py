@@ -1,5 +1,6 @@
 """Publishing: blobs first, then the manifest. What has no manifest does not exist."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,12 +39,24 @@ def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
     return data
 
 
+def check_file(store: Store, prefix: str, entry: FileEntry) -> None:
+    """Read through one blob, a little at a time; `Damaged` unless it is what the entry says."""
+    key = f"{prefix}/{entry.path}"
+    size = store.size(key)
+    with store.path(key).open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    _check(size, found, entry, store.name(key))
+
+
 def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
     """Raise `Damaged` unless the bytes are those of the entry."""
-    name = store.name(f"{prefix}/{entry.path}")
-    if len(data) != entry.bytes:
-        raise Damaged(f"{name} has {len(data)} bytes instead of {entry.bytes}", "it is torn: write it again")
-    if sha256(data) != entry.sha256:
+    _check(len(data), sha256(data), entry, store.name(f"{prefix}/{entry.path}"))
+
+
+def _check(size: int, found: str, entry: FileEntry, name: str) -> None:
+    if size != entry.bytes:
+        raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
+    if found != entry.sha256:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 

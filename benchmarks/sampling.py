@@ -1,0 +1,412 @@
+"""Time of sampling with an ensemble against one network of the same architecture, and memory with offloading.
+
+    python benchmarks/sampling.py [--quick] [--pairs N] [--threads N] [--json PATH]
+
+Networks are PixArts with random weights; times do not depend on weights. The router's network is real and so
+is its cost, but what it says is replaced by random logits, drawn anew for every sample and step: each sample
+chooses among all experts evenly, so that a batch falls into the most and smallest parts. A trained router
+is steadier, and kinder.
+
+Both sides sample the same noise with guidance (two branches) in one process. They take turns, and who goes
+first changes; a ratio is the median over the pairs of turns. A turn is one call of the sampler: every step of
+one batch, the router included. With `commit` and one resident expert it is one call of `sample_batches` over
+four batches, on both sides.
+
+CPU: S size, 64 tokens, batch 16 (quick: fewer blocks). Memory is the peak of a process of its own, less what
+it had before there was a network. GPU, where there is one: XL size, 256 tokens, bf16, batches of 64 and 1,
+50 steps (quick: B size, 10 steps).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import finish, median_row, row
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.ensemble.batches import Sampling, sample_batches
+from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
+from atoll.ensemble.expert import Expert, settings_of
+from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample, starting_noise
+from atoll.ensemble.stored import FileWeights, StoredExpert
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.flops import count
+from atoll.networks.router import Router
+
+GUIDANCE = 2.0
+TARGETS = {"top-1": 1.10, "commit": 1.03, "top-2": 2.15, "full": 8.3}
+SHARES = ("top-1", "top-1 every 2", "top-1 every 5", "top-1 every 10", "commit")
+BATCHES = 4  # of a turn with one resident expert, under commit
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is sampled: one network's size, and how."""
+
+    size: str
+    latents: int
+    batch: int
+    steps: int
+    depth: int | None = None
+    router_depth: int = 3
+    router_heads: int = 5
+    router_width: int = 28
+    device: str = "cpu"
+    k: int = 8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
+    def shape(self) -> DataShape:
+        return DataShape(channels=4, size=self.latents, text_width=384, text_length=32)
+
+    @property
+    def network(self) -> NetworkConfig:
+        return NetworkConfig(family="pixart", size=self.size, depth=self.depth)
+
+
+CPU = Setting("S", latents=16, batch=16, steps=3)
+CPU_QUICK = replace(CPU, depth=2, steps=2, router_depth=1, router_heads=3, router_width=32)
+GPU = Setting("XL", 32, 64, 50, router_depth=7, router_heads=6, router_width=64, device="cuda")
+GPU_QUICK = replace(GPU, size="B", steps=10, router_depth=3, router_heads=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller networks, fewer turns: two minutes")
+    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 3, else 7)")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.work:
+        work = json.loads(options.work)
+        print(peak(Setting(**work["setting"]), work["routing"], Path(work["folder"])))
+        return
+    pairs, started, load = options.pairs or (3 if options.quick else 7), time.monotonic(), os.getloadavg()
+    table = everything("CPU", CPU_QUICK if options.quick else CPU, pairs, options.threads)
+    if torch.cuda.is_available():
+        setting = GPU_QUICK if options.quick else GPU
+        table += everything("GPU", setting, pairs, options.threads)
+        table += against_monolith("GPU, batch 1", replace(setting, batch=1), pairs)
+    notes = {
+        "quick": options.quick,
+        "pairs": pairs,
+        "threads": options.threads,
+        "load_before": [round(part, 2) for part in load],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    finish("sampling", table, options.json, notes)
+
+
+def everything(name: str, setting: Setting, pairs: int, threads: int) -> list[dict[str, Any]]:
+    """All that is measured on one device."""
+    return [
+        *against_monolith(name, setting, pairs),
+        *number_of_experts(name, setting, pairs),
+        *one_resident(name, setting, pairs, threads),
+    ]
+
+
+# Parts with random weights.
+
+
+class Opinions:
+    """A router that costs what its network costs, and says what was drawn: each sample, each step anew."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.network = router(setting)
+        nn.Module.to(self.network, setting.device, setting.dtype)
+        source = torch.Generator().manual_seed(0)
+        drawn = 4 * torch.randn(64, setting.batch, setting.k, generator=source)
+        self.drawn, self.calls = drawn.to(setting.device), 0
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        self.network(x_t.to(next(self.network.parameters()).dtype), t, cond)
+        self.calls += 1
+        return self.drawn[self.calls % len(self.drawn), : len(x_t)]
+
+
+def router(setting: Setting) -> Router:
+    """The router's network: coarser patches, fewer and narrower blocks."""
+    return Router(
+        setting.k,
+        setting.shape.channels,
+        setting.latents,
+        patch_size=2,
+        num_layers=setting.router_depth,
+        num_attention_heads=setting.router_heads,
+        attention_head_dim=setting.router_width,
+        caption_channels=setting.shape.text_width,
+    )
+
+
+def network(setting: Setting) -> nn.Module:
+    """An expert's network."""
+    made = family("pixart").build(setting.network, setting.shape)
+    nn.Module.to(made, setting.device, setting.dtype)  # diffusers' own warns of nothing
+    return made.eval().requires_grad_(False)
+
+
+def expert(setting: Setting) -> Expert:
+    """An expert on the device."""
+    return Expert(network(setting), "pixart", "v", "rectified-flow")
+
+
+def stored(setting: Setting, folder: Path) -> list[StoredExpert]:
+    """The same as files, made on the first call."""
+    with torch.device("meta"):
+        config = settings_of(family("pixart").build(setting.network, setting.shape))
+    paths = [folder / f"{number}.safetensors" for number in range(setting.k)]
+    for path in paths:
+        if not path.exists():
+            weights = network(replace(setting, device="cpu")).to(setting.dtype).state_dict()
+            save_file(weights, path)
+    return [StoredExpert(config, "pixart", "v", "rectified-flow", FileWeights(path)) for path in paths]
+
+
+def costs(setting: Setting) -> Costs:
+    """Operations of router and experts, counted on the meta device."""
+    adapter = family("pixart")
+
+    def build() -> nn.Module:
+        return adapter.build(setting.network, setting.shape)
+
+    own = count(build, adapter.predict, setting.shape).forward
+    of_router = count(lambda: router(setting), lambda n, x, t, c: n(x, t, c), setting.shape).forward
+    return Costs(of_router, [own] * setting.k)
+
+
+def conditions(setting: Setting, rows: int) -> Condition:
+    """Text states of full length."""
+    shape, source = setting.shape, torch.Generator().manual_seed(1)
+    text = torch.randn(rows, shape.text_length, shape.text_width, generator=source)
+    mask = torch.ones(rows, shape.text_length, dtype=torch.bool)
+    return Condition(text=text, mask=mask).to(setting.device)
+
+
+# Turns.
+
+Turn = Callable[[], Any]
+
+
+def timed(turn: Turn) -> float:
+    """Seconds of a turn, once the GPU has done what it was told."""
+    settle()
+    before = time.perf_counter()
+    turn()
+    settle()
+    return time.perf_counter() - before
+
+
+def settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def paired(one: Turn, other: Turn, pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds of both, in turn; the first turn of each is not counted."""
+    one(), other()
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs):
+        for which in (1, 0) if pair % 2 else (0, 1):
+            times[which].append(timed((one, other)[which]))
+    return times
+
+
+def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(one, other, strict=True)]
+
+
+def one_batch(ensemble: Ensemble, setting: Setting, routing: str, keep: list[Trace] | None = None) -> Turn:
+    """One batch of an ensemble."""
+    cond, null, noise = start(setting)
+    rows = range(setting.batch)
+
+    def turn() -> None:
+        ensemble.router.calls = 0  # type: ignore[attr-defined]
+        field = ensemble.field(cond, null, GUIDANCE, Routing.named(routing), 0, rows)
+        sample(field, noise, setting.steps)
+        if keep is not None:
+            keep[:] = [field.trace]
+
+    return turn
+
+
+def many_batches(ensemble: Ensemble, setting: Setting, routing: str) -> Turn:
+    """Several batches of an ensemble, ordered by expert."""
+    cond, null, _ = start(setting)
+    shape = (setting.shape.channels, setting.latents, setting.latents)
+    sampling = Sampling(
+        Routing.named(routing), GUIDANCE, setting.steps, 0, shape, setting.batch, setting.device
+    )
+
+    def own(rows: Sequence[int]) -> Condition:
+        return cond.select(torch.tensor([number % setting.batch for number in rows], device=setting.device))
+
+    def turn() -> None:
+        ensemble.router.calls = 0  # type: ignore[attr-defined]
+        for _ in sample_batches(ensemble, own, null, BATCHES * setting.batch, sampling):
+            pass
+
+    return turn
+
+
+def start(setting: Setting) -> tuple[Condition, Condition, Tensor]:
+    """Conditions, the null condition, noise."""
+    cond = conditions(setting, setting.batch)
+    shape = (setting.shape.channels, setting.latents, setting.latents)
+    noise = starting_noise(0, range(setting.batch), shape).to(setting.device)
+    return cond, conditions(setting, 1), noise
+
+
+def monolith_turn(setting: Setting) -> Turn:
+    """One batch of one network."""
+    one, (cond, null, noise) = expert(setting), start(setting)
+    return lambda: sample(SingleField(one, cond, null, GUIDANCE, setting.batch), noise, setting.steps)
+
+
+# What is measured.
+
+
+def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+    """Every strategy's time and operations over the monolith's."""
+    case = f"{name}, K = {setting.k}"
+    cost, monolith = costs(setting), monolith_turn(setting)
+    ensemble = Ensemble([expert(setting) for _ in range(setting.k)], Opinions(setting), costs=cost)
+    yield row(case, "router / expert, operations", cost.router / cost.experts[0], target=("<=", 0.04))
+    alone = 2 * setting.batch * setting.steps * cost.experts[0]
+    for routing, bound in TARGETS.items():
+        traces: list[Trace] = []
+        mine, theirs = paired(one_batch(ensemble, setting, routing, traces), monolith, pairs)
+        yield median_row(case, f"{routing} / monolith, time", ratios(mine, theirs), target=("<=", bound))
+        done = traces[0].router_flops + traces[0].expert_flops
+        yield row(case, f"{routing} / monolith, operations", done / alone)
+    yield median_row(case, "monolith, time of a step", [s / setting.steps for s in theirs], "s")
+    for routing in SHARES:
+        yield row(case, f"router's share, {routing}, 50 steps", router_share(setting, cost, routing))
+
+
+def router_share(setting: Setting, cost: Costs, routing: str, steps: int = 50) -> float:
+    """The router's part of all operations of guided steps, by the trace of an ensemble that takes no time."""
+
+    class Nothing:
+        def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return x_t
+
+    class Drawn:
+        def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return torch.randn(len(x_t), setting.k)
+
+    ensemble = Ensemble([Nothing()] * setting.k, Drawn(), costs=cost)
+    noise = torch.zeros(setting.batch, 1, 1, 1)
+    field = ensemble.field(
+        Condition(), Condition(), GUIDANCE, Routing.named(routing), 0, range(setting.batch)
+    )
+    sample(field, noise, steps)
+    return field.trace.router_share
+
+
+def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+    """Top-1 with more and fewer experts."""
+    monolith = monolith_turn(setting)
+    for k in (2, 4, 8, 16):
+        own = replace(setting, k=k)
+        ensemble = Ensemble([expert(own) for _ in range(k)], Opinions(own), costs=costs(own))
+        mine, theirs = paired(one_batch(ensemble, own, "top-1"), monolith, pairs)
+        yield median_row(
+            f"{name}, K = {k}", "top-1 / monolith, time", ratios(mine, theirs), target=("<=", 1.10)
+        )
+
+
+def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[dict[str, Any]]:
+    """A budget of one expert: peak memory over the monolith's, and time over all experts resident."""
+    case = f"{name}, one resident"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        size = ResidentExperts(stored(setting, folder), device=setting.device).place_bytes
+        alone = child(setting, "monolith", folder, threads)
+        yield row(case, "an expert's weights", size / 2**20, "MiB")
+        yield row(case, "monolith, peak memory", alone / 2**20, "MiB")
+        opinions, cost = Opinions(setting), costs(setting)
+        everyone = Ensemble(
+            ResidentExperts(stored(setting, folder), None, setting.device, setting.dtype), opinions, (), cost
+        )
+        single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
+        offloaded = Ensemble(single, opinions, (), cost)
+        for routing, turn in (("top-1", one_batch), ("commit", many_batches)):
+            more = child(setting, routing, folder, threads) - alone
+            yield row(case, f"{routing}: (peak - monolith's) / expert", more / size, target=("<=", 1.0))
+            before = single.loads
+            mine, theirs = paired(turn(offloaded, setting, routing), turn(everyone, setting, routing), pairs)
+            yield median_row(case, f"{routing} / all resident, time", ratios(mine, theirs))
+            yield row(case, f"{routing}: experts brought, a turn", (single.loads - before) / (pairs + 1))
+
+
+def child(setting: Setting, routing: str, folder: Path, threads: int) -> float:
+    """`peak` in a process of its own."""
+    work = {"setting": asdict(setting), "routing": routing, "folder": str(folder)}
+    argv = [sys.executable, __file__, "--threads", str(threads), "--work", json.dumps(work)]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def peak(setting: Setting, routing: str, folder: Path) -> float:
+    """Bytes that sampling takes at most: of this process beyond what it had before, or of the GPU."""
+    warm_up(setting)
+    before = forget_peak()
+    if routing == "monolith":
+        monolith_turn(setting)()
+    else:
+        single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
+        ensemble = Ensemble(single, Opinions(setting))
+        (one_batch if routing == "top-1" else many_batches)(ensemble, setting, routing)()
+    if setting.device != "cpu":
+        return float(torch.cuda.max_memory_allocated())
+    return float(memory("VmHWM") - before)
+
+
+def warm_up(setting: Setting) -> None:
+    """What the libraries take once and for all: everything at the smallest size."""
+    small = replace(setting, depth=1, batch=2, steps=1, k=2, router_depth=1)
+    with tempfile.TemporaryDirectory() as scratch:
+        single = ResidentExperts(
+            stored(small, Path(scratch)), Residency(experts=1), small.device, small.dtype
+        )
+        one_batch(Ensemble(single, Opinions(small)), small, "top-1")()
+        single.close()
+
+
+def forget_peak() -> int:
+    """Start to measure anew; the bytes that are in use."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is in use now
+    return memory("VmRSS")
+
+
+def memory(which: str) -> int:
+    """Bytes of this process by Linux's account."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{which}:")).split()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A batch regrouped by expert: every expert is evaluated once, on the samples that chose it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from atoll.base.condition import Condition, Denoiser
+from atoll.base.errors import ConfigError
+
+
+class Experts(Protocol):
+    """The experts of an ensemble by number: a list (None where one is missing), or `ResidentExperts`."""
+
+    def __len__(self) -> int:
+        """K, missing ones counted."""
+        ...
+
+    def __getitem__(self, number: int, /) -> Denoiser | None:
+        """One expert; those that are missing are never asked for."""
+        ...
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """Experts that have to be brought somewhere before they run, and so want to know what comes."""
+
+    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
+        """Hear which experts are wanted next; says in which order they are best asked.
+
+        Args:
+            now: wanted once each, in any order.
+            later: wanted after that, in this order.
+
+        Returns:
+            The numbers of `now`, those first that are at hand.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One expert's share of a batch: its rows (None: every row), their weights (None: all 1), conditions."""
+
+    number: int
+    count: int
+    rows: Tensor | None
+    weights: Tensor | None
+    cond: Condition
+
+
+class Dispatch:
+    """Which expert is evaluated on which rows, for as long as the weights stay.
+
+    What is found on the way (rows, conditions) is kept, so that steps which keep their weights only evaluate.
+
+    Args:
+        weights: of every expert for every row `(B, K)`; 0 is not evaluated.
+        cond: conditions of the rows.
+
+    Attributes:
+        numbers: experts with any weight, rising.
+        calls: evaluations of each expert on one sample `(K)`, in one run.
+    """
+
+    def __init__(self, weights: Float[Tensor, "B K"], cond: Condition) -> None:
+        host = weights.detach().cpu()  # one look at the device for all experts
+        self._parts = []
+        for number in range(host.shape[1]):
+            rows = host[:, number].nonzero()[:, 0]
+            if len(rows):
+                self._parts.append(_part(number, rows, host, weights, cond))
+        self.numbers = [part.number for part in self._parts]
+        self.calls = [0] * host.shape[1]
+        for part in self._parts:
+            self.calls[part.number] = part.count
+
+    def run(
+        self,
+        experts: Experts,
+        x_t: Float[Tensor, "B C H W"],
+        t: Float[Tensor, "B"],
+        later: Sequence[int] = (),
+    ) -> Float[Tensor, "B C H W"]:
+        """`sum_k weights_k v_k(x_t)`.
+
+        Experts run in the order that suits them; sums run in order of their number. So a sample's result
+        depends neither on who shares its batch nor on where experts lie.
+
+        Args:
+            experts: by number.
+            x_t: states.
+            t: times.
+            later: experts that are wanted after this run, in order.
+        """
+        order: Sequence[int] = self.numbers
+        if isinstance(experts, Expecting):
+            order = experts.expect(self.numbers, later)
+        parts = {part.number: part for part in self._parts}
+        found = {number: _evaluate(experts, parts[number], x_t, t) for number in order}
+        if len(self._parts) == 1 and self._parts[0].rows is None and self._parts[0].weights is None:
+            return found[self._parts[0].number]
+        total = torch.zeros_like(x_t)
+        for part in self._parts:
+            v = found.pop(part.number)
+            if part.weights is not None:
+                v = v * part.weights.to(v.dtype)
+            total = total.add_(v) if part.rows is None else total.index_add_(0, part.rows, v)
+        return total
+
+
+def _part(number: int, rows: Tensor, host: Tensor, weights: Tensor, cond: Condition) -> _Part:
+    own = host[rows, number]
+    scale = None if bool((own == 1).all()) else own.to(weights.device).view(-1, 1, 1, 1)
+    if len(rows) == len(host):
+        return _Part(number, len(rows), None, scale, cond)
+    rows = rows.to(weights.device)
+    return _Part(number, len(rows), rows, scale, cond.select(rows))
+
+
+def _evaluate(experts: Experts, part: _Part, x_t: Tensor, t: Tensor) -> Tensor:
+    expert = experts[part.number]
+    if expert is None:
+        raise ConfigError(f"expert {part.number} is missing, and yet was asked", "list it in `missing`")
+    if part.rows is None:
+        return expert.velocity(x_t, t, part.cond)
+    return expert.velocity(x_t[part.rows], t[part.rows], part.cond)

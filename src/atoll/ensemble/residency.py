@@ -1,0 +1,390 @@
+"""Which expert sits where: on disk, in host memory, or on the device, within a budget.
+
+There is one network per architecture (the skeleton). Experts share it: before one runs, the skeleton's
+parameters are pointed at its weights. Module, parameters and shapes stay the same objects, so a compiled
+skeleton is not compiled again. Weights lie in places, one flat block of device memory each.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError
+from atoll.base.hashing import digest
+from atoll.ensemble.expert import Expert
+from atoll.ensemble.host import HostMemory
+from atoll.ensemble.stored import Layout, Spec, StoredExpert
+from atoll.networks.families import family
+
+
+class Residency(Config):
+    """How much memory experts may take while an ensemble samples. With nothing set all stay on the device."""
+
+    experts: int | None = Field(default=None, ge=1)
+    """Most experts on the device. With `prefetch` there is one place more, which the next is brought into."""
+    bytes: int | None = Field(default=None, ge=1)
+    """Most device memory for the experts' weights, in bytes, that place included."""
+    host_experts: int | None = Field(default=None, ge=1)
+    """Most experts in pinned host memory, where the device is a GPU; the others stay on disk."""
+    host_bytes: int | None = Field(default=None, ge=1)
+    """The same in bytes."""
+    prefetch: bool = True
+    """Whether the next expert is brought while one runs."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything bounds the experts on the device."""
+        return self.experts is not None or self.bytes is not None
+
+    def places(self, count: int, size: int) -> tuple[int, int]:
+        """How many of `count` experts stay, and in how many places of `size` bytes each.
+
+        Raises:
+            ConfigError: not one fits.
+        """
+        places = count if self.experts is None else min(count, self.experts + self.prefetch)
+        places = _fitting(places, self.bytes, size, "bytes")
+        return places - (self.prefetch and 1 < places < count), places
+
+    def host_places(self, count: int, size: int) -> int:
+        """How many of `count` experts of `size` bytes are kept in host memory, for a GPU."""
+        return _fitting(min(count, self.host_experts or count), self.host_bytes, size, "host_bytes")
+
+
+def _fitting(places: int, budget: int | None, size: int, name: str) -> int:
+    if budget is None:
+        return places
+    if budget < size:
+        raise ConfigError(
+            f"residency.{name} is {budget}, and an expert takes {size}",
+            f"give {size} or more, or leave it out",
+        )
+    return min(places, budget // size)
+
+
+class ResidentExperts:
+    """Experts of an ensemble that share a budget of device memory; use it as `Ensemble(experts=...)`.
+
+    The least recently used expert makes room, of those that nobody waits for. For one sampling at a time.
+
+    Args:
+        stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
+            network of its own.
+        residency: the budget.
+        device: where experts run.
+        dtype: of their weights; by default that of the network's class (float32).
+        compile: arguments of `nn.Module.compile`, or None to leave the networks as they are.
+
+    Attributes:
+        capacity: experts that a step can use without bringing any of them twice in the next.
+        place_bytes: device memory of a place; the largest expert fills it.
+        loads: experts brought to the device so far.
+        loaded_bytes: bytes of them.
+
+    Raises:
+        ConfigError: the budget holds no expert.
+        StoreError: weights are not those of their network's class.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[StoredExpert | None],
+        residency: Residency | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        compile: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.residency, self.device = residency or Residency(), torch.device(device)
+        self._skeletons: dict[str, _Skeleton] = {}
+        self._experts: dict[int, _Own] = {}
+        self._count = len(stored)
+        for number, one in enumerate(stored):
+            if one is not None:
+                self._experts[number] = self._own(one, number, dtype, compile)
+        if not self._experts:
+            raise ConfigError("there is no expert to keep resident", "assemble one or more")
+        self.place_bytes = max(own.skeleton.layout.nbytes for own in self._experts.values())
+        self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
+        self._places: list[_Place] = []
+        self._queue: deque[int] = deque()
+        self._worker: ThreadPoolExecutor | None = None
+        if (
+            self.residency.prefetch
+        ):  # one thread, of one core: torch would give it a team to wait beside the step's
+            self._worker = ThreadPoolExecutor(1, "experts", torch.set_num_threads, (1,))
+        self._host: HostMemory | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            places = self.residency.host_places(len(self._experts), self.place_bytes)
+            self._host = HostMemory(places, self.place_bytes)
+            self._stream = torch.cuda.Stream(self.device)
+        self._clock = self.loads = self.loaded_bytes = 0
+
+    def __len__(self) -> int:
+        """K, missing ones counted."""
+        return self._count
+
+    def __getitem__(self, number: int) -> "ResidentExpert":
+        """One expert as a denoiser; it is brought when it runs."""
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        if number not in self._experts:
+            raise ConfigError(f"expert {number} is missing", "publish it and assemble again")
+        return ResidentExpert(self, number)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of experts that do not exist."""
+        return tuple(number for number in range(self._count) if number not in self._experts)
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """Numbers of experts that are on the device, or on their way."""
+        return tuple(sorted(p.number for p in self._places if p.number is not None))
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the places take now."""
+        return sum(place.block.numel() for place in self._places)
+
+    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
+        """See `dispatch.Expecting`: resident experts run first, and the others are brought meanwhile."""
+        ready = {p.number for p in self._places if p.pending is None or p.pending.done()}
+        order = sorted(now, key=lambda n: (n not in ready, self._holding(n) is None, n))
+        self._queue = deque([*order, *(n for n in later if n not in order)])
+        self._bring_ahead(None)
+        return order
+
+    def velocity(
+        self, number: int, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
+    ) -> Float[Tensor, "B C H W"]:
+        """Rectified-flow velocity of one expert, which is brought first if it is not there."""
+        own, place = self._experts[number], self._bring(number)
+        own.skeleton.point(place)
+        self._bring_ahead(place)
+        v = own.expert.velocity(x_t, t, cond)
+        if place.done is not None:
+            place.done.record(torch.cuda.current_stream(self.device))
+        return v
+
+    def close(self) -> None:
+        """Give all memory back. Experts that are asked afterwards are brought again."""
+        for place in self._places:
+            if place.pending is not None:
+                with contextlib.suppress(Exception):
+                    place.pending.result()
+        if self._host is not None:
+            torch.cuda.synchronize(self.device)
+            self._host.clear()
+        for skeleton in self._skeletons.values():
+            skeleton.point(None)
+        self._places.clear()
+        self._queue.clear()
+
+    # Bringing experts. Only the caller's thread chooses places; the worker only copies.
+
+    def _bring(self, number: int) -> "_Place":
+        """The place of an expert, once its weights are there."""
+        with contextlib.suppress(ValueError):
+            self._queue.remove(number)
+        place = self._holding(number)
+        if place is None:
+            place = self._free(kept=())
+            assert place is not None
+            self._fill(place, number)
+        if place.pending is not None:
+            try:
+                place.pending.result()
+            except BaseException:
+                place.number = None  # what it holds is neither the one nor the other
+                raise
+            finally:
+                place.pending = None
+            if place.ready is not None:
+                torch.cuda.current_stream(self.device).wait_event(place.ready)
+        self._clock += 1
+        place.used = self._clock
+        return place
+
+    def _bring_ahead(self, running: "_Place | None") -> None:
+        """Start to bring what is wanted next, into places that nothing wanted earlier lies in."""
+        if self._worker is None:
+            return
+        wanted = list(self._queue)
+        for position, number in enumerate(wanted):
+            if self._holding(number) is not None:
+                continue
+            place = self._free({*wanted[:position]}, running)
+            if place is None:
+                return
+            self._fill(place, number)
+
+    def _holding(self, number: int) -> "_Place | None":
+        return next((place for place in self._places if place.number == number), None)
+
+    def _free(self, kept: Sequence[int] | set[int], running: "_Place | None" = None) -> "_Place | None":
+        """The place to use next: an unused one, else of the expert that is unwanted longest."""
+        empty = next((p for p in self._places if p.number is None), None)
+        if empty is not None:
+            return empty
+        if len(self._places) < self._most:
+            self._places.append(_Place.make(self.place_bytes, self.device))
+            return self._places[-1]
+        # What is wanted last goes first, if all are wanted.
+        wanted = {number: -position for position, number in enumerate(self._queue)}
+        open_ = [p for p in self._places if p is not running and p.number not in kept]
+        return min(open_, key=lambda p: (wanted.get(p.number or 0, -len(wanted) - 1), p.used), default=None)
+
+    def _fill(self, place: "_Place", number: int) -> None:
+        place.number = number
+        self.loads += 1
+        self.loaded_bytes += self._experts[number].skeleton.layout.nbytes
+        if self._worker is not None:
+            place.pending = self._worker.submit(self._copy, place, number)
+        else:
+            place.pending = Future()
+            try:
+                self._copy(place, number)
+                place.pending.set_result(None)
+            except BaseException as error:
+                place.pending.set_exception(error)
+
+    def _copy(self, place: "_Place", number: int) -> None:
+        """From disk, or by way of host memory, into a place."""
+        own = self._experts[number]
+        layout, read = own.skeleton.layout, own.read
+        if self._host is None or self._stream is None:
+            read(place.block)
+            return
+        with torch.cuda.stream(self._stream), self._host.holding(number, read) as block:
+            assert place.done is not None and place.ready is not None
+            self._stream.wait_event(place.done)  # whoever ran here before has to be finished
+            place.block[: layout.nbytes].copy_(block[: layout.nbytes], non_blocking=True)
+            place.ready.record(self._stream)
+
+    def _own(
+        self, stored: StoredExpert, number: int, dtype: torch.dtype | None, compile: Mapping[str, Any] | None
+    ) -> "_Own":
+        key = digest({"family": stored.family, "config": dict(stored.config)})
+        if key not in self._skeletons:
+            self._skeletons[key] = _Skeleton.make(stored, self.device, dtype, compile)
+        skeleton = self._skeletons[key]
+        skeleton.layout.check(stored, f"expert {number}")
+        expert = Expert(skeleton.network, stored.family, stored.prediction, stored.schedule, stored.card)
+        return _Own(stored, skeleton, expert)
+
+
+@dataclass(frozen=True)
+class ResidentExpert:
+    """One of `ResidentExperts` as a denoiser."""
+
+    experts: ResidentExperts
+    number: int
+
+    def velocity(
+        self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
+    ) -> Float[Tensor, "B C H W"]:
+        """Rectified-flow velocity (see `base.condition.Denoiser`)."""
+        return self.experts.velocity(self.number, x_t, t, cond)
+
+
+@dataclass(eq=False)
+class _Place:
+    """One expert's room on the device.
+
+    Attributes:
+        block: the memory, uint8.
+        number: the expert in it, or on its way into it.
+        pending: its copy, until somebody has waited for it.
+        used: when it last ran.
+        done: the GPU has evaluated what was asked of it here.
+        ready: the GPU has copied it.
+        views: the tensors of each layout in it.
+    """
+
+    block: Tensor
+    number: int | None = None
+    pending: "Future[None] | None" = None
+    used: int = 0
+    done: torch.cuda.Event | None = None
+    ready: torch.cuda.Event | None = None
+    views: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, size: int, device: torch.device) -> "_Place":
+        with torch.inference_mode(False):  # its tensors become parameters, which inference tensors cannot
+            block = torch.empty(size, dtype=torch.uint8, device=device)
+        if device.type != "cuda":
+            return cls(block)
+        place = cls(block, done=torch.cuda.Event(), ready=torch.cuda.Event())
+        assert place.done is not None
+        place.done.record(torch.cuda.current_stream(device))  # the memory may still be in use by what had it
+        return place
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        if id(layout) not in self.views:
+            with torch.inference_mode(False):
+                self.views[id(layout)] = layout.views(self.block)
+        return self.views[id(layout)]
+
+
+class _Skeleton:
+    """A network of one architecture, whose parameters point at one expert's weights at a time."""
+
+    def __init__(self, network: nn.Module, layout: Layout) -> None:
+        self.network, self.layout = network, layout
+        self._held: dict[str, Tensor] = dict(network.state_dict(keep_vars=True))
+        self._nothing = {name: value.detach() for name, value in self._held.items()}
+        self._place: _Place | None = None
+
+    @classmethod
+    def make(
+        cls,
+        stored: StoredExpert,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        compile: Mapping[str, Any] | None,
+    ) -> "_Skeleton":
+        """The network of these settings, without memory for weights."""
+        with torch.inference_mode(False):
+            network = family(stored.family).load(stored.config).eval().requires_grad_(False)
+            specs = {}
+            for name, value in network.state_dict(keep_vars=True).items():
+                own = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                specs[name] = Spec(own, tuple(value.shape))
+                value.data = value.data.new_empty(0)
+            nn.Module.to(network, device=device, dtype=dtype)  # diffusers' own warns of nothing
+            if compile is not None:
+                network.compile(**compile)
+            return cls(network, Layout(specs))
+
+    def point(self, place: _Place | None) -> None:
+        """Use the weights in this place from now on; with None they take no memory."""
+        if place is not None and place is self._place:
+            return
+        self._place = place
+        tensors = self._nothing if place is None else place.tensors(self.layout)
+        for name, held in self._held.items():
+            held.data = tensors[name]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What is kept of one expert wherever its weights are."""
+
+    stored: StoredExpert
+    skeleton: _Skeleton
+    expert: Expert
+
+    def read(self, block: Tensor) -> None:
+        self.skeleton.layout.read(self.stored, block)

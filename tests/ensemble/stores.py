@@ -1,0 +1,30 @@
+"""Published experts for tests, and the ways to hold an ensemble of them."""
+
+from atoll.base.hashing import digest_tensors
+from atoll.ensemble.expert import Expert, write_part
+from atoll.ensemble.stored import StoredExpert
+from atoll.networks.families import DataShape
+from atoll.store.store import Store
+from helpers_networks import card
+
+
+def publish(store: Store, number: int, expert: Expert, shape: DataShape) -> str:
+    """Write an expert as training would; its folder."""
+    weights = dict(expert.network.named_parameters())
+    condition = "text" if shape.text_width else "class"
+    about = card(
+        island=number,
+        family=expert.family,
+        prediction=expert.prediction,
+        schedule=expert.schedule,
+        condition=condition,
+        shape=vars(shape),
+        weights_sha256=digest_tensors(weights),
+    )
+    write_part(store, f"experts/{number}", expert.network, weights, about)
+    return f"experts/{number}"
+
+
+def on_disk(store: Store, experts: list[Expert], shape: DataShape) -> list[StoredExpert | None]:
+    """The same experts as files."""
+    return [StoredExpert.find(store, publish(store, k, e, shape)) for k, e in enumerate(experts)]

@@ -1,0 +1,448 @@
+"""Experts within a budget: what is brought, what makes room, what stays the same, what is refused."""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError, StoreError
+from atoll.ensemble.batches import Sampling, by_expert, sample_batches
+from atoll.ensemble.ensemble import Costs, Ensemble
+from atoll.ensemble.expert import WEIGHTS, Expert
+from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample
+from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
+from atoll.store.store import Store
+from ensemble.stores import on_disk, publish
+from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
+
+K, B = 4, 8
+T = torch.linspace(0.1, 0.9, B)
+
+
+@pytest.fixture(scope="module")
+def experts() -> list[Expert]:
+    return [expert(k, CLASSES) for k in range(K)]
+
+
+@pytest.fixture(scope="module")
+def stored(experts: list[Expert], tmp_path_factory: pytest.TempPathFactory) -> list[StoredExpert | None]:
+    return on_disk(Store.open(tmp_path_factory.mktemp("experts")), experts, CLASSES)
+
+
+def places(number: int) -> Residency:
+    return Residency(experts=number, prefetch=False)
+
+
+def velocity(bank: ResidentExperts | list[Expert], number: int) -> Tensor:
+    return bank[number].velocity(noise(B, CLASSES), T, conditions(B, CLASSES))
+
+
+class Wants:
+    """A router that wants what it is told to."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows, self.calls = rows, 0
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        wanted = torch.tensor(self.rows[min(self.calls, len(self.rows) - 1)])
+        self.calls += 1
+        return 100 * torch.nn.functional.one_hot(wanted, K).float()
+
+
+def steps(bank: ResidentExperts, rows: list[list[int]], count: int) -> None:
+    field = Ensemble(bank, Wants(rows)).field(
+        conditions(B, CLASSES), null(CLASSES), 2.0, Routing.named("top-1"), 0, range(B)
+    )
+    sample(field, noise(B, CLASSES), count)
+
+
+# Within the budget.
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(1, 1), (2, 2), (3, 3), (9, 4)])
+def test_there_are_no_more_places_than_the_budget_has(
+    budget: int, expected: int, stored: list[StoredExpert | None]
+) -> None:
+    bank = ResidentExperts(stored, places(budget))
+    assert bank.device_bytes == 0  # nobody was asked yet
+    for number in (0, 1, 2, 3, 1, 0):
+        velocity(bank, number)
+        assert len(bank.resident) <= expected and number in bank.resident
+    assert bank.device_bytes == expected * bank.place_bytes
+    ahead = ResidentExperts(stored, Residency(experts=budget))
+    for number in (0, 1, 2, 3, 1, 0):
+        ahead.expect([number, (number + 1) % K])
+        velocity(ahead, number)
+    assert ahead.device_bytes <= min(K, expected + 1) * ahead.place_bytes
+
+
+def test_a_budget_in_bytes_counts_everything(stored: list[StoredExpert | None]) -> None:
+    size = ResidentExperts(stored).place_bytes
+    assert size >= sum(p.numel() * 4 for p in denoiser(0, CLASSES).parameters())
+    for budget, capacity in ((size, 1), (2 * size, 1), (3 * size - 1, 1), (3 * size, 2), (4 * size, 4)):
+        bank = ResidentExperts(stored, Residency(bytes=budget))
+        assert bank.capacity == capacity
+        for number in (0, 1, 2, 3, 1, 0):
+            bank.expect([number, (number + 1) % K])
+            velocity(bank, number)
+            assert bank.device_bytes <= budget
+    assert ResidentExperts(stored, Residency(bytes=3 * size, prefetch=False)).capacity == 3
+    with pytest.raises(ConfigError, match=f"residency.bytes is {size - 1}, and an expert takes {size}"):
+        ResidentExperts(stored, Residency(bytes=size - 1))
+
+
+def test_the_least_recently_used_makes_room(stored: list[StoredExpert | None]) -> None:
+    bank = ResidentExperts(stored, places(2))
+    for number, resident, loads in ((0, (0,), 1), (1, (0, 1), 2), (0, (0, 1), 2), (2, (0, 2), 3)):
+        velocity(bank, number)
+        assert (bank.resident, bank.loads) == (resident, loads)
+    assert bank.loaded_bytes == 3 * bank.place_bytes
+
+
+def test_residents_run_first_so_that_a_step_brings_only_what_is_not_there(
+    stored: list[StoredExpert | None],
+) -> None:
+    everyone = [list(range(K)) * 2]
+    for budget in (1, 2, 3):
+        bank = ResidentExperts(stored, places(budget))
+        steps(bank, everyone, 1)
+        assert bank.loads == K
+        before = set(bank.resident)
+        assert set(bank.expect(range(K))[:budget]) == before
+        steps(bank, everyone, 5)  # in the plain order each step would bring all of them
+        assert bank.loads == K + 5 * (K - budget)
+    bank = ResidentExperts(stored)
+    steps(bank, everyone, 5)
+    assert bank.loads == K
+
+
+@pytest.mark.parametrize("residency", [places(1), Residency(experts=1), Residency(experts=2), None])
+def test_under_commit_each_expert_is_brought_once_over_all_batches(
+    residency: Residency | None, stored: list[StoredExpert | None]
+) -> None:
+    bank = ResidentExperts(stored, residency)
+    ensemble, count = Ensemble(bank, Wants([[n % 3, 3] for n in range(9)])), 18
+    sampling = Sampling(Routing.named("commit"), 2.0, 3, 0, (3, 8, 8), 2)
+    cond = conditions(count, CLASSES)
+    drawn = list(
+        sample_batches(ensemble, lambda r: cond.select(torch.tensor(r)), null(CLASSES), count, sampling)
+    )
+    assert bank.loads == K
+    served = [part.trace.weights[0].argmax(1).tolist() for part in drawn if part.trace]
+    assert sorted(k for batch in served for k in batch) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 9
+    assert max(len(set(batch)) for batch in served) <= bank.capacity
+    assert sum(part.trace.router_calls for part in drawn if part.trace) == count
+
+
+def test_batches_are_full_where_the_budget_lets_them(stored: list[StoredExpert | None]) -> None:
+    experts = [0, 1, 0, 2, 1, 0, 3, 0]
+    whole = Ensemble(ResidentExperts(stored), Wants([[0]]))
+    assert by_expert(experts, whole, 3) == ([[0, 2, 5], [7, 1, 4], [3, 6]], [[0], [0, 1], [2, 3]])
+    one = Ensemble(ResidentExperts(stored, places(1)), Wants([[0]]))
+    assert by_expert(experts, one, 3) == ([[0, 2, 5], [7], [1, 4], [3], [6]], [[0], [0], [1], [2], [3]])
+    velocity(one.experts, 2)  # type: ignore[arg-type]
+    assert by_expert(experts, one, 8)[1] == [[2], [0], [1], [3]]
+
+
+# Ahead of time.
+
+
+class Told(Mapping[str, Tensor]):
+    """Weights that tell when they are read, and fail if asked to."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights, self.read, self.broken = weights, threading.Event(), False
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.set()
+        if self.broken:
+            raise StoreError("the disk is gone", "find it")
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def told(experts: list[Expert]) -> tuple[list[StoredExpert | None], list[Told]]:
+    from dataclasses import replace
+
+    made = [StoredExpert.of(e) for e in experts]
+    weights = [Told(s.weights) for s in made]
+    return [replace(s, weights=w) for s, w in zip(made, weights, strict=True)], weights
+
+
+def test_what_is_wanted_next_is_brought_before_it_is_asked(experts: list[Expert]) -> None:
+    stored, weights = told(experts)
+    bank = ResidentExperts(stored, Residency(experts=1))
+    for w in weights:
+        w.read.clear()
+    assert bank.expect([2, 3], later=[0]) == [2, 3]
+    assert weights[2].read.wait(10) and weights[3].read.wait(10)
+    assert bank.resident == (2, 3) and not weights[0].read.is_set()  # both places are wanted first
+    velocity(bank, 2)
+    velocity(bank, 3)  # 2 is done, so its place is free for what comes later
+    assert weights[0].read.wait(10)
+    assert torch.equal(velocity(bank, 0), velocity(experts, 0))
+    assert bank.loads == 3
+
+
+def test_without_prefetch_nothing_is_read_before_it_is_asked(experts: list[Expert]) -> None:
+    stored, weights = told(experts)
+    bank = ResidentExperts(stored, places(2))
+    for w in weights:
+        w.read.clear()
+    bank.expect([2, 3])
+    velocity(bank, 2)
+    assert [w.read.is_set() for w in weights] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_expert_that_cannot_be_read_says_so_and_may_come_back(
+    prefetch: bool, experts: list[Expert]
+) -> None:
+    stored, weights = told(experts)
+    bank = ResidentExperts(stored, Residency(experts=1, prefetch=prefetch))
+    velocity(bank, 0)
+    weights[1].broken = True
+    for _ in range(2):
+        bank.expect([0, 1])
+        assert torch.equal(velocity(bank, 0), velocity(experts, 0))
+        with pytest.raises(StoreError, match="the disk is gone"):
+            velocity(bank, 1)
+    weights[1].broken = False
+    assert torch.equal(velocity(bank, 1), velocity(experts, 1))
+
+
+def test_closing_gives_the_memory_back(stored: list[StoredExpert | None], experts: list[Expert]) -> None:
+    bank = ResidentExperts(stored, Residency(experts=2))
+    bank.expect(range(K))
+    velocity(bank, 0)
+    bank.close()
+    assert bank.device_bytes == 0 and bank.resident == ()
+    assert sum(p.numel() for p in bank._experts[0].expert.network.parameters()) == 0
+    assert torch.equal(velocity(bank, 3), velocity(experts, 3))
+
+
+# One skeleton.
+
+
+def test_experts_of_one_architecture_share_a_network(stored: list[StoredExpert | None]) -> None:
+    bank = ResidentExperts(stored, places(2))
+    networks = {id(own.expert.network) for own in bank._experts.values()}
+    before = [id(p) for p in bank._experts[0].expert.network.parameters()]
+    for number in range(K):
+        velocity(bank, number)
+    assert len(networks) == 1
+    assert [id(p) for p in bank._experts[3].expert.network.parameters()] == before
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_exchanged_weights_do_not_compile_the_network_again(
+    inference: bool, stored: list[StoredExpert | None], experts: list[Expert]
+) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    bank = ResidentExperts(stored, places(2), compile={"backend": counter, "dynamic": False})
+    with torch.inference_mode(inference):
+        found = [velocity(bank, 0)]
+        compiled = counter.frame_count
+        assert compiled > 0
+        found += [velocity(bank, number) for number in (1, 2, 3, 0)]
+    assert counter.frame_count == compiled
+    for number, v in zip((0, 1, 2, 3, 0), found, strict=True):
+        torch.testing.assert_close(v, velocity(experts, number))
+    torch.compiler.reset()
+
+
+def test_weights_in_half_the_bytes(stored: list[StoredExpert | None], experts: list[Expert]) -> None:
+    whole, half = ResidentExperts(stored, places(1)), ResidentExperts(stored, places(1), dtype=torch.bfloat16)
+    assert half.place_bytes < 0.6 * whole.place_bytes
+    import copy
+
+    for number in (0, 3, 0):
+        own = copy.deepcopy(experts[number])
+        own.network.to(torch.bfloat16)
+        found = velocity(half, number)
+        assert found.dtype == torch.float32 and torch.equal(found, velocity([own], 0))
+
+
+# What is refused.
+
+
+def test_a_missing_expert_has_no_stand_in(stored: list[StoredExpert | None]) -> None:
+    bank = ResidentExperts([stored[0], None, stored[2], None])
+    assert len(bank) == K and bank.missing == (1, 3)
+    with pytest.raises(ConfigError, match="expert 1 is missing"):
+        bank[1]
+    with pytest.raises(IndexError):
+        bank[K]
+    with pytest.raises(ConfigError, match="there is no expert"):
+        ResidentExperts([None, None])
+
+
+def test_a_list_says_none_where_an_expert_is_missing(experts: list[Expert]) -> None:
+    ensemble = Ensemble([experts[0], None, experts[2], None], Wants([[1] * B]))
+    assert ensemble.missing == (1, 3)
+    ensemble.missing = ()
+    with pytest.raises(ConfigError, match="expert 1 is missing, and yet was asked"):
+        ensemble.velocity(noise(B, CLASSES), T, conditions(B, CLASSES))
+
+
+@pytest.mark.parametrize("setting", [{"experts": 0}, {"bytes": 0}, {"host_experts": 0}, {"expert": 1}])
+def test_budgets_that_mean_nothing_are_refused(setting: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Residency.parse(setting, "a test")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("proj_out_1.bias"), r"expert 0 has no tensor proj_out_1\.bias"),
+        (lambda w: w.update(more=torch.zeros(2)), "expert 0 has a tensor more that its network lacks"),
+        (lambda w: w.update({"proj_out_1.bias": torch.zeros(2)}), r"has shape \(2,\)"),
+    ],
+)
+def test_weights_of_another_network_are_refused(change, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    one = StoredExpert.of(expert(0, CLASSES))
+    weights = dict(one.weights)
+    change(weights)
+    save_file(weights, tmp_path / "a")
+    for held in (weights, FileWeights(tmp_path / "a")):
+        with pytest.raises(StoreError, match=message):
+            ResidentExperts([StoredExpert(one.config, one.family, one.prediction, one.schedule, held)])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])), "not what its card"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "is damaged"),
+        (lambda p: p.write_bytes(b"\x80\x04"), "is damaged, or no safetensors"),
+        (lambda p: p.write_bytes(b"\xff" * 64), "is damaged, or no safetensors"),
+        (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a": [1]}'), "is damaged, or no safetensors"),
+        (lambda p: p.unlink(), "is missing"),
+    ],
+    ids=["flipped", "torn", "pickle", "foreign", "header", "missing"],
+)
+def test_a_damaged_expert_is_refused_before_it_runs(harm, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    store = Store.open(tmp_path)
+    prefix = publish(store, 0, expert(0, CLASSES), CLASSES)
+    harm(tmp_path / prefix / WEIGHTS)
+    with pytest.raises(StoreError, match=message):
+        StoredExpert.find(store, prefix)
+
+
+def test_a_file_that_is_replaced_meanwhile_does_no_harm(experts: list[Expert], tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    prefixes = [publish(store, k, experts[k], CLASSES) for k in range(2)]
+    bank = ResidentExperts([StoredExpert.find(store, prefix) for prefix in prefixes], places(1))
+    shutil.copy(tmp_path / prefixes[0] / WEIGHTS, tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / prefixes[1] / WEIGHTS)
+    assert torch.equal(velocity(bank, 1), velocity(experts, 1))
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_told(experts: list[Expert], tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    one = StoredExpert.find(store, publish(store, 0, experts[0], CLASSES))
+    bank = ResidentExperts([one], places(1))
+    os.truncate(tmp_path / "experts/0" / WEIGHTS, 2000)
+    with pytest.raises(StoreError, match="ends within"):
+        velocity(bank, 0)
+
+
+# Files.
+
+
+def test_tensors_are_read_as_safetensors_reads_them(tmp_path: Path) -> None:
+    source = torch.Generator().manual_seed(0)
+    tensors = {
+        str(dtype): torch.randn(3, 5, generator=source).to(dtype)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
+    }
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "bool": torch.tensor([True, False])}
+    save_file(tensors, tmp_path / "a", metadata={"format": "pt"})
+    weights, theirs = FileWeights(tmp_path / "a"), load_file(tmp_path / "a")
+    assert set(weights) == set(theirs) and len(weights) == len(theirs)
+    for name, tensor in theirs.items():
+        assert weights[name].dtype == tensor.dtype and torch.equal(weights[name], tensor)
+    other = torch.empty(3, 5, dtype=torch.bfloat16)
+    weights.read("torch.float32", other)
+    assert torch.equal(other, theirs["torch.float32"].bfloat16())
+
+
+def test_what_lies_outside_the_file_is_refused(tmp_path: Path) -> None:
+    def write(about: dict[str, object]) -> Path:
+        header = json.dumps({"a": about}).encode()
+        (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        return tmp_path / "a"
+
+    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    assert FileWeights(write(good))["a"].tolist() == [0, 0]
+    changes: list[dict[str, object]] = [
+        {"data_offsets": [8, 16]},
+        {"data_offsets": [-8, 0]},
+        {"data_offsets": [0, 4]},
+        {"shape": [3]},
+        {"dtype": "pickle"},
+        {"data_offsets": None},
+    ]
+    for change in changes:
+        with pytest.raises(StoreError, match="is damaged"):
+            FileWeights(write({**good, **change}))
+
+
+def test_places_are_aligned_and_do_not_overlap() -> None:
+    layout = Layout({str(n): Spec(torch.float32, (n,)) for n in (1, 63, 64, 65, 0, 7)})
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    for number, view in enumerate(views.values()):
+        assert (view.storage_offset() * 4) % ALIGNMENT == 0
+        view.fill_(number + 1)
+    for number, (name, view) in enumerate(views.items()):
+        assert view.shape == (int(name),) and bool((view == number + 1).all())
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize(
+    ("routing", "router_calls"), [("top-1", 10), ("top-1 every 5", 2), ("commit", 1), ("oracle", 0)]
+)
+def test_the_trace_tells_the_cost_of_the_router(
+    routing: str, router_calls: int, experts: list[Expert]
+) -> None:
+    costs = Costs(3.0, [100.0, 200.0, 300.0, 400.0])
+    ensemble = Ensemble(experts, Wants([[0, 1, 1, 3, 3, 3, 3, 3]]), costs=costs)
+    labels = torch.tensor([0, 1, 1, 3, 3, 3, 3, 3])
+    field = ensemble.field(
+        conditions(B, CLASSES), null(CLASSES), 2.0, Routing.named(routing), 0, range(B), labels
+    )
+    sample(field, noise(B, CLASSES), 10)
+    trace = field.trace
+    assert trace.router_calls == B * router_calls and trace.expert_calls == 2 * B * 10
+    assert trace.expert_runs == 3 * 10
+    assert trace.router_flops == 3 * B * router_calls
+    assert trace.expert_flops == 2 * 10 * (100 + 2 * 200 + 5 * 400)
+    assert trace.router_share == trace.router_flops / (trace.router_flops + trace.expert_flops)
+
+
+def test_without_costs_the_share_is_not_made_up(experts: list[Expert]) -> None:
+    field = Ensemble(experts, Wants([[0] * B])).field(
+        conditions(B, CLASSES), null(CLASSES), 1.0, Routing.named("top-1"), 0, range(B)
+    )
+    sample(field, noise(B, CLASSES), 2)
+    assert field.trace.router_share != field.trace.router_share  # NaN
+    assert field.trace.router_calls == 2 * B
