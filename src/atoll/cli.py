@@ -12,6 +12,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, Hearsay
+from atoll.train.leaving import ends_with_run
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
@@ -311,6 +312,7 @@ alike is told by the first, a collective that fails by whoever made it fail. `to
 
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
+    ends_with_run()
     _guard(lambda: atoll.main(standalone_mode=False))
 
 

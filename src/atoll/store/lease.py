@@ -51,13 +51,21 @@ def new_holder() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
-def acquire(log: Log, lease: LeaseConfig, *, wait: bool = False, **fields: Any) -> bool:
+def acquire(
+    log: Log,
+    lease: LeaseConfig,
+    *,
+    wait: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+    **fields: Any,
+) -> bool:
     """Become the holder of a run, unless it is published or somebody alive holds it.
 
     Args:
         log: of the run.
         lease: when a holder counts as gone.
         wait: wait for the holder to release or fall silent, instead of leaving.
+        pause: lets some seconds pass between two looks; what it raises ends the waiting.
         fields: more for the log's entry.
 
     Returns:
@@ -87,7 +95,7 @@ def acquire(log: Log, lease: LeaseConfig, *, wait: bool = False, **fields: Any) 
         if holder != told:
             say(f"waiting: {what}")
             told = holder
-        time.sleep(min(2.0, max(0.05, lease.expiry_seconds / 10)))
+        pause(min(2.0, max(0.05, lease.expiry_seconds / 10)))
 
 
 def _silence(store: Store, holder: Entry, key: str) -> float:

@@ -9,12 +9,22 @@ from atoll.base.errors import AtollError
 
 INTERRUPTED = 75
 """Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_process = {"ends": False}
 
 
 class Interrupted(AtollError):
     """The run was told to leave; its state is saved."""
 
     exit_code = INTERRUPTED
+
+
+def ends_with_run() -> None:
+    """Say that this process has nothing to do after its run: once told to leave, it hears no signal any more.
+
+    Otherwise one that comes while Python takes itself down would change the exit code.
+    """
+    _process["ends"] = True
 
 
 @contextmanager
@@ -25,9 +35,9 @@ def leaving() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
 
-    before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, note) for s in SIGNALS}
     try:
         yield told
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if told and _process["ends"] else handler)

@@ -118,11 +118,11 @@ class _Run:
 
     def go(self, wait: bool, tracking: TrackingConfig) -> None:
         """Take the run over, train, publish, and say in the log how it ended."""
-        if not self.world.once(lambda: self._acquire(wait)):
-            self.world.once(lambda: settle(self.store, self.log))
-            _say(self.world, f"{self.name}: finished already")
-            return
         with leaving() as told:
+            if not self.world.once(lambda: self._acquire(wait, told)):
+                self.world.once(lambda: settle(self.store, self.log))
+                _say(self.world, f"{self.name}: finished already")
+                return
             try:
                 self._hold(told, tracking)
             except Fenced:
@@ -147,11 +147,16 @@ class _Run:
 
     # Before and after.
 
-    def _acquire(self, wait: bool) -> bool:
+    def _acquire(self, wait: bool, told: list[int]) -> bool:
+        def pause(seconds: float) -> None:
+            time.sleep(seconds)
+            if told:
+                raise Interrupted(f"{self.name} was told to leave while it waited", "run it again to go on")
+
         first = next((e for e in self.log.entries() if e.get("tracker")), None)
         self.state.tracker = first["tracker"] if first else uuid.uuid4().hex[:8]
         own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.world.size}
-        return acquire(self.log, self.settings.lease, wait=wait, **own)
+        return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **own)
 
     def _resume(self) -> None:
         state, before = self.state, read_heartbeat(self.run) if self.world.first else None
