@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from atoll.base.errors import AtollError as AtollError
     from atoll.data.dataset import DataSet as DataSet
     from atoll.ensemble.ensemble import Ensemble as Ensemble
+    from atoll.ensemble.residency import Residency as Residency
     from atoll.ensemble.routing import Routing as Routing
     from atoll.ensemble.sample import sample as sample
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
@@ -25,6 +26,7 @@ _PUBLIC = {
     "Condition": "atoll.base.condition",
     "DataSet": "atoll.data.dataset",
     "Ensemble": "atoll.ensemble.ensemble",
+    "Residency": "atoll.ensemble.residency",
     "Routing": "atoll.ensemble.routing",
     "Store": "atoll.store.store",
     "sample": "atoll.ensemble.sample",

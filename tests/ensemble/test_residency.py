@@ -330,7 +330,7 @@ def test_weights_of_another_network_are_refused(change, message: str, tmp_path: 
     ("harm", "message"),
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])), "not what its card"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "is damaged"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "bytes instead of"),
         (lambda p: p.write_bytes(b"\x80\x04"), "is damaged, or no safetensors"),
         (lambda p: p.write_bytes(b"\xff" * 64), "is damaged, or no safetensors"),
         (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a": [1]}'), "is damaged, or no safetensors"),
@@ -401,7 +401,7 @@ def test_what_lies_outside_the_file_is_refused(tmp_path: Path) -> None:
         {"data_offsets": None},
     ]
     for change in changes:
-        with pytest.raises(StoreError, match="is damaged"):
+        with pytest.raises(StoreError, match="is damaged|has 7[0-9] bytes instead of"):
             FileWeights(write({**good, **change}))
 
 

@@ -312,7 +312,7 @@ DAMAGE = {
     "a flipped bit": (lambda f: flip(f / "experts/1" / WEIGHTS), "experts/1/.*does not match its SHA-256"),
     "a torn file": (
         lambda f: (f / "experts/1" / WEIGHTS).write_bytes(b"\0" * 100),
-        "damaged or no safetensors",
+        "damaged, or no safetensors",
     ),
     "a shorter file": (
         lambda f: (f / "router" / WEIGHTS).write_bytes((f / "router" / WEIGHTS).read_bytes()[:-8]),

@@ -152,9 +152,7 @@ def load_ensemble(
     router.network.to(device)
     numbers, k = content["experts"], content["k"]
     cards = {n: read_card(store, f"ensemble/experts/{n}") for n in numbers}
-    costs = Costs(
-        router.card.forward_flops, [cards[n].forward_flops if n in cards else 0.0 for n in range(k)]
-    )
+    costs = Costs.of(router.card, cards, k)
     absent = [n for n in range(k) if n not in cards]
     experts = _resident(store, k, numbers, residency, device)
     return Ensemble(experts, router, absent, costs), router.card

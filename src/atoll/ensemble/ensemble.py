@@ -5,7 +5,7 @@ exact weights by cheaper ones. Every expert is evaluated only on the samples tha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser, concatenate
 from atoll.base.errors import ConfigError
 from atoll.base.rng import uniforms
+from atoll.ensemble.card import Card
 from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.routing import Routing, asked_at, route, uniforms_needed
 from atoll.flow.guidance import guide
@@ -48,6 +49,13 @@ class Costs:
 
     router: float
     experts: Sequence[float]
+
+    @classmethod
+    def of(cls, router: Card, experts: Mapping[int, Card], k: int) -> "Costs":
+        """What the cards say, of K places."""
+        return cls(
+            router.forward_flops, [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
+        )
 
 
 @dataclass

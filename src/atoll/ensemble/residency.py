@@ -104,7 +104,7 @@ class ResidentExperts:
         dtype: torch.dtype | None = None,
         compile: Mapping[str, Any] | None = None,
     ) -> None:
-        self.residency, self.device = residency or Residency(), torch.device(device)
+        self.residency, self.device, self.dtype = residency or Residency(), torch.device(device), dtype
         self._skeletons: dict[str, _Skeleton] = {}
         self._experts: dict[int, _Own] = {}
         self._count = len(stored)

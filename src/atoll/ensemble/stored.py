@@ -15,9 +15,10 @@ from torch import Tensor
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert, read_card, read_config, settings_of
+from atoll.ensemble.expert import Expert, filled, read_card, read_config, settings_of
 from atoll.flow.prediction import Prediction
 from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.families import family
 from atoll.store.store import Absent, Store
 
 ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
@@ -155,6 +156,18 @@ class StoredExpert:
         config = settings_of(expert.network)
         return cls(config, expert.family, expert.prediction, expert.schedule, weights, expert.card)
 
+    def dtypes(self) -> set[torch.dtype]:
+        """Types of its tensors' numbers."""
+        weights = self.weights
+        if isinstance(weights, FileWeights):
+            return {spec.dtype for spec in weights.specs.values()}
+        return {value.dtype for value in weights.values()}
+
+    def expert(self) -> Expert:
+        """The same with a network of its own in memory."""
+        network = filled(family(self.family).load(self.config), dict(self.weights))
+        return Expert(network, self.family, self.prediction, self.schedule, self.card)
+
 
 class Layout:
     """Where the tensors of one architecture lie in one flat block of memory.
@@ -219,9 +232,12 @@ def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
         for name, about in tree.items():
             spec = Spec(_DTYPES[about["dtype"]], tuple(map(int, about["shape"])))
             begin, end = map(int, about["data_offsets"])
-            if begin < 0 or end - begin != spec.nbytes or 8 + length + end > size:
+            if begin < 0 or end - begin != spec.nbytes:
                 raise ValueError(name)
             specs[name], starts[name] = spec, 8 + length + begin
     except (ValueError, KeyError, TypeError, AttributeError):
         raise StoreError(f"{path} is damaged, or no safetensors", _FIX) from None
+    expected = max((starts[name] + specs[name].nbytes for name in specs), default=8 + length)
+    if size != expected:
+        raise StoreError(f"{path} has {size} bytes instead of {expected}", _FIX)
     return specs, starts

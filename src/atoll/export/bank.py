@@ -18,6 +18,9 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import Expert
+from atoll.ensemble.residency import Residency
+from atoll.ensemble.stored import StoredExpert
+from atoll.export.offload import OffloadedExperts
 from atoll.export.parts import check_part, load_part, save_part
 from atoll.store.store import Store, to_json
 
@@ -36,19 +39,27 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     Args:
         experts: by the number of their cluster, each with its card.
         k: number of clusters; by default one more than the largest number.
+        residency: how many stay on the device; the others lie where they were read from. None for all, which
+            are then modules of this one.
 
     Raises:
         ConfigError: no expert, or one without a card.
         PartitionError: experts that do not belong together, or one in the place of another.
     """
 
-    def __init__(self, experts: Mapping[int, Expert], k: int | None = None) -> None:
+    def __init__(
+        self,
+        experts: Mapping[int, Expert | StoredExpert],
+        k: int | None = None,
+        residency: Residency | None = None,
+    ) -> None:
         super().__init__()
         if not experts:
             raise ConfigError("a bank without experts", "give at least one")
         self.k = max(experts) + 1 if k is None else k
         self.cards: dict[int, Card] = {}
         self.networks = nn.ModuleDict()
+        self.offloaded = OffloadedExperts(residency) if residency is not None and residency.limited else None
         for number in sorted(experts):
             self.add(experts[number], number)
 
@@ -75,12 +86,18 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 
         The network sees its own type of numbers; what is before and after it keeps that of the state.
         """
+        if self.offloaded is not None:
+            return self.offloaded.velocity(number, x_t, t, cond)
         card, network = self.cards[number], self.networks[str(number)]
         expert = Expert(network, card.family, card.prediction, card.schedule, card)
         kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
         return expert.velocity(x_t.to(kind), t, cond).to(x_t.dtype)
 
-    def add(self, expert: Expert | str | os.PathLike[str], number: int | None = None) -> None:
+    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
+        """See `ensemble.dispatch.Expecting`: those that are on the device come first."""
+        return now if self.offloaded is None else self.offloaded.experts().expect(now, later)
+
+    def add(self, expert: Expert | StoredExpert | str | os.PathLike[str], number: int | None = None) -> None:
         """Put an expert into its place, which may be empty or held by an older version of it.
 
         Args:
@@ -92,9 +109,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             PartitionError: it was trained for another partition, latents, text encoder or cluster.
             StoreError: its weights are not those of its card, or are no safetensors.
         """
-        if not isinstance(expert, Expert):
-            check_part(Path(expert))
-            expert = load_part(Path(expert), Expert.load)
+        if not isinstance(expert, Expert | StoredExpert):
+            expert = read_expert(Path(expert), stored=self.offloaded is not None)
         if expert.card is None:
             raise ConfigError("an expert without a card", "give one that was published")
         place = expert.card.island if number is None else number
@@ -104,11 +120,17 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             )
         check_place(expert.card, place, f"place {place}")
         check_together([*self.cards.values(), expert.card])
+        if self.offloaded is not None:
+            self.offloaded.put(place, expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert))
+        else:
+            self._put(place, expert.expert() if isinstance(expert, StoredExpert) else expert)
+        self.cards[place] = expert.card
+
+    def _put(self, place: int, expert: Expert) -> None:
         like = next(self.parameters(), None)
         if like is not None:
             nn.Module.to(expert.network, like.device, like.dtype)  # the class's own `to` warns
         self.networks[str(place)] = expert.network.eval().requires_grad_(False)
-        self.cards[place] = expert.card
 
     def drop(self, number: int) -> None:
         """Empty a place; its share goes to the others.
@@ -120,7 +142,11 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise ConfigError(f"there is no expert {number}", f"there are {listed(self.present)}")
         if len(self.cards) == 1:
             raise ConfigError(f"expert {number} is the last one", "keep it, or add another one first")
-        del self.networks[str(number)], self.cards[number]
+        del self.cards[number]
+        if self.offloaded is not None:
+            self.offloaded.put(number, None)
+        else:
+            del self.networks[str(number)]
         self.tell()
 
     def tell(self) -> None:
@@ -152,21 +178,32 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         root.mkdir(parents=True, exist_ok=True)
         (root / INDEX).unlink(missing_ok=True)
         for number, card in self.cards.items():
-            self.cards[number] = save_part(root / str(number), self.networks[str(number)], card)
+            self.cards[number] = save_part(root / str(number), self._network(number), card)
         for folder in root.iterdir():
             if folder.name.isdecimal() and int(folder.name) not in self.cards:
                 shutil.rmtree(folder)
         (root / INDEX).write_bytes(to_json(index(self.k, self.cards)))
 
+    def _network(self, number: int) -> nn.Module:
+        """One expert's network in memory, for as long as the caller needs it."""
+        if self.offloaded is None:
+            return self.networks[str(number)]
+        return nn.Module.to(self.offloaded.stored[number].expert().network, dtype=self.offloaded.dtype)
+
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], experts: Chosen = "auto", **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        experts: Chosen = "auto",
+        residency: Residency | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Read what `save_pretrained` wrote.
 
         Args:
             pretrained_model_name_or_path: folder of this component.
             experts: numbers of those to load; `auto` for all there are.
+            residency: how many stay on the device; the others are checked, and read when wanted.
             kwargs: `torch_dtype` is the type of the networks; what else diffusers passes is not needed.
 
         Raises:
@@ -175,11 +212,9 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """
         root = Path(pretrained_model_name_or_path)
         k, there = read_index(root)
-        loaded: dict[int, Expert] = {}
-        for number in choose(experts, there):
-            check_part(root / str(number))
-            loaded[number] = load_part(root / str(number), Expert.load)
-        bank = cls(loaded, k)
+        limited = residency is not None and residency.limited
+        loaded = {n: read_expert(root / str(n), stored=limited) for n in choose(experts, there)}
+        bank = cls(loaded, k, residency)
         kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
         return bank if kind is None else nn.Module.to(bank, dtype=kind)
 
@@ -193,6 +228,12 @@ class _Place(Denoiser):
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         answer: Tensor = self.bank(self.number, x_t, t, cond)
         return answer
+
+
+def read_expert(folder: Path, *, stored: bool) -> Expert | StoredExpert:
+    """A published expert, checked; as `stored` its weights stay where they are."""
+    check_part(folder)
+    return load_part(folder, StoredExpert.find) if stored else load_part(folder, Expert.load)
 
 
 def index(k: int, cards: Mapping[int, Card]) -> dict[str, Any]:

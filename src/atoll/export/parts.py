@@ -1,8 +1,6 @@
 """One network in a folder of its own: checked before it is read, read, and written again."""
 
-import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +12,7 @@ from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card, read_part, settings_of
+from atoll.ensemble.stored import FileWeights
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import Store, to_json
 
@@ -55,22 +54,13 @@ def refuse_pickle(folder: Path) -> None:
 
 def check_safetensors(path: Path) -> None:
     """Refuse a file that is no safetensors or has not the size of its header; reads the header only."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        if file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
             raise StoreError(f"{path} is pickle, not safetensors", "convert the weights to safetensors")
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        try:
-            header = json.loads(file.read(length)) if length + 8 <= size else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise StoreError(f"{path} is damaged or no safetensors", AGAIN)
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise StoreError(f"{path} has {size} bytes instead of {expected}", AGAIN)
+    try:
+        FileWeights(path)
+    except StoreError as error:
+        raise StoreError(error.what, AGAIN) from None
 
 
 def load_part(folder: Path, load: Callable[[Store, str], Part]) -> Part:

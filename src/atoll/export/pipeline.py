@@ -21,8 +21,9 @@ from atoll.base.errors import ConfigError, nearest
 from atoll.base.pictures import to_images
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Ensemble, RoutedField, Trace
+from atoll.ensemble.ensemble import Costs, Ensemble, RoutedField, Trace
 from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import check_flow, set_times, walk
 from atoll.export.bank import Chosen, ExpertBank, check_router
@@ -296,7 +297,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if routing.strategy == "oracle" and (clusters is None or len(clusters) != len(numbers)):
             raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
         labels = None if clusters is None else torch.tensor(list(clusters), device=self._execution_device)
-        ensemble = Ensemble(self.experts, _Ask(self.router), self.experts.missing)
+        costs = Costs.of(self.card, self.experts.cards, len(self.experts))
+        ensemble = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
         return ensemble.field(cond, null, guidance, routing, 0, numbers, labels)
 
     def _pictures(self, latents: Tensor, output: str) -> Any:
@@ -325,6 +327,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         pretrained_model_name_or_path: str | os.PathLike[str],
         *,
         experts: Chosen = "auto",
+        residency: Residency | None = None,
         torch_dtype: torch.dtype | None = None,
         revision: str | None = None,
         local_files_only: bool = False,
@@ -338,6 +341,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             pretrained_model_name_or_path: folder (`CAMPAIGN/ensemble` or an exported one) or hub name.
             experts: "auto" for all there are, or numbers; from a hub no others are fetched. The share
                 of those left out goes to the others.
+            residency: how many experts stay on the device, in number or in bytes; the others lie on disk
+                until they are wanted.
             torch_dtype: type of the networks' numbers; sampling itself is done in float32.
             revision: branch, tag or commit of the hub.
             local_files_only: take the hub's cache as it is.
@@ -363,7 +368,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         root = locate(pretrained_model_name_or_path, experts, **hub)
         found = inspect_folder(root, experts)
         kwargs |= by_name(found.router, found.components, kwargs)
-        bank = ExpertBank.from_pretrained(root / "experts", experts)
+        bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
         router = load_part(root / "router", RouterModel.load)
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}

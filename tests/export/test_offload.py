@@ -1,0 +1,102 @@
+"""A pipeline whose experts are brought to the device within a budget."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll import AtollPipeline, Residency
+from atoll.base.errors import ConfigError, StoreError
+from helpers_export import LABELS, generators, pipeline
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    pipeline(k=4).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> AtollPipeline:
+    made = AtollPipeline.from_pretrained(folder, **options)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def draw(pipe: AtollPipeline, routing: str) -> Any:
+    call = {"class_labels": [0, 1, 2, 3] * 3, "generator": generators(12), "output_type": "latent"}
+    return pipe(routing=routing, **call)
+
+
+@pytest.mark.parametrize("routing", ["commit", "top-1", "top-2", "full"])
+@pytest.mark.parametrize("budget", [{"experts": 1}, {"experts": 1, "prefetch": False}, {"experts": 3}])
+def test_the_same_pictures_to_the_bit(saved: Path, routing: str, budget: dict[str, Any]) -> None:
+    pipe = load(saved, residency=Residency(**budget))
+    found, expected = draw(pipe, routing), draw(load(saved), routing)
+    assert torch.equal(found.images, expected.images)
+    assert torch.equal(found.routing.stacked(), expected.routing.stacked())
+    held = pipe.experts.offloaded.experts()
+    assert 0 < len(held.resident) <= budget["experts"] + budget.get("prefetch", True)
+    assert not list(pipe.experts.parameters())
+
+
+def test_it_tells_what_sampling_cost(saved: Path) -> None:
+    trace = draw(load(saved), "top-1").routing
+    assert trace.router_flops == trace.router_calls * load(saved).card.forward_flops
+    assert 0 < trace.router_share < 1
+
+
+def test_a_type_of_numbers(saved: Path, tmp_path: Path) -> None:
+    budget = Residency(experts=1)
+    whole = draw(load(saved, torch_dtype=torch.bfloat16), "top-1").images
+    pipe = load(saved, torch_dtype=torch.bfloat16, residency=budget)
+    assert pipe.experts.dtype == torch.bfloat16
+    assert torch.equal(draw(pipe, "top-1").images, whole)
+    pipe.save_pretrained(tmp_path)
+    again = load(tmp_path, residency=budget)
+    assert again.experts.dtype == torch.bfloat16 and torch.equal(draw(again, "top-1").images, whole)
+
+
+def test_saved_again_the_files_are_the_same(saved: Path, tmp_path: Path) -> None:
+    load(saved, residency=Residency(experts=1)).save_pretrained(tmp_path)
+    for file in saved.rglob("*"):
+        if file.is_file():
+            assert (tmp_path / file.relative_to(saved)).read_bytes() == file.read_bytes(), file
+
+
+def test_experts_come_and_go(saved: Path) -> None:
+    pipe = load(saved, experts=[0, 1], residency=Residency(experts=1))
+    pipe.experts.add(saved / "experts/3")
+    assert pipe.experts.present == (0, 1, 3)
+    assert torch.equal(draw(pipe, "top-1").images, draw(load(saved, experts=[0, 1, 3]), "top-1").images)
+    pipe.experts.drop(0)
+    assert torch.equal(draw(pipe, "full").images, draw(load(saved, experts=[1, 3]), "full").images)
+
+
+def test_a_budget_that_holds_no_expert(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"residency\.bytes is 10, and an expert takes"):
+        load(saved, residency=Residency(bytes=10))
+
+
+def test_damage_is_told_before_anything_is_sampled(saved: Path, tmp_path: Path) -> None:
+    load(saved).save_pretrained(tmp_path)
+    weights = next((tmp_path / "experts/2").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(StoreError, match="does not match its SHA-256"):
+        load(tmp_path, residency=Residency(experts=1))
+
+
+def test_experts_that_are_in_memory(saved: Path) -> None:
+    from atoll.export.bank import ExpertBank
+    from helpers_export import expert
+
+    held = {number: expert(number, LABELS) for number in range(4)}
+    bank = ExpertBank(held, 4, Residency(experts=1))
+    pipe = load(saved)
+    expected = draw(pipe, "top-1").images
+    offloaded = AtollPipeline(bank, pipe.router, pipe.scheduler, num_inference_steps=4)
+    offloaded.set_progress_bar_config(disable=True)
+    assert torch.equal(draw(offloaded, "top-1").images, expected)
