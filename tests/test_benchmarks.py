@@ -35,6 +35,35 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def campaigns(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/campaigns.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import campaigns
+
+    yield campaigns
+    for name in ("campaigns", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
+    found = [
+        {
+            "rows": [
+                {"name": "monolith", "distance": m, "router_share": 0.0},
+                {"name": "commit", "distance": d},
+            ]
+        }
+        for m, d in ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
+    ]
+    lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
+    ratio = lines["commit", "distance / monolith"]
+    assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
+    apart = lines["commit", "distance - monolith, 95 %"]
+    half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
+    assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
 def test_every_turn_of_the_training_loop_writes_one_checkpoint(
