@@ -169,7 +169,7 @@ def plan(
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed", "student"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
@@ -243,7 +243,13 @@ def assemble(campaign: str) -> None:
     show_default=True,
     help="PNG to write.",
 )
-@click.option("--model", type=click.Choice(["ensemble", "monolith"]), default="ensemble", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to sample.",
+)
 @click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
 @click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
@@ -264,7 +270,7 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
 @CAMPAIGN
 @SETS
 def compare(campaign: str, sets: tuple[str, ...]) -> None:
-    """Measure the monolith and the ensemble under every strategy, at equal training FLOPs."""
+    """Measure monolith, student, and the ensemble under every strategy."""
     from atoll.campaign.comparison import compare_campaign
 
     compare_campaign(_open(campaign, sets))

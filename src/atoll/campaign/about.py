@@ -23,7 +23,7 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     found["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
     found["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
-    for role in ("monolith", "seed"):
+    for role in ("monolith", "seed", "student"):
         if published(store, f"{role}/expert"):
             found[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
     evaluation = _evaluation(campaign, parts)
@@ -76,8 +76,8 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
     if not campaign.store.exists(COMPARISON):
         return None
     found = campaign.store.get_json(COMPARISON)
-    measured = {name: digest for name, digest in found.get("parts", {}).items() if name != "monolith"}
-    if measured != parts:
+    measured = found.get("parts", {})
+    if {name: digest for name, digest in measured.items() if name not in ("monolith", "student")} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
     return {

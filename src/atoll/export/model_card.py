@@ -162,8 +162,9 @@ def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]
         spent["seed run"] = float(about["seed_flops"])
     rows = [[name, f"{value:.3g}"] for name, value in spent.items()]
     rows.append(["together", f"{sum(spent.values()):.3g}"])
-    if about.get("monolith_flops"):
-        rows.append(["the monolith it is compared with", f"{float(about['monolith_flops']):.3g}"])
+    for role, what in (("monolith", "the monolith it is compared with"), ("student", "a student of it")):
+        if about.get(f"{role}_flops"):
+            rows.append([what, f"{float(about[f'{role}_flops']):.3g}"])
     return _table(["", "training FLOPs"], rows)
 
 
