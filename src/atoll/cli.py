@@ -289,6 +289,13 @@ def report(campaign: str) -> None:
 @CAMPAIGN
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to export; monolith and student as a stock pipeline of diffusers.",
+)
+@click.option(
     "--experts", metavar="K,K,...", help="Numbers of the experts; by default all that are assembled."
 )
 @click.option(
@@ -303,11 +310,13 @@ def report(campaign: str) -> None:
 )
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
-    """Write a folder that AtollPipeline.from_pretrained loads anywhere, with a model card."""
+    """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
     from atoll.campaign.export import ExportRequest, export_campaign
+    from atoll.campaign.export_stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
-    export_campaign(_open(campaign), ExportRequest(to, numbers, **options))
+    request = ExportRequest(to, numbers, **options)
+    (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
 
 
 ASIDE = 3.0

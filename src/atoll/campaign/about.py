@@ -16,7 +16,8 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
 
     Args:
         campaign: a campaign with a partition.
-        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`.
+        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`, or of one dense
+            model by its role.
     """
     store = campaign.store
     cut = store.get_json("partition/partition.json")
@@ -77,7 +78,9 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
         return None
     found = campaign.store.get_json(COMPARISON)
     measured = found.get("parts", {})
-    if {name: digest for name, digest in measured.items() if name not in ("monolith", "student")} != parts:
+    dense = ("monolith", "student")
+    asked = parts if set(parts) <= set(dense) else measured.keys() - set(dense)
+    if {name: measured.get(name) for name in asked} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
     return {

@@ -19,6 +19,7 @@ from atoll.data.dataset import DataSet, union, write_subset
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
+from atoll.export.stock import check_data
 from atoll.networks.checkpoint import compare
 from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
 from atoll.networks.init import initialise
@@ -158,7 +159,11 @@ class _Plans:
 
     def write_whole(self, role: str, parts: list[DataSet], columns: list[str], share: Share) -> None:
         """Data and plan of a run on all the data."""
-        if role == "student":
+        student = self.campaign.config.student
+        if role == "student" and student is not None:
+            if student.stock:
+                family = self.campaign.config.denoiser(role)[0].family
+                check_data(family, parts[0].column("latents").meta.producer, self.shape.classes)
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
         _write_clusters(whole, parts, self.made)
