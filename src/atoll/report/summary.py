@@ -35,7 +35,9 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         "distance": {row.name: row.distance for row in compared.rows} if compared else {},
         "best": best.name if best else None,
         "default": campaign.default,
-        "ratio_to_monolith": {row.name: compared.ratio(row) for row in compared.rows if row.name != "monolith"}
+        "ratio_to_monolith": {
+            row.name: compared.ratio(row) for row in compared.rows if row.name != "monolith"
+        }
         if compared
         else {},
         "metric": compared.metric if compared else None,
