@@ -10,14 +10,12 @@ t over seeds).
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import finish, median_row, row
-from scipy.stats import t as student_t
+from harness import finish, interval, median_row, row
 
 MAY_DIFFER = {"seed", "real_training_pictures"}
 
@@ -49,18 +47,13 @@ def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
         own = [one[name]["distance"] for one in models]
         lines.append(median_row(name, f"distance / {over}", [a / b for a, b in zip(own, base, strict=True)]))
         if len(own) > 1:
-            lines.append(difference(name, over, [a - b for a, b in zip(own, base, strict=True)]))
+            apart = [a - b for a, b in zip(own, base, strict=True)]
+            mean = statistics.mean(apart)
+            lines.append(row(name, f"distance - {over}, 95 %", mean, spread=interval(apart)))
         shares = [one[name].get("router_share") for one in models]
         if all(shares):
             lines.append(median_row(name, "router's share of the operations", shares))
     return lines
-
-
-def difference(name: str, over: str, values: Sequence[float]) -> dict[str, Any]:
-    """The mean difference and its 95 % interval."""
-    mean = statistics.mean(values)
-    half = student_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return row(name, f"distance - {over}, 95 %", mean, spread=(mean - half, mean + half))
 
 
 if __name__ == "__main__":

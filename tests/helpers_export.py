@@ -50,18 +50,19 @@ def text_tower(folder: Path) -> Path:
     return folder
 
 
-def small_vae(folder: Path) -> Path:
+def small_vae(folder: Path, **changes: Any) -> Path:
     """An AutoencoderKL of 4 channels and factor 2."""
     torch.manual_seed(0)
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    ).save_pretrained(folder)
+    settings: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (8, 8),
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    }
+    AutoencoderKL(**{**settings, **changes}).save_pretrained(folder)
     return folder
 
 

@@ -64,6 +64,46 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
 
 
+@pytest.fixture
+def distill(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/distill.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import distill
+
+    yield distill
+    for name in ("distill", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Path) -> None:
+    """Three campaigns whose levels differ far more than student and monolith do within each."""
+    import json
+
+    folders = []
+    for number, (base, more) in enumerate([(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]):
+        rows = [("monolith", base), ("student", base + more), ("commit", base - 1)]
+        content = {
+            "metric": {"name": "x"},
+            "default": "commit",
+            "rows": [{"name": name, "distance": value} for name, value in rows],
+            "train_flops": {"monolith": 3.0, "student": 1.0},
+        }
+        (tmp_path / str(number) / "reports").mkdir(parents=True)
+        (tmp_path / str(number) / "reports/compare.json").write_text(json.dumps(content))
+        folders.append(tmp_path / str(number))
+    found = [distill.read(folder) for folder in folders]
+    lines = {(line["case"], line["metric"]): line for line in distill.table(found, found)}
+    made = lines["student", "distance - monolith's"]
+    half = 4.302653 * 0.1 / 3**0.5
+    assert made["value"] == pytest.approx(0.2) and made["spread"] == pytest.approx([0.2 - half, 0.2 + half])
+    assert lines["student", "lower end of the difference"]["met"] is True
+    assert lines["student", "FLOPs / monolith's"]["value"] == pytest.approx(1 / 3)
+    assert lines["ensemble", "distance - monolith's"]["spread"] == pytest.approx([-1.0, -1.0])
+    assert lines["student", "distance - monolith at a third's"]["value"] == pytest.approx(0.2)
+    with pytest.raises(SystemExit, match="has not been compared"):
+        distill.read(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
 def test_every_turn_of_the_training_loop_writes_one_checkpoint(

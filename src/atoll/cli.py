@@ -170,7 +170,7 @@ def plan(
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed", "student"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
@@ -244,7 +244,13 @@ def assemble(campaign: str) -> None:
     show_default=True,
     help="PNG to write.",
 )
-@click.option("--model", type=click.Choice(["ensemble", "monolith"]), default="ensemble", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to sample.",
+)
 @click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
 @click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
@@ -265,7 +271,7 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
 @CAMPAIGN
 @SETS
 def compare(campaign: str, sets: tuple[str, ...]) -> None:
-    """Measure the monolith and the ensemble under every strategy, at equal training FLOPs."""
+    """Measure monolith, student, and the ensemble under every strategy."""
     from atoll.campaign.comparison import compare_campaign
 
     compare_campaign(_open(campaign, sets))
@@ -284,6 +290,13 @@ def report(campaign: str) -> None:
 @CAMPAIGN
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to export; monolith and student as a stock pipeline of diffusers.",
+)
+@click.option(
     "--experts", metavar="K,K,...", help="Numbers of the experts; by default all that are assembled."
 )
 @click.option(
@@ -298,11 +311,13 @@ def report(campaign: str) -> None:
 )
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
-    """Write a folder that AtollPipeline.from_pretrained loads anywhere, with a model card."""
+    """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
     from atoll.campaign.export import ExportRequest, export_campaign
+    from atoll.campaign.export_stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
-    export_campaign(_open(campaign), ExportRequest(to, numbers, **options))
+    request = ExportRequest(to, numbers, **options)
+    (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
 
 
 ASIDE = 3.0

@@ -12,11 +12,13 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
+from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
 from atoll.networks.families import NetworkConfig
 from atoll.store.location import resolve
+from atoll.train.distill import StudentConfig
 from atoll.train.settings import TrainConfig
 from atoll.train.track import TrackingConfig
 
@@ -129,6 +131,9 @@ class CampaignConfig(Config):
     """The router."""
     monolith: bool = True
     """Whether the baseline is trained too, at equal training FLOPs."""
+    student: StudentConfig | None = None
+    """One network that learns from the experts, if there is to be one; `student: {}` takes the defaults. It
+    may be added when all else is trained; from then on `student/student.json` fixes it."""
     sampling: SamplingConfig = SamplingConfig()
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
@@ -146,7 +151,11 @@ class CampaignConfig(Config):
                 if not 0 <= number < self.partition.k:
                     last = self.partition.k - 1
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
-        for network, _ in [(self.network, None), *map(self.island, self.islands)]:
+        for network, _ in [
+            self.denoiser("monolith"),
+            self.denoiser("student"),
+            *map(self.island, self.islands),
+        ]:
             network.dimensions()
             if self.data.vae == "none" and self.data.ingest.size % network.patch:
                 size = self.data.ingest.size
@@ -164,6 +173,8 @@ class CampaignConfig(Config):
                 "change router.patch",
             )
         self._check_seed()
+        if self.student is not None:
+            self._check_student(self.student)
         for name in (self.sampling.routing, *self.compare.strategies):
             Routing.named(name)
         return self
@@ -182,9 +193,29 @@ class CampaignConfig(Config):
                     "set network.init, which the seed starts from, or budget.seed=0",
                 )
 
+    def _check_student(self, student: StudentConfig) -> None:
+        student.batch(self.train.batch)
+        network, _ = self.denoiser("student")
+        if student.stock:
+            check_settings(network.family, self.data.vae)
+        start, number = student.origin()
+        if start == "expert" and not 0 <= (number or 0) < self.partition.k:
+            raise ConfigError(
+                f"student.start: there is no expert {number}",
+                f"use expert:0 to expert:{self.partition.k - 1}",
+            )
+        teachers = [number] if start == "expert" else range(self.partition.k) if start == "average" else []
+        for one in teachers:
+            if self.denoiser("expert", one)[0].architecture() != network.architecture():
+                raise ConfigError(
+                    f"student.start: {student.start!r} needs equal networks, and expert {one}'s is another"
+                    " one than the student's",
+                    "set student.start: scratch, or make student.network and islands' networks equal",
+                )
+
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude=set(UNFROZEN))
+        return self.model_dump(mode="json", exclude={*UNFROZEN, "student"})
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""
@@ -192,6 +223,22 @@ class CampaignConfig(Config):
         where = f"islands.{number}"
         network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
         return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
+
+    def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of a run that is not the router's."""
+        if island is not None:
+            return self.island(island)
+        if role == "seed":
+            return self.network, self.train.model_copy(update={"lr_schedule": self.budget.seed_lr_schedule})
+        own = self.student if role == "student" else None
+        if own is None:
+            return self.network, self.train
+        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, "student.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, "student.train")
+
+    def training(self, role: str, island: int | None = None) -> TrainConfig:
+        """Training settings of any run."""
+        return self.router.train if role == "router" else self.denoiser(role, island)[1]
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""

@@ -21,18 +21,15 @@ SCRATCH = "scratch"
 
 def start_of(
     config: CampaignConfig, role: str, island: int | None
-) -> Literal["scratch", "checkpoint", "seed"]:
+) -> Literal["scratch", "checkpoint", "seed", "experts"]:
     """Where a run's weights come from. The monolith never starts from the seed: that is the comparison."""
     if role == "router":
         return "scratch"
     if role == "expert" and config.budget.seed:
         return "seed"
-    return "scratch" if network_of(config, island).init == SCRATCH else "checkpoint"
-
-
-def network_of(config: CampaignConfig, island: int | None) -> NetworkConfig:
-    """Network settings of an island, or those of the runs on all the data."""
-    return config.network if island is None else config.island(island)[0]
+    if role == "student" and config.student is not None and config.student.origin()[0] != "scratch":
+        return "experts"
+    return "scratch" if config.denoiser(role, island)[0].init == SCRATCH else "checkpoint"
 
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
@@ -42,7 +39,8 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
         config: of the campaign.
         beside: the campaign's folder, from which paths start.
     """
-    for network in {network_of(config, island) for island in (None, *config.islands)}:
+    runs = [("monolith", None), ("student", None), *(("expert", island) for island in config.islands)]
+    for network in {config.denoiser(role, island)[0] for role, island in runs}:
         if network.init != SCRATCH:
             _found(network, beside)
 

@@ -1,7 +1,7 @@
-"""Monolith against ensemble at equal training FLOPs: same conditions, same noise, every strategy."""
+"""Monolith, student and ensemble side by side: same conditions, same noise, every strategy."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,14 +66,14 @@ class Models:
     """What is compared.
 
     Attributes:
-        monolith: the baseline; None leaves it out.
+        dense: single networks by name: the monolith, the student.
         ensemble: experts and router.
         expert_flops: of one evaluation of an expert.
         router_flops: of one evaluation of the router.
         vae: turns latents into pictures.
     """
 
-    monolith: Expert | None
+    dense: Mapping[str, Expert]
     ensemble: Ensemble
     expert_flops: float
     router_flops: float
@@ -90,7 +90,7 @@ class Drawn:
 
 
 def draw(models: Models, name: str, conditions: "Conditions", seed: int, config: CompareConfig) -> Drawn:
-    """Sample one model or strategy (`monolith`, or the name of a routing) at given conditions.
+    """Sample one model or strategy (`monolith`, `student`, or the name of a routing) at given conditions.
 
     Noise and routing draws of picture i depend on `(seed, i)` alone, so all models start alike.
     """
@@ -111,9 +111,8 @@ def _field(
     models: Models, name: str, conditions: "Conditions", rows: range, seed: int, guidance: float
 ) -> RoutedField | SingleField:
     cond, null = conditions.of(rows), conditions.null()
-    if name == "monolith":
-        assert models.monolith is not None
-        return SingleField(models.monolith, cond, null, guidance, len(rows))
+    if name in models.dense:
+        return SingleField(models.dense[name], cond, null, guidance, len(rows))
     labels = conditions.labels(rows)
     return models.ensemble.field(cond, null, guidance, Routing.named(name), seed, rows, labels)
 
@@ -228,14 +227,14 @@ def compare(
     Returns:
         One row per model: name, distance, GFLOPs per step, experts per step, share of the router, seconds.
     """
-    names = (["monolith"] if models.monolith is not None else []) + config.strategies
+    names = [*models.dense, *config.strategies]
     rows = []
     for name in names:
         drawn = draw(models, name, conditions, seed, config)
         few = draw(models, name, shown, seed + 1, config)
         keep(name, few.pictures, few.trace)
         row = {"name": name, "distance": judge.distance(drawn.pictures), "seconds": round(drawn.seconds, 1)}
-        row |= _cost(models, drawn, len(conditions), config)
+        row |= _cost(models, name, drawn, len(conditions), config)
         rows.append(row)
         say(
             f"  {name:<14} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
@@ -244,14 +243,15 @@ def compare(
     return rows
 
 
-def _cost(models: Models, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
+def _cost(models: Models, name: str, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
     """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
-    experts, router = 1.0, 0.0
+    experts, router, single = 1.0, 0.0, models.dense.get(name)
     if drawn.trace is not None:
         branches = 2 if config.guidance != 1.0 else 1
         experts = drawn.trace.expert_calls / (count * config.steps * branches)
         router = drawn.trace.router_calls / (count * config.steps)
-    flops = experts * models.expert_flops + router * models.router_flops
+    network = models.expert_flops if single is None or single.card is None else single.card.forward_flops
+    flops = experts * network + router * models.router_flops
     return {
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,

@@ -59,6 +59,10 @@ class NetworkConfig(Config):
         depth, heads, width = SIZES[self.size]
         return self.depth or depth, self.heads or heads, self.head_width or width
 
+    def architecture(self) -> tuple[Any, ...]:
+        """What decides names and shapes of the weights, given the data."""
+        return self.family, self.dimensions(), self.patch
+
 
 @dataclass(frozen=True)
 class DataShape:
