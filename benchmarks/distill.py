@@ -6,8 +6,8 @@
 Campaigns were trained with a student and compared (`atoll launch`, `atoll compare`); they differ in their
 seed only. The difference is taken within each campaign, at the same conditions and noise; its interval is
 Student's at 95 % over the campaigns. `--third` names campaigns of the same seeds, in the same order, whose
-monolith had a third of the budget (`budget.samples`), so that student and monolith cost alike. `--quick` trains
-two tiny campaigns by itself, whose distances mean nothing.
+monolith had a third of the budget (`budget.samples`), so that student and monolith cost alike. `--quick`
+trains two tiny campaigns by itself, whose distances mean nothing.
 """
 
 import argparse
