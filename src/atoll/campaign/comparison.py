@@ -97,11 +97,9 @@ def _measure(
             f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
         )
     experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
-    sizes = [made.sizes[card.island or 0] for card in experts]
-    expert_flops = float(np.average([card.forward_flops for card in experts], weights=sizes))
     monolith = Expert.load(store, "monolith/expert") if baseline else None
     vae = autoencoder_of(router.latents)
-    models = Models(monolith, ensemble, expert_flops, router.forward_flops, vae)
+    models = Models(monolith, ensemble, baseline.forward_flops if baseline else 0.0, vae)
 
     shape, kind = DataShape(**router.shape), campaign.config.condition
     train = Samples(dataset, dataset.split("train"), kind, shape)

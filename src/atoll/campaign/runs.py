@@ -92,9 +92,8 @@ def _train_denoiser(
     network = initial_network(settings, shape, plan.init_seed)
     plan = start(network, plan, store, name)
     network = network.to(own_device())
-    recipe = Recipe(
-        objective=campaign.config.objective, train=training, network=settings.model_dump(), plan=plan
-    )
+    objective = campaign.config.objective_of(plan.island)
+    recipe = Recipe(objective=objective, train=training, network=settings.model_dump(), plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
     task = DenoiserTask(network, settings.family, rows, heldout, recipe, *_producers(dataset))
     train(task, recipe, store, name, wait=wait, tracking=_tracking(campaign))

@@ -68,15 +68,13 @@ class Models:
     Attributes:
         monolith: the baseline; None leaves it out.
         ensemble: experts and router.
-        expert_flops: of one evaluation of an expert.
-        router_flops: of one evaluation of the router.
+        monolith_flops: of one evaluation of the monolith; the ensemble knows its own costs.
         vae: turns latents into pictures.
     """
 
     monolith: Expert | None
     ensemble: Ensemble
-    expert_flops: float
-    router_flops: float
+    monolith_flops: float
     vae: Autoencoder
 
 
@@ -246,15 +244,15 @@ def compare(
 
 def _cost(models: Models, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
     """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
-    experts, router = 1.0, 0.0
+    experts, router, flops, routing = 1.0, 0.0, models.monolith_flops, 0.0
     if drawn.trace is not None:
-        branches = 2 if config.guidance != 1.0 else 1
-        experts = drawn.trace.expert_calls / (count * config.steps * branches)
-        router = drawn.trace.router_calls / (count * config.steps)
-    flops = experts * models.expert_flops + router * models.router_flops
+        each, branches = count * config.steps, 2 if config.guidance != 1.0 else 1
+        experts, router = drawn.trace.expert_calls / (each * branches), drawn.trace.router_calls / each
+        routing = drawn.trace.router_flops / each
+        flops = drawn.trace.expert_flops / (each * branches) + routing  # experts may differ in size
     return {
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,
         "router_calls_per_step": router,
-        "router_share": router * models.router_flops / flops,
+        "router_share": routing / flops,
     }

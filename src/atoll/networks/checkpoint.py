@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
+from atoll.networks.families import kept_buffers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -121,7 +122,8 @@ def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
         else:
             kept.append(name)
             numbers += parameter.numel()
-    unused = tuple(sorted(weights.keys() - set(kept) - drawn.keys()))
+    own = drawn.keys() | kept_buffers(network).keys()  # what a network computes by itself is not learned
+    unused = tuple(sorted(weights.keys() - set(kept) - own))
     return Fit(tuple(kept), drawn, unused, numbers / max(1, total))
 
 
