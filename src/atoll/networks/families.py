@@ -6,7 +6,7 @@ which shapes it gets silently wrong. Nothing here trains or samples.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -112,6 +112,10 @@ class Family:
         """A network from the `config.json` that diffusers wrote, without its weights."""
         return self.adapt(cast(Any, self.network_class()).from_config(dict(config)))
 
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
+        raise NotImplementedError
+
     def predict(
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
@@ -146,6 +150,11 @@ class DiT(Family):
             "patch_size": config.patch,
             "num_embeds_ada_norm": max(shape.classes, 1),
         }
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        labels, size = settings["num_embeds_ada_norm"], settings["sample_size"]
+        classes = shape.classes if labels == max(shape.classes, 1) else labels
+        return replace(shape, channels=settings["in_channels"], size=size, classes=classes)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         # LabelEmbedding drops labels in train mode from the global generator, in every block apart.
@@ -195,6 +204,10 @@ class PixArt(Family):
             "use_additional_conditions": False,
         }
 
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        channels, size = settings["in_channels"], settings["sample_size"]
+        return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
+
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if cond.text is None or cond.mask is None:
             raise ConfigError(
@@ -241,6 +254,11 @@ class SD3(Family):
             "pos_embed_max_size": shape.size // config.patch,
             "qk_norm": "rms_norm",
         }
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        most = settings["pos_embed_max_size"] * settings["patch_size"]
+        channels, width = settings["in_channels"], settings["joint_attention_dim"]
+        return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         from atoll.networks.joint import MaskedJointAttention
@@ -303,6 +321,12 @@ class Flux(Family):
             "joint_attention_dim": shape.text_width,
             "axes_dims_rope": (width - 2 * side, side, side),
         }
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        numbers, patch = settings["in_channels"], math.isqrt(settings["in_channels"] // shape.channels)
+        fits = patch and numbers == shape.channels * patch**2 and shape.size % patch == 0
+        channels = shape.channels if fits else numbers
+        return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if cond.text is None or cond.mask is None:
