@@ -1,6 +1,7 @@
 """What every benchmark shares: the machine, the table, the JSON."""
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % bounds of Student's distribution for 1, 2, ... degrees of freedom."""
 
 
 def row(
@@ -43,6 +46,14 @@ def median_row(
 ) -> dict[str, Any]:
     """The median of several values with their range."""
     return row(case, metric, statistics.median(values), unit, (min(values), max(values)), **target)
+
+
+def ratio_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, low and high of 2 to 10 paired ratios: the 95 % interval is Student's, of the logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    half = STUDENT[len(logs) - 2] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def finish(

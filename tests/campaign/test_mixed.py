@@ -1,11 +1,15 @@
 """Experts of several families, sizes, schedules and predictions in one campaign, from training to picture."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
 from atoll.campaign.assemble import load_ensemble
@@ -16,11 +20,12 @@ from atoll.ensemble.residency import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
+from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.collect import collect
 from atoll.report.summary import summary
 from atoll.store.store import Store
-from helpers import atoll, command, write_campaign
+from helpers import atoll, command, environment, partitioned, write_campaign
 
 TEXT: dict[str, Any] = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 12}}
 NOISE = {"schedule": "vp-cosine", "prediction": "eps"}
@@ -44,6 +49,34 @@ def test_an_sd3_is_trained_sampled_and_loaded(tmp_path: Path, capsys: pytest.Cap
     # Diffusers alone reads an island's network, positions and all.
     theirs = family("sd3").network_class().from_pretrained(folder / "islands/0/expert")  # type: ignore[attr-defined]
     assert all(value.isfinite().all() for value in theirs.state_dict().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_sharded_over_processes_it_learns_the_same(name: str, tmp_path: Path) -> None:
+    changes = {**TEXT, "network": {"family": name, "depth": 2}, "budget": {"samples": 320}}
+    partitioned(tmp_path / "one", changes)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    done = atoll("train", "expert", tmp_path / "one", "--island", "0")
+    assert done.returncode == 0, done.stderr
+    argv = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "atoll",
+        "train",
+        "expert",
+    ]
+    argv += [str(tmp_path / "two"), "--island", "0", "--set", "train.parallel.strategy=fsdp"]
+    sharded = subprocess.run(
+        [sys.executable, "-m", *argv], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert sharded.returncode == 0, sharded.stderr
+    one, two = (load_file(tmp_path / n / "islands/0/expert" / WEIGHTS) for n in ("one", "two"))
+    assert one.keys() == two.keys() and ("pos_embed.pos_embed" in one) == (name == "sd3")
+    assert max(float((one[key] - two[key]).abs().max()) for key in one) < 1e-4
 
 
 @pytest.fixture(scope="module")
