@@ -56,6 +56,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values) - half, statistics.mean(values) + half
 
 
+def ratio_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, low and high of paired ratios: the 95 % interval is Student's, of the logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    low, high = interval(logs)
+    return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
+
+
 def finish(
     name: str, rows: list[dict[str, Any]], path: Path | None, notes: dict[str, Any] | None = None
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import t as student
 
 from atoll.train import loop
 
@@ -102,6 +103,36 @@ def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Pa
     assert lines["student", "distance - monolith at a third's"]["value"] == pytest.approx(0.2)
     with pytest.raises(SystemExit, match="has not been compared"):
         distill.read(tmp_path)
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/mixed.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import mixed
+
+    yield mixed
+    for name in ("mixed", "quickstart", "harness"):
+        sys.modules.pop(name, None)
+
+
+def summed_up(distance: float, experts: float = 100.0) -> dict[str, Any]:
+    return {"distance": {"commit": distance}, "train_flops": {"experts": experts, "router": 4.0}}
+
+
+def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
+    pairs = [
+        (summed_up(2.0), summed_up(1.0)),
+        (summed_up(8.0), summed_up(8.0)),
+        (summed_up(1.0), summed_up(2.0)),
+    ]
+    rows = mixed.table(pairs)
+    cost, ratio, interval = rows[:3]
+    assert cost["value"] == 0 and cost["met"]
+    assert ratio["value"] == 1.0 and ratio["spread"] == [0.5, 2.0]
+    assert interval["value"] == pytest.approx(1.0)
+    assert interval["spread"][1] == pytest.approx(2 ** (student.ppf(0.975, 2) / 3**0.5), rel=1e-3)
+    assert not mixed.table([(summed_up(1.0), summed_up(1.0, experts=110.0))])[0]["met"]
 
 
 @pytest.mark.slow

@@ -186,6 +186,28 @@ def train(what: str, campaign: str, island: int | None, wait: bool, sets: tuple[
 
 @atoll.command()
 @CAMPAIGN
+@click.argument("checkpoint")
+@click.option("--island", type=int, required=True, help="Number of the cluster whose expert it becomes.")
+@click.option(
+    "--prediction",
+    type=click.Choice(["v", "eps", "x0", "score"]),
+    help="What it predicts; by default what its scheduler_config.json says.",
+)
+@click.option(
+    "--schedule",
+    metavar="NAME",
+    help="Noise schedule it was trained on, such as ddpm-linear; by default likewise.",
+)
+def adopt(campaign: str, **options: Any) -> None:
+    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
+    from atoll.campaign.adopt import Adoption
+    from atoll.campaign.adopt import adopt as take_in
+
+    take_in(_open(campaign), Adoption(**options))
+
+
+@atoll.command()
+@CAMPAIGN
 @click.option(
     "--on",
     "target",

@@ -98,11 +98,9 @@ def _measure(
             f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
         )
     experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
-    sizes = [made.sizes[card.island or 0] for card in experts]
-    expert_flops = float(np.average([card.forward_flops for card in experts], weights=sizes))
     singles = {name: Expert.load(store, f"{name}/expert") for name in dense}
     vae = autoencoder_of(router.latents)
-    models = Models(singles, ensemble, expert_flops, router.forward_flops, vae)
+    models = Models(singles, ensemble, vae)
 
     shape, kind = DataShape(**router.shape), campaign.config.condition
     train = Samples(dataset, dataset.split("train"), kind, shape)

@@ -16,7 +16,7 @@ from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
-from atoll.networks.families import NetworkConfig
+from atoll.networks.families import NetworkConfig, family
 from atoll.store.location import resolve
 from atoll.train.distill import StudentConfig
 from atoll.train.settings import TrainConfig
@@ -87,6 +87,8 @@ class IslandConfig(Config):
     """Network settings in place of the campaign's."""
     train: dict[str, Any] = {}
     """Training settings in place of the campaign's."""
+    objective: dict[str, Any] = {}
+    """What its expert learns, in place of the campaign's: schedule, prediction, times, dropout."""
 
 
 class SamplingConfig(Config):
@@ -151,6 +153,8 @@ class CampaignConfig(Config):
                 if not 0 <= number < self.partition.k:
                     last = self.partition.k - 1
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
+        for number in self.islands:
+            self.objective_of(number)
         for network, _ in [
             self.denoiser("monolith"),
             self.denoiser("student"),
@@ -162,10 +166,10 @@ class CampaignConfig(Config):
                 raise ConfigError(
                     f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
                 )
-            if (network.family != "dit") != (self.condition == "text"):
+            if family(network.family).takes_text != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
-                    "use pixart or flux for text, dit for class or none",
+                    "use pixart, sd3 or flux for text, dit for class or none",
                 )
         if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
             raise ConfigError(
@@ -239,6 +243,13 @@ class CampaignConfig(Config):
     def training(self, role: str, island: int | None = None) -> TrainConfig:
         """Training settings of any run."""
         return self.router.train if role == "router" else self.denoiser(role, island)[1]
+
+    def objective_of(self, island: int | None) -> ObjectiveConfig:
+        """What an island's expert learns; None for the runs on all the data."""
+        if island is None or island not in self.islands:
+            return self.objective
+        own = {**self.objective.model_dump(), **self.islands[island].objective}
+        return ObjectiveConfig.parse(own, f"islands.{island}.objective")
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""

@@ -87,7 +87,8 @@ def _train_denoiser(
         lay_start(campaign, store, plan, network, cards)
     plan = start(network, plan, store, name)
     network = network.to(own_device())
-    recipe = Recipe(objective=config.objective, train=training, network=settings.model_dump(), plan=plan)
+    objective = config.objective_of(plan.island)
+    recipe = Recipe(objective=objective, train=training, network=settings.model_dump(), plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
     made = _producers(dataset)
     task = (

@@ -248,8 +248,9 @@ class _Observed:
         if status.state != "published" and store.exists(f"{self.folder}/expert/card.json"):
             status = replace(status, state="published")  # trained in a copy of the island
         if status.state == "published":
-            size = self._published_bytes()
-            return replace(status, step=status.steps, phase=None, error=None, published_bytes=size)
+            size, said = self._published_bytes(), self.history.last("publish")
+            step = status.steps if said is None else _count(said[0], "step")  # 0 if it was adopted
+            return replace(status, step=step, phase=None, error=None, published_bytes=size)
         return status
 
     def _of_heartbeat(self, status: RunStatus, now: float) -> RunStatus:

@@ -68,15 +68,11 @@ class Models:
     Attributes:
         dense: single networks by name: the monolith, the student.
         ensemble: experts and router.
-        expert_flops: of one evaluation of an expert.
-        router_flops: of one evaluation of the router.
         vae: turns latents into pictures.
     """
 
     dense: Mapping[str, Expert]
     ensemble: Ensemble
-    expert_flops: float
-    router_flops: float
     vae: Autoencoder
 
 
@@ -245,16 +241,17 @@ def compare(
 
 def _cost(models: Models, name: str, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
     """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
-    experts, router, single = 1.0, 0.0, models.dense.get(name)
+    single = models.dense.get(name)
+    flops = single.card.forward_flops if single is not None and single.card is not None else 0.0
+    experts, router, routing = 1.0, 0.0, 0.0
     if drawn.trace is not None:
-        branches = 2 if config.guidance != 1.0 else 1
-        experts = drawn.trace.expert_calls / (count * config.steps * branches)
-        router = drawn.trace.router_calls / (count * config.steps)
-    network = models.expert_flops if single is None or single.card is None else single.card.forward_flops
-    flops = experts * network + router * models.router_flops
+        each, branches = count * config.steps, 2 if config.guidance != 1.0 else 1
+        experts, router = drawn.trace.expert_calls / (each * branches), drawn.trace.router_calls / each
+        routing = drawn.trace.router_flops / each
+        flops = drawn.trace.expert_flops / (each * branches) + routing  # experts may differ in size
     return {
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,
         "router_calls_per_step": router,
-        "router_share": router * models.router_flops / flops,
+        "router_share": routing / flops,
     }

@@ -172,7 +172,7 @@ class DenoiserTask:
     def _losses(self, batch: Batch) -> Tensor:
         prediction = self.recipe.objective.prediction
         x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
-        output = self.family.predict(self.network, x_t, batch.t, batch.cond)
+        output = self.family.predict(self.network, x_t, batch.t * self.schedule.clock, batch.cond)
         return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
 
 

@@ -269,7 +269,8 @@ def _shard(network: nn.Module, shard: int, world: World, bf16: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}
     # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
-    for block in list(getattr(network, "transformer_blocks", []))[1:]:
+    blocks = list(getattr(network, "transformer_blocks", []))[1:]
+    for block in [*blocks, *getattr(network, "single_transformer_blocks", [])]:
         fully_shard(block, **options)
     fully_shard(network, **options)
 
