@@ -68,11 +68,15 @@ def frechet_between(first: Moments, second: Moments) -> float:
     return frechet_of_moments(first.mean, first.covariance, second.mean, second.covariance)
 
 
-def must_be_regular(count: int, width: int, what: str = "samples") -> None:
+def must_be_regular(
+    count: int, dimensions: int, what: str = "samples", fewer: str = "project on fewer components"
+) -> None:
     """Refuse so few samples that their covariance must be singular."""
-    if count <= width:
-        fix = "give more samples, or project on fewer components"
-        raise DataError(f"{count} {what} for {width} dimensions: the covariance is singular", fix)
+    if count <= dimensions:
+        raise DataError(
+            f"{count} {what} for {dimensions} dimensions: the covariance is singular",
+            f"give more samples, or {fewer}",
+        )
 
 
 def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
