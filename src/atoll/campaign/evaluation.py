@@ -71,13 +71,13 @@ def requested(campaign: str | None, options: Mapping[str, Any]) -> tuple[Request
     }
     if "images" in given and (unused := [*of_model, *(["samples"] if "samples" in given else [])]):
         raise ConfigError(f"--{unused[0]} is for a model, and --images is none", "leave one of them out")
-    own = {name: given.pop(name) for name in ("metrics", "extractor", "samples") if name in given}
+    own: dict[str, Any] = {n: given[n] for n in ("metrics", "extractor", "samples") if n in given}
     sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in own.items()))
     rest = {
         name: given[name] for name in ("images", "reference", "split", "processes", "out") if name in given
     }
     argv = [campaign] if campaign is not None else []
-    for name, value in {**of_model, **rest}.items():
+    for name, value in [*of_model.items(), *rest.items()]:
         argv += [f"--{name}", str(value)] if name != "processes" else []
     argv += [part for assignment in sets for part in ("--set", assignment)]
     return Request(Wanted(**of_model), sets=sets, **rest), argv
@@ -130,7 +130,7 @@ def _alone(sets: Sequence[str]) -> EvaluateConfig:
         if not assignment.startswith("evaluate."):
             raise ConfigError(f"--set {assignment!r}: there is no campaign", "set evaluate.KEY=VALUE")
         set_value(tree, assignment)
-    return EvaluateConfig.parse(tree.get("evaluate", {}), "the command")
+    return EvaluateConfig.parse(tree.get("evaluate", {}), "--set evaluate")
 
 
 @dataclass
