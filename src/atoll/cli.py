@@ -300,6 +300,53 @@ def compare(campaign: str, sets: tuple[str, ...]) -> None:
 
 
 @atoll.command()
+@click.argument("campaign", metavar="[CAMPAIGN]", required=False)
+@click.option("--model", help="ensemble, monolith, student or seed.  [default: ensemble]")
+@click.option("--images", type=click.Path(path_type=Path), help="A folder of pictures, in a model's place.")
+@click.option(
+    "--reference",
+    metavar="WHAT",
+    help="Campaign, data set, folder of pictures or saved statistics; by default the campaign's own data.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["heldout", "train", "all"]),
+    default="heldout",
+    show_default=True,
+    help="Rows of a data set that are the reference.",
+)
+@click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
+@click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")
+@click.option("--samples", type=click.IntRange(min=2), help="Pictures to draw; by default evaluate.samples.")
+@click.option("--routing", help="Routing strategy; by default sampling.routing.")
+@click.option("--guidance", type=click.FloatRange(min=0), help="By default sampling.guidance.")
+@click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+@click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes of this machine that share the work.",
+)
+@click.option("--out", default=".", show_default=True, help="Where reports/ goes without a campaign.")
+@click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
+@SETS
+def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
+    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
+    from atoll.campaign import evaluation
+
+    if listed:
+        if campaign is None:
+            raise AtollError("--list needs a campaign", "name it")
+        say(evaluation.show_all(_open(campaign).store))
+        return
+    request, argv = evaluation.requested(campaign, options)
+    opened = _open(campaign, request.sets) if campaign is not None else None
+    evaluation.evaluate(opened, request, argv)
+
+
+@atoll.command()
 @CAMPAIGN
 def report(campaign: str) -> None:
     """Write reports/index.html, one self-contained page, and reports/summary.json."""

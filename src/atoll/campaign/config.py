@@ -12,6 +12,7 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
+from atoll.evaluate.metrics import EvaluateConfig
 from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
@@ -104,7 +105,7 @@ class SamplingConfig(Config):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
-UNFROZEN = ("sampling", "compare", "launch", "tracking")
+UNFROZEN = ("sampling", "compare", "evaluate", "launch", "tracking")
 """Groups that may be changed at any time."""
 
 
@@ -140,6 +141,8 @@ class CampaignConfig(Config):
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How one model is measured; may be changed at any time."""
     launch: LaunchConfig = LaunchConfig()
     """Where and with what runs are trained; may be changed at any time."""
     tracking: TrackingConfig = TrackingConfig()

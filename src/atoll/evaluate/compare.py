@@ -1,7 +1,7 @@
 """Monolith, student and ensemble side by side: same conditions, same noise, every strategy."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
-from torch import Tensor
 
+from atoll.base.condition import Condition
 from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import DataError
@@ -21,10 +21,11 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
-from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, Trace
+from atoll.ensemble.batches import Drawn as Batch
+from atoll.ensemble.batches import Sampling, sample_batches, sample_single
+from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.evaluate.frechet import Projection, frechet_distance
 
 SCHEMA = 1
@@ -90,27 +91,34 @@ def draw(models: Models, name: str, conditions: "Conditions", seed: int, config:
 
     Noise and routing draws of picture i depend on `(seed, i)` alone, so all models start alike.
     """
-    start, pictures, traces = time.monotonic(), [], []
-    shape = conditions.latent_shape
-    for first in range(0, len(conditions), config.batch):
-        rows = range(first, min(first + config.batch, len(conditions)))
-        noise = starting_noise(seed, rows, shape)
-        field = _field(models, name, conditions, rows, seed, config.guidance)
-        latents = sample(field, noise, config.steps)
-        pictures += to_images(models.vae.decode(latents))
-        if isinstance(field, RoutedField):
-            traces.append(field.trace)
-    return Drawn(pictures, Trace.joined(traces) if traces else None, time.monotonic() - start)
+    start, found, traces = time.monotonic(), dict[int, Image.Image](), []
+    model: Ensemble | Expert = models.dense.get(name, models.ensemble)
+    routing = Routing.named("full" if name in models.dense else name)  # does not count for one network
+    sampling = Sampling(routing, config.guidance, config.steps, seed, conditions.latent_shape, config.batch)
+    for batch in drawn_batches(model, conditions, len(conditions), sampling):
+        found |= dict(zip(batch.rows, to_images(models.vae.decode(batch.latents)), strict=True))
+        if batch.trace is not None:
+            traces.append(batch.trace)
+    trace = None
+    if traces:
+        trace, order = Trace.joined(traces), torch.tensor(list(found)).argsort()
+        trace.weights = [weights[order] for weights in trace.weights]  # batches need not follow the numbers
+    return Drawn([found[row] for row in range(len(conditions))], trace, time.monotonic() - start)
 
 
-def _field(
-    models: Models, name: str, conditions: "Conditions", rows: range, seed: int, guidance: float
-) -> RoutedField | SingleField:
-    cond, null = conditions.of(rows), conditions.null()
-    if name in models.dense:
-        return SingleField(models.dense[name], cond, null, guidance, len(rows))
-    labels = conditions.labels(rows)
-    return models.ensemble.field(cond, null, guidance, Routing.named(name), seed, rows, labels)
+def drawn_batches(
+    model: Ensemble | Expert, conditions: "Conditions", count: int, sampling: Sampling
+) -> Iterator[Batch]:
+    """Draw `count` samples of an ensemble or of one network at given conditions."""
+
+    def of(rows: Sequence[int]) -> Condition:
+        return conditions.of(rows).to(sampling.device)
+
+    null = conditions.null().to(sampling.device)
+    if isinstance(model, Ensemble):
+        labels = torch.from_numpy(conditions.clusters)
+        return sample_batches(model, of, null, count, sampling, labels)
+    return sample_single(model, of, null, count, sampling)
 
 
 class Conditions:
@@ -130,17 +138,13 @@ class Conditions:
     def __len__(self) -> int:
         return len(self.index)
 
-    def of(self, rows: range) -> Any:
+    def of(self, rows: Sequence[int]) -> Condition:
         """Conditions of some pictures."""
-        return self.samples.conditions(self.index[rows.start : rows.stop])
+        return self.samples.conditions(self.index[list(rows)])
 
-    def null(self) -> Any:
+    def null(self) -> Condition:
         """The null condition."""
         return self.samples.null()
-
-    def labels(self, rows: range) -> Tensor:
-        """Clusters of some pictures `(B,)`."""
-        return torch.from_numpy(self.clusters[rows.start : rows.stop])
 
     def captions(self) -> list[str]:
         """Caption of each picture."""

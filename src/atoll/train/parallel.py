@@ -8,7 +8,7 @@ its position alone, so only the order of float sums changes with the number of p
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -97,6 +97,15 @@ class World:
                 raise failure
             raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
         return cast(Result, value)
+
+    def hand_over(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
+        with _named(f"the results of process {rank}"):
+            for tensor in tensors:
+                if self.first:
+                    dist.recv(tensor, rank)
+                else:
+                    dist.send(tensor, 0)
 
     def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
         """Do it on rank 0; however long that takes, the others hear in time that it is under way."""
