@@ -21,6 +21,7 @@ from harness import finish, median_row, ratio_interval, row
 from quickstart import QUICK, quickstart
 
 SETS = ["monolith=false", "budget.samples=150000", "compare.strategies=[commit, top-1, full]"]
+SMALL = [*QUICK, "compare.strategies=[commit]", "compare.samples=100", "compare.steps=4"]
 NOISE = "{objective: {schedule: vp-cosine, prediction: eps}}"
 MIXED = f"islands={{1: {NOISE}, 3: {NOISE}}}"
 
@@ -44,7 +45,7 @@ def main() -> None:
 
 def pair(root: Path, seed: int, quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the reports of both campaigns of a seed sum up: flows alone, mixed."""
-    sets = [*SETS, *(QUICK if quick else []), f"seed={seed}"]
+    sets = [*SETS, *(SMALL if quick else []), f"seed={seed}"]
     flow, mixed = root / f"flow-{seed}", root / f"mixed-{seed}"
     quickstart(flow, *sets)
     quickstart(mixed, *sets, MIXED, f"data.path={(flow / 'data').absolute()}")
