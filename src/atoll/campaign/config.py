@@ -12,6 +12,7 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
+from atoll.evaluate.diagnostics import DiagnoseConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
@@ -100,7 +101,7 @@ class SamplingConfig(Config):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
-UNFROZEN = ("sampling", "compare", "launch", "tracking")
+UNFROZEN = ("sampling", "compare", "diagnose", "launch", "tracking")
 """Groups that may be changed at any time."""
 
 
@@ -133,6 +134,8 @@ class CampaignConfig(Config):
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
+    diagnose: DiagnoseConfig = DiagnoseConfig()
+    """What is looked at to see why; may be changed at any time."""
     launch: LaunchConfig = LaunchConfig()
     """Where and with what runs are trained; may be changed at any time."""
     tracking: TrackingConfig = TrackingConfig()
@@ -164,7 +167,7 @@ class CampaignConfig(Config):
                 "change router.patch",
             )
         self._check_seed()
-        for name in (self.sampling.routing, *self.compare.strategies):
+        for name in (self.sampling.routing, *self.compare.strategies, *self.diagnose.strategies):
             Routing.named(name)
         return self
 
