@@ -520,6 +520,33 @@ def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
     assert [(r["sample"], r["why"]) for r in records] == [(2, "distance")]
 
 
+def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() -> None:
+    draws = np.random.default_rng(0)
+    train, samples = draws.normal(size=(300, 8)), draws.normal(size=(50, 8))
+    samples[13] = train[77]
+    clean = check(samples, train)
+    near = [two_nearest(values, parts(train, 64)) for values in (samples, train[:100])]
+    dirty = Copies(
+        near[0],
+        Nearest(
+            *(
+                np.concatenate(pair)
+                for pair in zip(vars(clean.heldout).values(), vars(near[1]).values(), strict=True)
+            )
+        ),
+        clean.served,
+        np.concatenate([clean.clusters, np.zeros(100, dtype=np.int64)]),
+        0.01,
+    )
+    assert dirty.limits == clean.limits and dirty.suspicious(5) == clean.suspicious(5)
+    assert found(dirty.by_cluster(2), cluster="all")["leaked"] == pytest.approx(1 / 3)
+    assert found(dirty.by_cluster(2), cluster=0)["leaked"] == pytest.approx(1 / 2)
+    assert found(dirty.by_cluster(2), cluster="all")["memorised_heldout"] == 0
+    only = Copies(near[0], near[1], clean.served, np.zeros(100, dtype=np.int64), 0.01)
+    assert only.limits is None
+    assert [(r["sample"], r["why"]) for r in only.suspicious(5).records()] == [(13, "copy")]
+
+
 def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
     draws = np.random.default_rng(2)
     train, samples = draws.normal(size=(300, 8)), draws.normal(size=(4000, 8))

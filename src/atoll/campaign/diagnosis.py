@@ -201,8 +201,14 @@ class _Diagnosis:
         other = self._nearest_heldout(encoder, heldout, train)
         served = leaders(sampled.weights.numpy())
         copies = Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
-        ratio, distance = copies.limits
-        about = {"limits": {"ratio": ratio, "distance": distance}, **encoder.producer()}
+        leaked = int(other.same.sum())
+        if leaked:
+            say(
+                f"  warning: {leaked} of {len(heldout)} held-out pictures are training pictures too: what is"
+                " measured on held-out rows flatters (see data.ingest.group)"
+            )
+        limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
+        about = {"limits": limits, "leaked": leaked, **encoder.producer()}
         return copies, about, pictures
 
     def _nearest_heldout(

@@ -109,15 +109,21 @@ class Copies:
     quantile: float
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """Ratio and distance that this quantile of the held-out pictures lie below."""
-        found = (np.quantile(v, self.quantile) for v in (self.heldout.ratio, self.heldout.distances[:, 0]))
-        ratio, distance = found
-        return float(ratio), float(distance)
+    def limits(self) -> tuple[float, float] | None:
+        """Ratio and distance that this quantile of the held-out pictures lie below.
+
+        Those that are training pictures themselves are no measure and are left out; None if all are.
+        """
+        real = ~self.heldout.same
+        if not real.any():
+            return None
+        found = (self.heldout.ratio, self.heldout.distances[:, 0])
+        ratio, distance = (float(np.quantile(values[real], self.quantile)) for values in found)
+        return ratio, distance
 
     def reasons(self) -> list[str]:
         """Why each sample is suspicious: `copy`, `ratio`, `distance`, several, or nothing."""
-        ratio, distance = self.limits
+        ratio, distance = self.limits or (0.0, 0.0)
         tests = {
             "copy": self.samples.same,
             "ratio": self.samples.ratio < ratio,
@@ -131,11 +137,12 @@ class Copies:
         suspicious: share nearer to a training picture than the quantile of held-out pictures by ratio or by
         distance; by chance up to twice the quantile. memorised: share with a ratio under 1/3;
         memorised_heldout the same of held-out pictures. ratio, distance: medians (nearest over second
-        nearest; Euclidean to the nearest); ratio_heldout, distance_heldout: of held-out pictures.
+        nearest; Euclidean to the nearest); ratio_heldout, distance_heldout: of held-out pictures. leaked:
+        share of the held-out pictures that are training pictures too, which the three before leave out.
         """
         columns = (
             "cluster", "samples", "suspicious", "memorised", "ratio", "distance",
-            "heldout", "memorised_heldout", "ratio_heldout", "distance_heldout",
+            "heldout", "memorised_heldout", "ratio_heldout", "distance_heldout", "leaked",
         )  # fmt: skip
         flagged = np.array([bool(reason) for reason in self.reasons()])
         rows: list[list[Cell]] = []
@@ -143,8 +150,9 @@ class Copies:
             mine = np.full(len(self.served), True) if cluster == "all" else self.served == cluster
             real = np.full(len(self.clusters), True) if cluster == "all" else self.clusters == cluster
             share = float(flagged[mine].mean()) if mine.any() else None
-            own, other = _part(self.samples, mine), _part(self.heldout, real)
-            rows.append([cluster, own[0], share, *own[1:], *other])
+            leaked = float(self.heldout.same[real].mean()) if real.any() else None
+            own, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
+            rows.append([cluster, own[0], share, *own[1:], int(real.sum()), *other[1:], leaked])
         return Table(columns, rows)
 
     def suspicious(self, most: int) -> Table:

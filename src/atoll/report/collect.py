@@ -12,7 +12,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from atoll.base.errors import DataError, PartitionError, StoreError
-from atoll.report.campaign import Campaign, Card, Comparison, Measured, Partition, Picture, Plan, Run, Weights
+from atoll.report.campaign import (
+    Campaign,
+    Card,
+    Comparison,
+    Diagnosis,
+    Measured,
+    Pair,
+    Partition,
+    Picture,
+    Plan,
+    Run,
+    Weights,
+)
 from atoll.report.wording import clean, finite
 from atoll.store.store import Store
 
@@ -45,6 +57,7 @@ def collect(store: Store) -> Campaign:
         monolith=_run(store, "monolith", "monolith", None),
         seed=_run(store, "seed", "seed", None) if store.exists("seed/island.json") else None,
         comparison=_comparison(store),
+        diagnosis=_diagnosis(store),
         stages=_stages(store),
     )
 
@@ -160,6 +173,39 @@ def _comparison(store: Store) -> Comparison | None:
                 for name in ("data", *(row.name for row in rows))
             },
             default=clean(found["default"]) if found.get("default") else None,
+        )
+
+
+def _diagnosis(store: Store) -> Diagnosis | None:
+    key = "reports/diagnostics.json"
+    found = _optional(store, key)
+    if found is None:
+        return None
+    with _reading(store, key):
+        if found["schema"] != SCHEMA:
+            raise DataError(
+                f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
+                "run 'atoll diagnose' again",
+            )
+        tables = {
+            str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+            for name, table in found["tables"].items()
+        }
+        return Diagnosis(
+            tables=tables,
+            splits=tuple(clean(split) for split in found["settings"]["splits"]),
+            strategies=tuple(clean(name) for name in found["strategies"]),
+            settings=dict(found["settings"]),
+            missing=tuple(int(number) for number in found["missing"]),
+            leaked=int(found["copies"]["leaked"]) if found["copies"] else None,
+            pairs=tuple(
+                Pair(
+                    clean(pair["caption"]),
+                    _picture(store, str(pair["sample"])),
+                    _picture(store, str(pair["training"])),
+                )
+                for pair in found["pictures"]
+            ),
         )
 
 
