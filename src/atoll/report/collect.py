@@ -29,6 +29,21 @@ from atoll.report.wording import clean, finite
 from atoll.store.store import Store
 
 SCHEMA = 1
+DIAGNOSED = {
+    "router": "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
+    "errors": "split t cluster model error se",
+    "differences": "split t cluster gap difference se",
+    "experts": "split t cluster expert error",
+    "missing": "split t cluster expert loss",
+    "disagreement": "split t cluster angle",
+    "usage": "strategy expert size asked used",
+    "switches": "strategy step t rate ever",
+    "nearest": "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
+    "suspicious": "cluster ratio why",
+}
+"""The columns of `reports/diagnostics.json` that the page shows, by table."""
+NAMES = {"split", "t", "cluster", "model", "gap", "strategy", "step", "why"}
+"""Columns that may hold a word."""
 
 
 def collect(store: Store) -> Campaign:
@@ -191,6 +206,7 @@ def _diagnosis(store: Store) -> Diagnosis | None:
             str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
             for name, table in found["tables"].items()
         }
+        _check_tables(tables)
         return Diagnosis(
             tables=tables,
             splits=tuple(clean(split) for split in found["settings"]["splits"]),
@@ -207,6 +223,17 @@ def _diagnosis(store: Store) -> Diagnosis | None:
                 for pair in found["pictures"]
             ),
         )
+
+
+def _check_tables(tables: dict[str, list[dict[str, Any]]]) -> None:
+    """`ValueError` or `KeyError` where a table that the page shows is not of its form."""
+    for name, columns in DIAGNOSED.items():
+        for row in tables.get(name, []):
+            for column in columns.split():
+                value = row[column]
+                named = column in NAMES or value is None
+                if not named and (isinstance(value, bool) or not isinstance(value, int | float)):
+                    raise ValueError(f"{name}.{column} is no number")
 
 
 def _routing(traces: dict[str, Any]) -> dict[str, Weights]:
