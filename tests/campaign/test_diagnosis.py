@@ -75,11 +75,14 @@ def test_tables_are_written_once_per_parts_and_settings(
     assert "usage" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
 
 
-def test_numbers_do_not_depend_on_the_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("change", ["diagnose.batch=7", "sampling.residency.experts=1"])
+def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
     rows = []
-    for batch in (1000, 7):
+    for setting in ("diagnose.batch=1000", change):
         (folder / "reports/diagnostics.json").unlink(missing_ok=True)
-        assert diagnose(capsys, folder, f"diagnose.batch={batch}").code == 0
+        assert diagnose(capsys, folder, setting).code == 0
         rows.append([v for r in table(folder, "errors") + table(folder, "usage") for v in r.values()])
     assert len(rows[0]) == len(rows[1])
     for one, other in zip(*rows, strict=True):

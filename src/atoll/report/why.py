@@ -133,11 +133,11 @@ def _copy_words(campaign: Campaign, found: Diagnosis) -> str | None:
     rows = found.rows("nearest", cluster="all")
     if not rows or rows[0]["suspicious"] is None:
         return None
+    quantile = float(found.settings.get("quantile", 0.01))
     # By ratio or by distance, so that chance alone gives up to twice the quantile.
-    chance = 2 * float(found.settings.get("quantile", 0.01))
     return (
-        f"{percent(rows[0]['suspicious'])} of the samples are nearer to a training picture than held-out"
-        f" pictures ever are (by chance: up to {percent(chance, 0)})."
+        f"{percent(rows[0]['suspicious'])} of the samples are nearer to a training picture than"
+        f" {percent(1 - quantile, 0)} of held-out pictures are (by chance: up to {percent(2 * quantile, 0)})."
     )
 
 
