@@ -1,6 +1,7 @@
 """What every benchmark shares: the machine, the table, the JSON."""
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import t as student_t
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,6 +46,21 @@ def median_row(
 ) -> dict[str, Any]:
     """The median of several values with their range."""
     return row(case, metric, statistics.median(values), unit, (min(values), max(values)), **target)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean; not a number for a single value."""
+    if len(values) < 2:
+        return math.nan, math.nan
+    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def ratio_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, low and high of paired ratios: the 95 % interval is Student's, of the logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    low, high = interval(logs)
+    return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
 
 
 def finish(

@@ -16,9 +16,8 @@ from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.sample import flow_scheduler
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.networks.families import DataShape, NetworkConfig, family
-from atoll.networks.init import initialise
-from helpers_networks import TINY, card, denoiser, random_weights, router
+from atoll.networks.families import DataShape
+from helpers_networks import card, denoiser, router
 
 LABELS = DataShape(channels=3, size=8, classes=4)
 NOTHING = DataShape(channels=3, size=8)
@@ -50,18 +49,19 @@ def text_tower(folder: Path) -> Path:
     return folder
 
 
-def small_vae(folder: Path) -> Path:
+def small_vae(folder: Path, **changes: Any) -> Path:
     """An AutoencoderKL of 4 channels and factor 2."""
     torch.manual_seed(0)
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    ).save_pretrained(folder)
+    settings: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (8, 8),
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    }
+    AutoencoderKL(**{**settings, **changes}).save_pretrained(folder)
     return folder
 
 
@@ -89,13 +89,11 @@ def expert(number: int, shape: DataShape, seed: int | None = None, **changes: An
     return Expert(network, told.family, told.prediction, told.schedule, told)
 
 
-def flux_expert(number: int, shape: DataShape, **changes: Any) -> Expert:
-    """An expert of another family."""
-    network = family("flux").build(NetworkConfig.parse({**TINY, "family": "flux"}, "a test"), shape)
-    initialise(network, number)
-    random_weights(network, 200 + number)
-    told = facts(network, shape, "expert", number, **{"family": "flux", **changes})
-    return Expert(network, "flux", "v", "rectified-flow", told)
+def expert_of(name: str, number: int, shape: DataShape, **changes: Any) -> Expert:
+    """An expert of the named family."""
+    network = denoiser(200 + number, shape, name=name)
+    told = facts(network, shape, "expert", number, **{"family": name, **changes})
+    return Expert(network, name, told.prediction, told.schedule, told)
 
 
 def pipeline(

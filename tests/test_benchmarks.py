@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import t as student
 
 from atoll.train import loop
 
@@ -33,6 +34,105 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield sampling
     for name in ("sampling", "harness"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def campaigns(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/campaigns.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import campaigns
+
+    yield campaigns
+    for name in ("campaigns", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
+    found = [
+        {
+            "rows": [
+                {"name": "monolith", "distance": m, "router_share": 0.0},
+                {"name": "commit", "distance": d},
+            ]
+        }
+        for m, d in ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
+    ]
+    lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
+    ratio = lines["commit", "distance / monolith"]
+    assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
+    apart = lines["commit", "distance - monolith, 95 %"]
+    half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
+    assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
+
+
+@pytest.fixture
+def distill(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/distill.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import distill
+
+    yield distill
+    for name in ("distill", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Path) -> None:
+    """Three campaigns whose levels differ far more than student and monolith do within each."""
+    import json
+
+    folders = []
+    for number, (base, more) in enumerate([(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]):
+        rows = [("monolith", base), ("student", base + more), ("commit", base - 1)]
+        content = {
+            "metric": {"name": "x"},
+            "default": "commit",
+            "rows": [{"name": name, "distance": value} for name, value in rows],
+            "train_flops": {"monolith": 3.0, "student": 1.0},
+        }
+        (tmp_path / str(number) / "reports").mkdir(parents=True)
+        (tmp_path / str(number) / "reports/compare.json").write_text(json.dumps(content))
+        folders.append(tmp_path / str(number))
+    found = [distill.read(folder) for folder in folders]
+    lines = {(line["case"], line["metric"]): line for line in distill.table(found, found)}
+    made = lines["student", "distance - monolith's"]
+    half = 4.302653 * 0.1 / 3**0.5
+    assert made["value"] == pytest.approx(0.2) and made["spread"] == pytest.approx([0.2 - half, 0.2 + half])
+    assert lines["student", "lower end of the difference"]["met"] is True
+    assert lines["student", "FLOPs / monolith's"]["value"] == pytest.approx(1 / 3)
+    assert lines["ensemble", "distance - monolith's"]["spread"] == pytest.approx([-1.0, -1.0])
+    assert lines["student", "distance - monolith at a third's"]["value"] == pytest.approx(0.2)
+    with pytest.raises(SystemExit, match="has not been compared"):
+        distill.read(tmp_path)
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/mixed.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import mixed
+
+    yield mixed
+    for name in ("mixed", "quickstart", "harness"):
+        sys.modules.pop(name, None)
+
+
+def summed_up(distance: float, experts: float = 100.0) -> dict[str, Any]:
+    return {"distance": {"commit": distance}, "train_flops": {"experts": experts, "router": 4.0}}
+
+
+def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
+    pairs = [
+        (summed_up(2.0), summed_up(1.0)),
+        (summed_up(8.0), summed_up(8.0)),
+        (summed_up(1.0), summed_up(2.0)),
+    ]
+    rows = mixed.table(pairs)
+    cost, ratio, interval = rows[:3]
+    assert cost["value"] == 0 and cost["met"]
+    assert ratio["value"] == 1.0 and ratio["spread"] == [0.5, 2.0]
+    assert interval["value"] == pytest.approx(1.0)
+    assert interval["spread"][1] == pytest.approx(2 ** (student.ppf(0.975, 2) / 3**0.5), rel=1e-3)
+    assert not mixed.table([(summed_up(1.0), summed_up(1.0, experts=110.0))])[0]["met"]
 
 
 @pytest.mark.slow

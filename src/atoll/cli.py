@@ -170,7 +170,7 @@ def plan(
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed", "student"]))
 @CAMPAIGN
 @click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
@@ -182,6 +182,28 @@ def train(what: str, campaign: str, island: int | None, wait: bool, sets: tuple[
     opened = _open(campaign, sets)
     parse_role(what, island, opened.config.partition.k)
     train_run(opened, what, island, wait=wait)
+
+
+@atoll.command()
+@CAMPAIGN
+@click.argument("checkpoint")
+@click.option("--island", type=int, required=True, help="Number of the cluster whose expert it becomes.")
+@click.option(
+    "--prediction",
+    type=click.Choice(["v", "eps", "x0", "score"]),
+    help="What it predicts; by default what its scheduler_config.json says.",
+)
+@click.option(
+    "--schedule",
+    metavar="NAME",
+    help="Noise schedule it was trained on, such as ddpm-linear; by default likewise.",
+)
+def adopt(campaign: str, **options: Any) -> None:
+    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
+    from atoll.campaign.adopt import Adoption
+    from atoll.campaign.adopt import adopt as take_in
+
+    take_in(_open(campaign), Adoption(**options))
 
 
 @atoll.command()
@@ -244,7 +266,13 @@ def assemble(campaign: str) -> None:
     show_default=True,
     help="PNG to write.",
 )
-@click.option("--model", type=click.Choice(["ensemble", "monolith"]), default="ensemble", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to sample.",
+)
 @click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
 @click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
@@ -265,10 +293,57 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
 @CAMPAIGN
 @SETS
 def compare(campaign: str, sets: tuple[str, ...]) -> None:
-    """Measure the monolith and the ensemble under every strategy, at equal training FLOPs."""
+    """Measure monolith, student, and the ensemble under every strategy."""
     from atoll.campaign.comparison import compare_campaign
 
     compare_campaign(_open(campaign, sets))
+
+
+@atoll.command()
+@click.argument("campaign", metavar="[CAMPAIGN]", required=False)
+@click.option("--model", help="ensemble, monolith, student or seed.  [default: ensemble]")
+@click.option("--images", type=click.Path(path_type=Path), help="A folder of pictures, in a model's place.")
+@click.option(
+    "--reference",
+    metavar="WHAT",
+    help="Campaign, data set, folder of pictures or saved statistics; by default the campaign's own data.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["heldout", "train", "all"]),
+    default="heldout",
+    show_default=True,
+    help="Rows of a data set that are the reference.",
+)
+@click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
+@click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")
+@click.option("--samples", type=click.IntRange(min=2), help="Pictures to draw; by default evaluate.samples.")
+@click.option("--routing", help="Routing strategy; by default sampling.routing.")
+@click.option("--guidance", type=click.FloatRange(min=0), help="By default sampling.guidance.")
+@click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+@click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes of this machine that share the work.",
+)
+@click.option("--out", default=".", show_default=True, help="Where reports/ goes without a campaign.")
+@click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
+@SETS
+def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
+    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
+    from atoll.campaign import evaluation
+
+    if listed:
+        if campaign is None:
+            raise AtollError("--list needs a campaign", "name it")
+        say(evaluation.show_all(_open(campaign).store))
+        return
+    request, argv = evaluation.requested(campaign, options)
+    opened = _open(campaign, request.sets) if campaign is not None else None
+    evaluation.evaluate(opened, request, argv)
 
 
 @atoll.command()
@@ -294,6 +369,13 @@ def report(campaign: str) -> None:
 @CAMPAIGN
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
+    "--model",
+    type=click.Choice(["ensemble", "monolith", "student"]),
+    default="ensemble",
+    show_default=True,
+    help="What to export; monolith and student as a stock pipeline of diffusers.",
+)
+@click.option(
     "--experts", metavar="K,K,...", help="Numbers of the experts; by default all that are assembled."
 )
 @click.option(
@@ -308,11 +390,13 @@ def report(campaign: str) -> None:
 )
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
-    """Write a folder that AtollPipeline.from_pretrained loads anywhere, with a model card."""
+    """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
     from atoll.campaign.export import ExportRequest, export_campaign
+    from atoll.campaign.export_stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
-    export_campaign(_open(campaign), ExportRequest(to, numbers, **options))
+    request = ExportRequest(to, numbers, **options)
+    (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
 
 
 ASIDE = 3.0

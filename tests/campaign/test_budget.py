@@ -126,6 +126,43 @@ def test_a_seed_that_leaves_nothing_is_refused() -> None:
         budget([5, 5], budget={"seed": 0.95})
 
 
+@pytest.mark.parametrize(
+    ("settings", "experts"),
+    [
+        ({}, 1.0),
+        ({"teacher": "routed"}, 1.0),
+        ({"teacher": "routed", "routing": "top-2"}, 2.0),
+        ({"teacher": "routed", "routing": "full"}, 3.0),
+        ({"teacher": "routed", "routing": "commit"}, 1.0),
+    ],
+)
+def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any], experts: float) -> None:
+    student = {"stock": False, **settings}
+    without = budget([200, 300, 500], budget={"samples": 100_000})
+    made = budget([200, 300, 500], budget={"samples": 100_000}, student=student)
+    assert made.student is not None and without.student is None
+    assert (made.student.steps, made.student.batch) == (made.monolith.steps, made.monolith.batch // 4)
+    dense, router = made.monolith.flops, made.router.flops.forward if "teacher" in settings else 0.0
+    assert made.student.flops.train == pytest.approx(dense.train + router + experts * dense.forward)
+    assert made.student.flops.forward == dense.forward
+    if not settings:  # 3F + F at a quarter of the batch
+        assert made.student.train_flops / made.monolith.train_flops == pytest.approx(1 / 3, abs=0.01)
+    assert (made.experts, made.ratio()) == (without.experts, without.ratio())  # the student comes on top
+
+
+def test_a_students_shares_and_network_are_its_own() -> None:
+    student = {"stock": False, "batch_share": 0.5, "step_share": 0.1, "network": {"depth": 3}}
+    made = budget([500, 500], budget={"samples": 100_000}, student=student)
+    assert made.student is not None
+    assert (made.student.batch, made.student.steps) == (8, round(0.1 * made.monolith.steps))
+    assert made.student.flops.forward > 2 * made.monolith.flops.forward
+    wide = budget([900, 100], student={"stock": False}, islands={1: {"network": {"depth": 3}}})
+    assert wide.student is not None
+    teacher = wide.student.flops.train - wide.monolith.flops.train
+    own = [share.flops.forward for share in wide.experts]
+    assert teacher == pytest.approx(0.9 * own[0] + 0.1 * own[1])  # rows of each cluster in proportion
+
+
 def test_a_patch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"patches of 5: change router\.patch"):
         budget([5, 5], router={"patch": 5})

@@ -17,6 +17,22 @@ def parse(**changes: object) -> CampaignConfig:
     return CampaignConfig.parse(merged(SMALL, changes), "a test")
 
 
+def test_islands_may_learn_something_else() -> None:
+    own = {"schedule": "vp-cosine", "prediction": "eps"}
+    config = parse(objective={"condition_dropout": 0.2}, islands={1: {"objective": own}})
+    assert config.objective_of(None) == config.objective_of(0) == config.objective
+    found = config.objective_of(1)
+    assert (found.schedule, found.prediction, found.condition_dropout) == ("vp-cosine", "eps", 0.2)
+    assert config.frozen()["islands"]["1"]["objective"] == own
+    for wrong, words in (
+        ({"schedule": "vp-cos"}, r"'schedule' in islands\.1\.objective: .* did you mean 'vp-cosine'"),
+        ({"predicts": "eps"}, r"unknown key 'predicts' in islands\.1\.objective"),
+        ({"prediction": "noise"}, r"'prediction' in islands\.1\.objective"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse(islands={1: {"objective": wrong}})
+
+
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
     path = Path(new(tmp_path / "c", catalogue.text(name), []))

@@ -256,6 +256,33 @@ def test_shapes_that_settings_name(data: dict[str, Any], shape: DataShape, tmp_p
     assert expected(Campaign.open(write_campaign(tmp_path / "c", text))).shape == shape
 
 
+T5, PARTS = "google/t5-v1_1-xxl", ("depth", "heads", "head_width")
+
+
+def test_families_side_by_side_are_planned(tmp_path: Path) -> None:
+    """A large SD3 on one island; each is counted by itself, and all share one budget."""
+    changes = {
+        "condition": "text",
+        "data": {"vae": "stabilityai/sd-vae-ft-mse", "ingest": {"size": 256}, "text_encoder": T5},
+        "network": {"family": "pixart", "size": "XL", "patch": 2, **dict.fromkeys(PARTS)},
+        "islands": {1: {"network": {"family": "sd3", "size": "2B"}}},
+        "train": {"precision": "bf16"},
+        "budget": {"samples": 10_000_000},
+    }  # fmt: skip
+    campaign = Campaign.open(write_campaign(tmp_path / "c", changes))
+    plan = make_plan(campaign.config, expected(campaign), gpus.load(), "h100", 8)
+    first, second = plan.experts
+    assert first.footprint.parameters == pytest.approx(611e6, rel=0.01)
+    assert second.footprint.parameters == pytest.approx(2028e6, rel=0.01)
+    assert second.share.flops.train > 1.5 * first.share.flops.train
+    assert second.share.steps < first.share.steps / 1.5  # equal clusters: the same operations for each
+    assert second.share.train_flops == pytest.approx(first.share.train_flops, rel=0.01)
+    assert sum(run.share.train_flops for run in plan.own) == pytest.approx(
+        plan.monolith.share.train_flops, rel=0.01
+    )
+    assert second.mode is not None and second.mode.total > first.footprint.state / 8
+
+
 def test_configs_of_a_folder_tell_shapes_without_weights(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     vae = {"_class_name": "AutoencoderKL", "latent_channels": 16, "block_out_channels": [8, 8, 8]}

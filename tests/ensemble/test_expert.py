@@ -10,9 +10,11 @@ from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.ensemble.card import Card, check_together
 from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
+from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.stored import StoredExpert
 from atoll.flow.objective import noisy, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, VPCosine
-from atoll.networks.families import DataShape, family
+from atoll.networks.families import DataShape, family, kept_buffers
 from atoll.store.store import Conflict, Store
 from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
 
@@ -53,7 +55,7 @@ def test_an_expert_that_knows_its_one_picture_gives_the_straight_flow(schedule, 
         config = type("config", (), {"in_channels": 3})
 
         def forward(self, x, encoder_hidden_states, encoder_attention_mask, timestep):
-            tau = (timestep / 1000).double()
+            tau = (timestep / 1000 / schedule.clock).double()
             a, s = schedule.alpha(tau).view(-1, 1, 1, 1), schedule.sigma(tau).view(-1, 1, 1, 1)
             own_eps = (x.double() - a * x0) / s
             sample = target(x0.double(), own_eps, tau, schedule, prediction)
@@ -91,17 +93,20 @@ def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None
     assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
 
 
-def test_a_flux_comes_back_in_all_of_its_forms(tmp_path: Path) -> None:
-    from diffusers import FluxTransformer2DModel
-
-    store, e = Store.open(tmp_path), Expert(denoiser(0, name="flux"), "flux", "v", "rectified-flow")
-    weights = dict(e.network.named_parameters())
-    own = card(family="flux", weights_sha256=digest_tensors(weights))
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Path) -> None:
+    store, e = Store.open(tmp_path), Expert(denoiser(0, name=name), name, "v", "rectified-flow")
+    weights = dict(e.network.named_parameters()) | kept_buffers(e.network)
+    own = card(family=name, weights_sha256=digest_tensors(weights))
     write_part(store, "a", e.network, weights, own)
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
-    assert torch.equal(Expert.load(store, "a").velocity(x, t, cond), e.velocity(x, t, cond))
-    theirs = FluxTransformer2DModel.from_pretrained(tmp_path / "a")
-    assert all(torch.equal(p, weights[name]) for name, p in theirs.named_parameters())
+    expected = e.velocity(x, t, cond)
+    assert torch.equal(Expert.load(store, "a").velocity(x, t, cond), expected)
+    resident = ResidentExperts([StoredExpert.find(store, "a")], Residency(experts=1))
+    assert torch.equal(resident[0].velocity(x, t, cond), expected)
+    theirs = family(name).network_class().from_pretrained(tmp_path / "a")  # type: ignore[attr-defined]
+    assert {n: v.shape for n, v in theirs.state_dict().items()} == {n: v.shape for n, v in weights.items()}
+    assert all(torch.equal(v, weights[n]) for n, v in theirs.state_dict().items())
 
 
 def test_diffusers_reads_it_too(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_what_lies_outside_the_file_is_refused(tmp_path: Path) -> None:
         {"data_offsets": None},
     ]
     for change in changes:
-        with pytest.raises(StoreError, match="is damaged|has 7[0-9] bytes instead of"):
+        with pytest.raises(StoreError, match=r"is damaged|has 7[0-9] bytes instead of"):
             FileWeights(write({**good, **change}))
 
 

@@ -15,9 +15,9 @@ from atoll.export import folder as folders
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.networks.families import DataShape
+from atoll.networks.families import DataShape, family
 from atoll.store.store import Store
-from helpers_export import LABELS, expert, flux_expert, generators, pipeline, state, text_pipeline
+from helpers_export import LABELS, expert, expert_of, generators, pipeline, state, text_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -186,17 +186,18 @@ def test_encoders_of_another_model_are_refused(texts: Path, saved: Path, tmp_pat
         load(texts / "model", vae=pipe.vae)
 
 
-def test_experts_of_several_families_and_predictions(texts: Path, tmp_path: Path) -> None:
-    """One Flux beside one PixArt that predicts noise on another schedule, through the folder and back."""
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_experts_of_several_families_and_predictions(name: str, texts: Path, tmp_path: Path) -> None:
+    """One Flux or SD3 beside one PixArt that predicts noise on another schedule, and back from the folder."""
     pipe = load(texts / "model")
     shape, made = DataShape(**pipe.card.shape), {"text": pipe.card.text, "latents": pipe.card.latents}
     before = picture(pipe, prompt=["a", "red", "square", "bar"])
-    pipe.experts.add(flux_expert(0, shape, **made))
+    pipe.experts.add(expert_of(name, 0, shape, **made))
     pipe.experts.add(expert(1, shape, prediction="eps", schedule="vp-cosine", **made))
     pipe.save_pretrained(tmp_path / "mixed")
     back = load(tmp_path / "mixed")
     assert [type(n).__name__ for n in back.experts.networks.values()] == [
-        "FluxTransformer2DModel",
+        family(name).network_class().__name__,
         "PixArtTransformer2DModel",
     ]
     after = [picture(p, prompt=["a", "red", "square", "bar"]) for p in (pipe, back)]

@@ -20,9 +20,9 @@ from atoll.flow.prediction import (
     same_snr_state,
     same_snr_time,
 )
-from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand
+from atoll.flow.schedule import DDPMCosine, DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand
 
-SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear()]
+SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMCosine()]
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 each_schedule = pytest.mark.parametrize("curve", SCHEDULES, ids=lambda s: s.name)
 each_prediction = pytest.mark.parametrize("prediction", PREDICTIONS)

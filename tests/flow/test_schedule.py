@@ -6,9 +6,20 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError
-from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand, schedule
+from atoll.flow.schedule import (
+    DDPMCosine,
+    DDPMLinear,
+    DDPMScaledLinear,
+    Discrete,
+    RectifiedFlow,
+    Schedule,
+    VPCosine,
+    expand,
+    schedule,
+    spelled,
+)
 
-SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear()]
+SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMScaledLinear(), DDPMCosine()]
 each = pytest.mark.parametrize("curve", SCHEDULES, ids=lambda s: s.name)
 
 
@@ -25,7 +36,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
 @each
 def test_time_zero_is_data_and_time_one_is_noise(curve: Schedule) -> None:
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    room = 0.011 if curve.name == "ddpm-linear" else 0.0
+    room = {"ddpm-linear": 0.011, "ddpm-scaled-linear": 0.069, "ddpm-cosine": 0.007}.get(curve.name, 0.0)
     assert torch.allclose(curve.alpha(ends), 1 - ends, atol=room, rtol=0)
     assert torch.allclose(curve.sigma(ends), ends, atol=room, rtol=0)
 
@@ -79,6 +90,58 @@ def test_ddpm_knots_are_the_product_of_the_betas() -> None:
     for n in range(1000):
         kept *= 1 - (1e-4 + (0.02 - 1e-4) * n / 999)
         assert abs(float(alpha[n]) - math.sqrt(kept)) < 1e-12
+
+
+BETAS = {
+    "ddpm-linear": {"beta_schedule": "linear"},
+    "ddpm-linear(250, 0.0004, 0.08)": {
+        "beta_schedule": "linear", "num_train_timesteps": 250, "beta_start": 0.0004, "beta_end": 0.08,
+    },
+    "ddpm-scaled-linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "ddpm-cosine": {"beta_schedule": "squaredcos_cap_v2"},
+    "ddpm-cosine(400)": {"beta_schedule": "squaredcos_cap_v2", "num_train_timesteps": 400},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BETAS)
+def test_at_every_level_alpha_is_that_of_diffusers(name: str) -> None:
+    from diffusers import DDPMScheduler
+
+    curve, theirs = schedule(name), DDPMScheduler(**BETAS[name])
+    assert isinstance(curve, Discrete) and curve.steps == len(theirs.alphas_cumprod)
+    t = torch.arange(curve.steps, dtype=torch.float64) / (curve.steps - 1)
+    ours = curve.alpha(t).square()
+    torch.testing.assert_close(ours, theirs.alphas_cumprod.double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(curve.sigma(t).square(), 1 - ours, rtol=0, atol=1e-12)
+    numbers = t * 1000 * curve.clock  # what a network of a family with time scale 1000 is told
+    torch.testing.assert_close(numbers, torch.arange(curve.steps).double(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*BETAS, "rectified-flow", "vp-cosine"])
+def test_a_name_with_numbers_leads_back(name: str) -> None:
+    assert spelled(schedule(name)) == name and schedule(spelled(schedule(name))) == schedule(name)
+
+
+def test_usual_numbers_are_not_spelled_out() -> None:
+    assert spelled(schedule("ddpm-linear(1000, 1e-4, 0.02)")) == "ddpm-linear"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ddpm-linear(1000)", r"is no schedule: write ddpm-linear\(steps, first_beta, last_beta\)"),
+        ("ddpm-linear(1000, a, b)", "is no schedule: write"),
+        ("ddpm-cosine(1000, 0.1, 0.2)", r"write ddpm-cosine\(steps\)"),
+        ("vp-cosine(3)", "is no schedule: write vp-cosine"),
+        ("ddpm-linear(1000, 0.0, 0.02)", r"use 2 levels or more and betas in \(0, 1\)"),
+        ("ddpm-linear(1, 0.1, 0.2)", "use 2 levels or more"),
+        ("ddpm-linear(-5, 0.1, 0.2)", "is no schedule"),
+        ("ddpm-liner(1000, 0.1, 0.2)", "did you mean 'ddpm-linear'"),
+    ],
+)
+def test_names_that_make_no_schedule(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        schedule(name)
 
 
 def test_ddpm_log_snr_is_linear_between_knots() -> None:

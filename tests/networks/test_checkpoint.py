@@ -141,7 +141,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
         (tmp_path / name).unlink(missing_ok=True)
         if data is not None:
             damaged(tmp_path, name, data)
-    with pytest.raises(ConfigError, match=r"^network\.init: ") as caught:
+    with pytest.raises(ConfigError, match=r"cannot be used: ") as caught:
         find(str(tmp_path), tmp_path).weights()
     assert words in str(caught.value) and "\n" not in str(caught.value)
 

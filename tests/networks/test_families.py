@@ -12,7 +12,7 @@ from atoll.networks.families import (
     family,
     parameter_count,
 )
-from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null
+from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null, random_weights
 
 LATENTS = DataShape(channels=4, size=32, classes=1000)
 T5 = DataShape(channels=4, size=32, text_width=4096, text_length=120)
@@ -28,7 +28,7 @@ def built(name: str, size: str, patch: int = 2) -> torch.nn.Module:
 # label embedding; diffusers' class has one in every block, hence more.
 @pytest.mark.parametrize(
     ("name", "size", "millions"),
-    [("dit", "XL", 750), ("pixart", "XL", 611), ("flux", "3B", 2989)],
+    [("dit", "XL", 750), ("pixart", "XL", 611), ("sd3", "2B", 2028), ("flux", "3B", 2989)],
 )
 def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str, millions: float) -> None:
     network = built(name, size)
@@ -84,7 +84,32 @@ def flux_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int
     return into + time + depth * block + 2 * (d * d + d) + (d * 16 + 16)
 
 
-@pytest.mark.parametrize("size", ["S", "B", "3B"])
+def sd3_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
+    """By hand: a diffusers SD3 with patch 2 on 4 channels and normalised queries and keys."""
+    d = heads * head_width
+    into = (16 * d + d) + (text * d + d)
+    time = (256 * d + d) + (d * d + d) + (2048 * d + d) + (d * d + d)
+    stream = 6 * (d * d + d) + 4 * (d * d + d) + (8 * d * d + 5 * d) + 2 * head_width
+    # In the last block the text is only looked at: no feed-forward, no output, and only shift and scale.
+    unused = (8 * d * d + 5 * d) + (d * d + d) + 4 * (d * d + d)
+    return into + time + depth * 2 * stream - unused + 2 * (d * d + d) + (d * 16 + 16)
+
+
+@pytest.mark.parametrize("size", ["nano", "S", "B", "XL", "2B"])
+def test_sd3_counted_by_hand(size: str) -> None:
+    assert parameter_count(built("sd3", size)) == sd3_count(*SIZES[size])
+
+
+def test_the_2b_size_is_sd3_medium() -> None:
+    """Its 2,028,328,000 parameters, and the norms of queries and keys, which came with SD3.5."""
+    with torch.device("meta"):
+        config = NetworkConfig(family="sd3", size="2B")
+        ours = family("sd3").build(config, DataShape(channels=16, size=128, text_width=4096, text_length=77))
+    depth, _, head_width = SIZES["2B"]
+    assert parameter_count(ours) == 2_028_328_000 + depth * 4 * head_width
+
+
+@pytest.mark.parametrize("size", ["nano", "S", "B", "XL", "3B"])
 def test_flux_counted_by_hand(size: str) -> None:
     assert parameter_count(built("flux", size)) == flux_count(*SIZES[size])
 
@@ -239,10 +264,79 @@ def test_patches_of_flux_come_back_where_they_were() -> None:
     assert torch.equal(flux(network, conditions(2), x), x)
 
 
+def sd3(network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None) -> torch.Tensor:
+    x = noise(B) if x is None else x
+    return family("sd3").predict(network, x, torch.linspace(0, 1, len(x)), cond)
+
+
+def test_time_of_sd3_is_scaled_by_a_thousand() -> None:
+    network, seen = denoiser(0, name="sd3"), {}
+    embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
+    embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
+    family("sd3").predict(network, noise(1), torch.tensor([0.25]), conditions(1))
+    assert seen["t"].tolist() == [250.0]
+
+
+def test_sd3_without_a_pooled_text_gets_zeros() -> None:
+    network, cond = denoiser(0, name="sd3"), conditions(B)
+    zeros = Condition(text=cond.text, mask=cond.mask, pooled=torch.zeros(B, 2048))
+    assert torch.equal(sd3(network, cond), sd3(network, zeros))
+    ones = Condition(text=cond.text, mask=cond.mask, pooled=torch.ones(B, 2048))
+    assert float((sd3(network, cond) - sd3(network, ones)).abs().max()) > 1e-3
+
+
+def test_padding_is_nothing_to_sd3() -> None:
+    """diffusers' own attention takes a mask and forgets it, so a picture would depend on its neighbours."""
+    network, cond = denoiser(0, name="sd3", depth=2), conditions(B)
+    assert cond.text is not None and cond.mask is not None
+    first = sd3(network, cond)
+    longer = Condition(
+        text=torch.nn.functional.pad(cond.text, (0, 0, 0, 4), value=9.0),
+        mask=torch.nn.functional.pad(cond.mask, (0, 4)),
+    )
+    torch.testing.assert_close(sd3(network, longer), first, rtol=1e-5, atol=1e-5)
+    unmasked = Condition(text=longer.text, mask=torch.ones_like(longer.mask))
+    assert float((sd3(network, unmasked) - first).abs().max()) > 1e-3
+    assert float((sd3(network, conditions(B, seed=1)) - first).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
+def test_sd3_without_padding_is_diffusers_own_computation(dual: bool) -> None:
+    """Also a published one of SD3.5, some of whose blocks have a second attention, on the picture alone."""
+    from diffusers.models.attention_processor import JointAttnProcessor2_0
+
+    config = NetworkConfig.parse({**TINY, "family": "sd3", "depth": 3}, "")
+    arguments = family("sd3").arguments(config, TEXT) | ({"dual_attention_layers": (0, 1)} if dual else {})
+    network = random_weights(family("sd3").load(arguments), 0)
+    text = torch.randn(B, 5, 12, generator=torch.Generator().manual_seed(0))
+    cond, x = Condition(text=text, mask=torch.ones(B, 5, dtype=torch.bool)), noise(B)
+    ours = sd3(network, cond, x)
+    network.set_attn_processor(JointAttnProcessor2_0())  # type: ignore[operator]
+    times = torch.linspace(0, 1, B) * 1000
+    theirs = network(x, text, torch.zeros(B, 2048), times).sample
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_sd3_takes_the_sides_that_it_has_positions_for() -> None:
+    network = denoiser(0, name="sd3")
+    wide = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    out = sd3(network, conditions(2), wide)
+    assert out.shape == wide.shape and float(out.std()) > 0.01
+    for height, width in ((8, 12), (6, 8), (8, 10)):  # too large, or cut to a smaller picture without a word
+        with pytest.raises(ConfigError, match=f"takes no latents of {height}x{width}: .* of 4 up to 8"):
+            sd3(network, conditions(2), torch.zeros(2, 3, height, width))
+
+
+def test_a_variance_that_sd3_predicts_too_is_cut() -> None:
+    config = NetworkConfig.parse({**TINY, "family": "sd3"}, "")
+    network = family("sd3").load(family("sd3").arguments(config, TEXT) | {"out_channels": 6})
+    assert sd3(random_weights(network, 0), conditions(B)).shape == (B, 3, 8, 8)
+
+
 def test_shapes_that_would_go_wrong_silently_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"square images, not 8x16: use the pixart family"):
         call(denoiser(0, CLASSES), CLASSES, conditions(B, CLASSES), torch.zeros(B, 3, 8, 16))
-    for name, shape in (("dit", CLASSES), ("pixart", TEXT), ("flux", TEXT)):
+    for name, shape in (("dit", CLASSES), ("pixart", TEXT), ("sd3", TEXT), ("flux", TEXT)):
         with pytest.raises(ConfigError, match="latents of 8 px do not divide into patches of 3"):
             family(name).build(NetworkConfig.parse({**TINY, "family": name, "patch": 3}, ""), shape)
 
@@ -256,12 +350,15 @@ def test_pixart_takes_pictures_that_are_not_square() -> None:
 def test_conditions_that_a_family_cannot_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="the pixart family needs text states"):
         family("pixart").build(NetworkConfig(), CLASSES)
-    with pytest.raises(ConfigError, match="the flux family needs text states"):
-        family("flux").build(NetworkConfig(family="flux"), CLASSES)
+    for name in ("sd3", "flux"):
+        with pytest.raises(ConfigError, match=f"the {name} family needs text states"):
+            family(name).build(NetworkConfig(family=name), CLASSES)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="flux heads are 5 wide"):
         family("flux").build(NetworkConfig(family="flux", head_width=5, patch=2), TEXT)
     with pytest.raises(ConfigError, match="Flux was called without text states"):
         flux(denoiser(0, name="flux"), Condition())
+    with pytest.raises(ConfigError, match="SD3 was called without text states"):
+        sd3(denoiser(0, name="sd3"), Condition())
     with pytest.raises(ConfigError, match="the dit family takes no text"):
         family("dit").build(NetworkConfig(family="dit"), TEXT)
     with pytest.raises(ConfigError, match="PixArt was called without text states"):

@@ -40,6 +40,45 @@ def test_a_block_counted_by_hand(depth: int, size: int) -> None:
     assert denoiser_flops(config, shape).forward == pixart_by_hand(shape, depth, 16, 2)
 
 
+def sd3_by_hand(shape: DataShape, depth: int, d: int, patch: int) -> int:
+    """A forward pass of one sample through diffusers' SD3."""
+    n, m = (shape.size // patch) ** 2, shape.text_length
+    stream = [linear(1, d, 6 * d) + 4 * linear(k, d, d) + 2 * linear(k, d, 4 * d) for k in (n, m)]
+    blocks = depth * (sum(stream) + attention(n + m, n + m, d))
+    # In the last block the text is only looked at.
+    blocks -= linear(1, d, 4 * d) + linear(m, d, d) + 2 * linear(m, d, 4 * d)
+    around = 2 * linear(n, shape.channels * patch**2, d) + linear(m, shape.text_width, d)
+    around += linear(1, 256, d) + linear(1, 2048, d) + 2 * linear(1, d, d) + linear(1, d, 2 * d)
+    return blocks + around
+
+
+def flux_by_hand(shape: DataShape, depth: int, d: int, patch: int) -> int:
+    """A forward pass of one sample through diffusers' Flux of single-stream blocks."""
+    n, m = (shape.size // patch) ** 2, shape.text_length
+    block = linear(1, d, 3 * d) + 3 * linear(n + m, d, d) + attention(n + m, n + m, d)
+    block += linear(n + m, d, 4 * d) + linear(n + m, 5 * d, d)
+    around = 2 * linear(n, shape.channels * patch**2, d) + linear(m, shape.text_width, d)
+    around += linear(1, 256, d) + linear(1, 768, d) + 2 * linear(1, d, d) + linear(1, d, 2 * d)
+    return depth * block + around
+
+
+BY_HAND = {"pixart": pixart_by_hand, "sd3": sd3_by_hand, "flux": flux_by_hand}
+LATENTS = DataShape(channels=16, size=64, text_width=4096, text_length=77)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("sd3", s) for s in ("nano", "S", "B", "XL", "2B")]
+    + [("flux", s) for s in ("nano", "S", "B", "XL", "3B")]
+    + [("pixart", "XL")],
+)
+def test_the_large_sizes_counted_by_hand(name: str, size: str) -> None:
+    config = NetworkConfig.parse({"family": name, "size": size}, "")
+    depth, heads, width = config.dimensions()
+    expected = BY_HAND[name](LATENTS, depth, heads * width, config.patch)
+    assert denoiser_flops(config, LATENTS).forward == expected
+
+
 def test_the_dit_of_the_paper() -> None:
     """DiT-XL/2 at 256 px: 118.6 billion multiply-adds in arXiv 2212.09748, which does not count attention."""
     shape = DataShape(channels=4, size=32, classes=1000)

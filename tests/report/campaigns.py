@@ -91,6 +91,13 @@ class Builder:
         self.store.put_json("seed/island.json", content)
         return self
 
+    def student(self, steps: int) -> "Builder":
+        """The plan of a student."""
+        plan = {"role": "student", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 16}
+        content = {**plan, "partition": HASH, "train_flops": steps * 16 * 4e8}
+        self.store.put_json("student/island.json", content)
+        return self
+
     def run(self, folder: str, *, finished: bool = True, losses: list[Any] | None = None) -> "Builder":
         """Log a run and, if it is finished, publish its network."""
         plan = self.store.get_json(f"{folder}/island.json")

@@ -416,6 +416,22 @@ def test_a_seed_run_is_counted(builder: Builder):
     assert "Experts + router + seed" in found.text()
 
 
+def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
+    builder.campaign().partition().student(340)
+    names = ["monolith", "student", "commit"]
+    rows = [{"name": name, "distance": 3.0 + number} for number, name in enumerate(names)]
+    made = summary(builder.train().compare(rows=rows))
+    assert made["unfinished"] == ["student"] and made["train_flops"]["student"] is None
+    whole = made["flops_ratio"]
+    found = page(builder.run("student"))
+    made = summary(builder)
+    assert made["train_flops"]["student"] == 340 * 16 * 4e8
+    assert made["flops_ratio"] == whole and made["best"] == "commit"
+    assert made["ratio_to_monolith"] == {"student": 4 / 3, "commit": 5 / 3}
+    assert "for 0.333× the monolith’s training FLOPs, its teachers’ forward passes included" in found.text()
+    assert "one model, taught by the experts" in found.text()
+
+
 def test_the_summary_of_an_unfinished_campaign_holds_nothing_it_does_not_know(builder: Builder):
     made = summary(builder.campaign().partition().run("islands/0").run("router"))
     assert made["train_flops"] == {"monolith": None, "experts": None, "router": 50 * 64 * 1e6, "seed": 0.0}

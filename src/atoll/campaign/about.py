@@ -16,14 +16,15 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
 
     Args:
         campaign: a campaign with a partition.
-        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`.
+        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`, or of one dense
+            model by its role.
     """
     store = campaign.store
     cut = store.get_json("partition/partition.json")
     found: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     found["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
     found["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
-    for role in ("monolith", "seed"):
+    for role in ("monolith", "seed", "student"):
         if published(store, f"{role}/expert"):
             found[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
     evaluation = _evaluation(campaign, parts)
@@ -76,8 +77,10 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
     if not campaign.store.exists(COMPARISON):
         return None
     found = campaign.store.get_json(COMPARISON)
-    measured = {name: digest for name, digest in found.get("parts", {}).items() if name != "monolith"}
-    if measured != parts:
+    measured = found.get("parts", {})
+    dense = ("monolith", "student")
+    asked = parts if set(parts) <= set(dense) else measured.keys() - set(dense)
+    if {name: measured.get(name) for name in asked} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
     return {

@@ -1,6 +1,6 @@
 """The ensemble from what has been published, complete or partial."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,21 +154,34 @@ def load_ensemble(
     cards = {n: read_card(store, f"ensemble/experts/{n}") for n in numbers}
     costs = Costs.of(router.card, cards, k)
     absent = [n for n in range(k) if n not in cards]
-    experts = _resident(store, k, numbers, residency, device)
+    experts = resident(store, k, {n: f"ensemble/experts/{n}" for n in numbers}, residency, device)
     return Ensemble(experts, router, absent, costs), router.card
 
 
-def _resident(
-    store: Store, k: int, numbers: Sequence[int], residency: Residency | None, device: torch.device | str
+def resident(
+    store: Store,
+    k: int,
+    places: Mapping[int, str],
+    residency: Residency | None,
+    device: torch.device | str,
+    verified: bool = True,
 ) -> Experts:
-    """All experts on the device, or as many as the budget lets."""
-    places = {n: f"ensemble/experts/{n}" for n in numbers}
+    """All experts on the device, or as many as the budget lets.
+
+    Args:
+        store: the campaign.
+        k: number of clusters.
+        places: folders of the experts that are there, by number.
+        residency: the budget.
+        device: where they run.
+        verified: their files were checked against hashes before.
+    """
     if residency is None or not residency.limited:
         loaded = {n: Expert.load(store, place) for n, place in places.items()}
         for expert in loaded.values():
             expert.network.to(device)
         return [loaded.get(n) for n in range(k)]
-    stored = {n: StoredExpert.find(store, place, verified=True) for n, place in places.items()}
+    stored = {n: StoredExpert.find(store, place, verified=verified) for n, place in places.items()}
     return ResidentExperts([stored.get(n) for n in range(k)], residency, device)
 
 

@@ -1,12 +1,14 @@
 """Who trains how long: equal training FLOPs for the experts with router and seed, and the monolith."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.config import CampaignConfig
+from atoll.ensemble.routing import Routing
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.flops import Flops, count
 from atoll.networks.router import Router
+from atoll.train.distill import StudentConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Share:
     Attributes:
         steps: optimizer steps.
         batch: samples per step.
-        flops: operations per sample.
+        flops: operations per sample; those of a student's training hold its teacher's.
     """
 
     steps: int
@@ -37,13 +39,15 @@ class Budget:
     router: Share
     experts: list[Share]
     seed: Share | None = None
+    student: Share | None = None
 
     def whole(self) -> dict[str, Share]:
         """The runs on all the data, by role."""
-        return {"router": self.router, "monolith": self.monolith} | ({"seed": self.seed} if self.seed else {})
+        found = {"router": self.router, "monolith": self.monolith, "seed": self.seed, "student": self.student}
+        return {role: share for role, share in found.items() if share is not None}
 
     def ratio(self) -> float:
-        """FLOPs of experts, router and seed over the monolith's."""
+        """FLOPs of experts, router and seed over the monolith's; the student comes on top."""
         parts = [self.router, *self.experts, *([self.seed] if self.seed else [])]
         return sum(part.train_flops for part in parts) / self.monolith.train_flops
 
@@ -86,11 +90,35 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     The monolith sees `budget.samples` images. Router and seed get their shares of the monolith's FLOPs, and
     the experts the rest: steps in proportion to their cluster's size, or the same steps for all.
 
+    The student, if there is one, costs extra: its own forward and backward pass and its teachers' forward.
+
     Args:
         config: the campaign's settings.
         shape: of the data.
         sizes: training rows per cluster.
     """
+    made = _divide(config, shape, sizes)
+    if config.student is None:
+        return made
+    network = config.denoiser("student")[0]
+    own = made.monolith.flops if network == config.network else denoiser_flops(network, shape)
+    steps = max(1, round(config.student.step_share * made.monolith.steps))
+    flops = Flops(own.forward, own.train + _teacher_flops(config.student, made, sizes))
+    return replace(made, student=Share(steps, config.student.batch(config.train.batch), flops))
+
+
+def _teacher_flops(student: StudentConfig, made: Budget, sizes: list[int]) -> float:
+    """Operations of a teacher for one sample: that of an average row, by as many experts as are asked."""
+    rows = max(1, sum(sizes))
+    expert = sum(size * share.flops.forward for size, share in zip(sizes, made.experts, strict=True)) / rows
+    if student.teacher == "cluster":
+        return expert
+    routing = Routing.named(student.routing)
+    most = {"top-k": routing.k, "sample-k": routing.k, "commit": 1}.get(routing.strategy, len(sizes))
+    return made.router.flops.forward + min(most, len(sizes)) * expert
+
+
+def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
     dense = denoiser_flops(config.network, shape)
     batch = config.train.batch
     monolith = Share(max(1, round(config.budget.samples / batch)), batch, dense)

@@ -1,6 +1,7 @@
 """A campaign on disk: opening it, freezing its settings, finding its parts."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -19,7 +20,9 @@ from atoll.store.store import Absent, Conflict, Store
 from atoll.train.settings import PRACTICAL
 
 SCHEMA = 1
-YAML, FROZEN = "campaign.yaml", "campaign.json"
+YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
+LOOSE = {"train": PRACTICAL, "student": ("residency", "stock")}
+"""Settings of a group, wherever it is, that decide no weights."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Campaign:
             tree = deepcopy(frozen["config"])
         else:
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
+        student = _student(store)
+        if student is not None and not tree.get("student"):
+            tree["student"] = deepcopy(student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
         overrides = (*(frozen or {}).get("overrides", ()), *from_shell(sets))
         for assignment in overrides:
@@ -65,6 +71,8 @@ class Campaign:
         config = CampaignConfig.parse(tree, store.name(YAML))
         if frozen is not None:
             _must_agree(frozen["config"], config.frozen(), store)
+        if student is not None:
+            _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
         return cls(store, config, overrides)
 
     def freeze(self) -> None:
@@ -76,6 +84,13 @@ class Campaign:
             self.store.create_json(FROZEN, content)
         except Conflict:
             _must_agree((_frozen(self.store) or {})["config"], config, self.store)
+
+    def freeze_student(self) -> None:
+        """Fix the student's settings for good, in `student/student.json`."""
+        assert self.config.student is not None
+        settings = self.config.student.model_dump(mode="json")
+        with suppress(Conflict):  # somebody did the same at the same time
+            self.store.create_json(STUDENT, {"schema": SCHEMA, "code": code_version(), "student": settings})
 
     def dataset(self) -> DataSet:
         """The campaign's data set; `DataError` if there is none."""
@@ -121,7 +136,7 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
 def is_loose(assignment: str) -> bool:
     """Whether it sets what may change at any time, so that it holds for the command that gives it only."""
     path = assignment.partition("=")[0].strip().split(".")
-    return path[0] in UNFROZEN or any(pair[0] == "train" and pair[1] in PRACTICAL for pair in pairwise(path))
+    return path[0] in UNFROZEN or any(name in LOOSE.get(group, ()) for group, name in pairwise(path))
 
 
 def from_shell(sets: Sequence[str]) -> list[str]:
@@ -175,6 +190,16 @@ def _frozen(store: Store) -> dict[str, Any] | None:
     return dict(content)
 
 
+def _student(store: Store) -> dict[str, Any] | None:
+    """The settings that `student/student.json` holds, if there is one."""
+    if not store.exists(STUDENT):
+        return None
+    content = store.get_json(STUDENT)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ConfigError(f"{store.name(STUDENT)} is of another version", "use the Atoll that wrote it")
+    return dict(content["student"])
+
+
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
     old, new = _flat(_decisive(frozen)), _flat(_decisive(wanted))
     for key in sorted(old.keys() | new.keys()):
@@ -186,11 +211,11 @@ def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) ->
 
 
 def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
-    """Without the settings of training that do not change what is learned, and without what is empty."""
+    """Without the settings that do not change what is learned, and without what is empty."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        if key == "train" and isinstance(value, dict):
-            value = {name: setting for name, setting in value.items() if name not in PRACTICAL}
+        if key in LOOSE and isinstance(value, dict):
+            value = {name: setting for name, setting in value.items() if name not in LOOSE[key]}
         if isinstance(value, dict):
             value = _decisive(value)
         if value != {}:

@@ -28,15 +28,16 @@ from atoll.evaluate.compare import SCHEMA, CompareConfig, Conditions, Judge, Mod
 from atoll.networks.families import DataShape
 
 RESULT = "reports/compare.json"
+DENSE = ("monolith", "student")
 
 
 def compare_campaign(campaign: Campaign) -> dict[str, Any]:
-    """Measure monolith and strategies; a comparison of the same parts and settings is not repeated."""
+    """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated."""
     store, config = campaign.store, campaign.config.compare
     ensemble, router = load_ensemble(store)
     config = _possible(config, ensemble)
-    baseline = _baseline(campaign, router)
-    parts = store.get_json(MANIFEST)["parts"] | ({"monolith": baseline.weights_sha256} if baseline else {})
+    dense = _dense(campaign, router)
+    parts = store.get_json(MANIFEST)["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
     settings = {"config": config.model_dump(), "default": campaign.config.sampling.routing}
     key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
@@ -49,7 +50,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     try:
-        result = _measure(campaign, config, ensemble, router, baseline)
+        result = _measure(campaign, config, ensemble, router, dense)
     finally:
         torch.set_num_threads(before)
     result = {
@@ -78,16 +79,16 @@ def _possible(config: CompareConfig, ensemble: Ensemble) -> CompareConfig:
     return config.model_copy(update={"strategies": kept})
 
 
-def _baseline(campaign: Campaign, router: Card) -> Card | None:
-    if not published(campaign.store, "monolith/expert"):
-        return None
-    card = read_card(campaign.store, "monolith/expert")
-    check_together([router, card])
-    return card
+def _dense(campaign: Campaign, router: Card) -> dict[str, Card]:
+    """Cards of the single models that are published."""
+    there = [name for name in DENSE if published(campaign.store, f"{name}/expert")]
+    cards = {name: read_card(campaign.store, f"{name}/expert") for name in there}
+    check_together([router, *cards.values()])
+    return cards
 
 
 def _measure(
-    campaign: Campaign, config: CompareConfig, ensemble: Ensemble, router: Card, baseline: Card | None
+    campaign: Campaign, config: CompareConfig, ensemble: Ensemble, router: Card, dense: dict[str, Card]
 ) -> dict[str, Any]:
     store, seed = campaign.store, campaign.config.seed
     dataset = campaign.dataset()
@@ -97,11 +98,9 @@ def _measure(
             f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
         )
     experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
-    sizes = [made.sizes[card.island or 0] for card in experts]
-    expert_flops = float(np.average([card.forward_flops for card in experts], weights=sizes))
-    monolith = Expert.load(store, "monolith/expert") if baseline else None
+    singles = {name: Expert.load(store, f"{name}/expert") for name in dense}
     vae = autoencoder_of(router.latents)
-    models = Models(monolith, ensemble, expert_flops, router.forward_flops, vae)
+    models = Models(singles, ensemble, vae)
 
     shape, kind = DataShape(**router.shape), campaign.config.condition
     train = Samples(dataset, dataset.split("train"), kind, shape)
@@ -147,10 +146,11 @@ def _measure(
         "default": str(Routing.named(campaign.config.sampling.routing)),
         "rows": rows,
         "train_flops": {
-            "monolith": baseline.train_flops if baseline else None,
+            "monolith": dense["monolith"].train_flops if "monolith" in dense else None,
             "experts": sum(card.train_flops for card in experts),
             "router": router.train_flops,
             "seed": read_card(store, "seed/expert").train_flops if seed_finished(campaign) else 0.0,
+            **({"student": dense["student"].train_flops} if "student" in dense else {}),
         },
         "prompts": shown.captions(),
         "clusters": shown.clusters.tolist(),

@@ -13,11 +13,14 @@ from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
 from atoll.evaluate.diagnostics import DiagnoseConfig
+from atoll.evaluate.metrics import EvaluateConfig
+from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
-from atoll.networks.families import NetworkConfig
+from atoll.networks.families import NetworkConfig, family
 from atoll.store.location import resolve
+from atoll.train.distill import StudentConfig
 from atoll.train.settings import TrainConfig
 from atoll.train.track import TrackingConfig
 
@@ -86,6 +89,8 @@ class IslandConfig(Config):
     """Network settings in place of the campaign's."""
     train: dict[str, Any] = {}
     """Training settings in place of the campaign's."""
+    objective: dict[str, Any] = {}
+    """What its expert learns, in place of the campaign's: schedule, prediction, times, dropout."""
 
 
 class SamplingConfig(Config):
@@ -101,7 +106,7 @@ class SamplingConfig(Config):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
-UNFROZEN = ("sampling", "compare", "diagnose", "launch", "tracking")
+UNFROZEN = ("sampling", "compare", "diagnose", "evaluate", "launch", "tracking")
 """Groups that may be changed at any time."""
 
 
@@ -130,12 +135,17 @@ class CampaignConfig(Config):
     """The router."""
     monolith: bool = True
     """Whether the baseline is trained too, at equal training FLOPs."""
+    student: StudentConfig | None = None
+    """One network that learns from the experts, if there is to be one; `student: {}` takes the defaults. It
+    may be added when all else is trained; from then on `student/student.json` fixes it."""
     sampling: SamplingConfig = SamplingConfig()
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
     diagnose: DiagnoseConfig = DiagnoseConfig()
     """What is looked at to see why; may be changed at any time."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How one model is measured; may be changed at any time."""
     launch: LaunchConfig = LaunchConfig()
     """Where and with what runs are trained; may be changed at any time."""
     tracking: TrackingConfig = TrackingConfig()
@@ -149,17 +159,23 @@ class CampaignConfig(Config):
                 if not 0 <= number < self.partition.k:
                     last = self.partition.k - 1
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
-        for network, _ in [(self.network, None), *map(self.island, self.islands)]:
+        for number in self.islands:
+            self.objective_of(number)
+        for network, _ in [
+            self.denoiser("monolith"),
+            self.denoiser("student"),
+            *map(self.island, self.islands),
+        ]:
             network.dimensions()
             if self.data.vae == "none" and self.data.ingest.size % network.patch:
                 size = self.data.ingest.size
                 raise ConfigError(
                     f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
                 )
-            if (network.family != "dit") != (self.condition == "text"):
+            if family(network.family).takes_text != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
-                    "use pixart or flux for text, dit for class or none",
+                    "use pixart, sd3 or flux for text, dit for class or none",
                 )
         if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
             raise ConfigError(
@@ -167,6 +183,8 @@ class CampaignConfig(Config):
                 "change router.patch",
             )
         self._check_seed()
+        if self.student is not None:
+            self._check_student(self.student)
         for name in (self.sampling.routing, *self.compare.strategies, *self.diagnose.strategies):
             Routing.named(name)
         return self
@@ -185,9 +203,29 @@ class CampaignConfig(Config):
                     "set network.init, which the seed starts from, or budget.seed=0",
                 )
 
+    def _check_student(self, student: StudentConfig) -> None:
+        student.batch(self.train.batch)
+        network, _ = self.denoiser("student")
+        if student.stock:
+            check_settings(network.family, self.data.vae)
+        start, number = student.origin()
+        if start == "expert" and not 0 <= (number or 0) < self.partition.k:
+            raise ConfigError(
+                f"student.start: there is no expert {number}",
+                f"use expert:0 to expert:{self.partition.k - 1}",
+            )
+        teachers = [number] if start == "expert" else range(self.partition.k) if start == "average" else []
+        for one in teachers:
+            if self.denoiser("expert", one)[0].architecture() != network.architecture():
+                raise ConfigError(
+                    f"student.start: {student.start!r} needs equal networks, and expert {one}'s is another"
+                    " one than the student's",
+                    "set student.start: scratch, or make student.network and islands' networks equal",
+                )
+
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude=set(UNFROZEN))
+        return self.model_dump(mode="json", exclude={*UNFROZEN, "student"})
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""
@@ -195,6 +233,29 @@ class CampaignConfig(Config):
         where = f"islands.{number}"
         network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
         return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
+
+    def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of a run that is not the router's."""
+        if island is not None:
+            return self.island(island)
+        if role == "seed":
+            return self.network, self.train.model_copy(update={"lr_schedule": self.budget.seed_lr_schedule})
+        own = self.student if role == "student" else None
+        if own is None:
+            return self.network, self.train
+        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, "student.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, "student.train")
+
+    def training(self, role: str, island: int | None = None) -> TrainConfig:
+        """Training settings of any run."""
+        return self.router.train if role == "router" else self.denoiser(role, island)[1]
+
+    def objective_of(self, island: int | None) -> ObjectiveConfig:
+        """What an island's expert learns; None for the runs on all the data."""
+        if island is None or island not in self.islands:
+            return self.objective
+        own = {**self.objective.model_dump(), **self.islands[island].objective}
+        return ObjectiveConfig.parse(own, f"islands.{island}.objective")
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""

@@ -23,9 +23,11 @@ from atoll.export.folder import (
     MANIFEST,
     MODEL_INDEX,
     PICTURE,
+    PIPELINE,
     README,
     inspect_folder,
     model_index,
+    read_json,
     write_manifest,
 )
 from atoll.export.model_card import model_card
@@ -49,6 +51,7 @@ class ExportRequest:
             copies those whose licence is known to allow it and that have at most 2 GB.
         picture: whether to sample a picture for the model card.
         licence: of the weights, for the model card.
+        model: `ensemble`; the others go as stock pipelines (`export_stock.export_stock`).
     """
 
     to: Path
@@ -56,6 +59,7 @@ class ExportRequest:
     encoders: Encoders = "auto"
     picture: bool = True
     licence: str | None = None
+    model: str = "ensemble"
 
 
 def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
@@ -65,7 +69,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: the folder holds something else, an expert or an encoder that is not there.
         StoreError: not assembled, or a file is not what the manifest says.
     """
-    store, root = campaign.store, _target(request.to)
+    store, root = campaign.store, target(request.to, PIPELINE)
     content = read_manifest(store)
     chosen = choose(request.experts, content["experts"])
     whole = len(chosen) == len(content["experts"])
@@ -78,7 +82,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     router = cards.pop("router")
     experts = {card.island: card for card in cards.values() if card.island is not None}
     (root / "experts" / EXPERTS).write_bytes(to_json(index(content["k"], experts)))
-    components = _encoders(root, router, request.encoders)
+    found = {} if request.encoders == "name" else by_name(router, (), ())
+    check_encoders(router, found.get("text_encoder"), found.get("vae"))
+    components = copy_encoders(root, router, request.encoders, found)
     scheduler = Store.open(root).get_json("scheduler/scheduler_config.json")["_class_name"]
     components["scheduler"] = ["diffusers", scheduler]
     (root / MODEL_INDEX).write_bytes(to_json(model_index(components, defaults(campaign))))
@@ -97,14 +103,14 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     return root
 
 
-def _target(to: Path) -> Path:
-    """The folder to write: a new or empty one, or an earlier export."""
+def target(to: Path, kind: str) -> Path:
+    """The folder to write: a new or empty one, or an earlier export of the same kind of pipeline."""
     if is_url(str(to)):
         raise ConfigError(f"{to} is a URL", "export to a folder, and copy it")
     root = to.expanduser().resolve()
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file", "give a folder")
-    if root.is_dir() and any(root.iterdir()) and not (root / MODEL_INDEX).is_file():
+    if root.is_dir() and any(root.iterdir()) and _kind(root) != kind:
         raise ConfigError(f"{root} holds something else", "give a new folder")
     if (root.parent / "campaign.json").is_file():
         raise ConfigError(f"{root} belongs to a campaign", "export to a folder of its own")
@@ -133,15 +139,27 @@ def _copy_parts(
     return {n: Card.parse(written.get_json(posixpath.join(n, "card.json")), f"{n}/card.json") for n in names}
 
 
-def _encoders(root: Path, router: Card, how: Encoders) -> dict[str, list[str | None]]:
-    """Write the encoders that go along; what `model_index.json` says of each of the three components."""
+def _kind(root: Path) -> str | None:
+    """Name of the pipeline that a folder holds."""
+    return read_json(root / MODEL_INDEX).get("_class_name") if (root / MODEL_INDEX).is_file() else None
+
+
+def copy_encoders(
+    root: Path, card: Card, how: Encoders, found: dict[str, Any]
+) -> dict[str, list[str | None]]:
+    """Write the encoders that go along; what `model_index.json` says of each of the three components.
+
+    Args:
+        root: the folder.
+        card: says what made latents and text states.
+        how: which go along.
+        found: those that were loaded.
+    """
     names = ("vae", "text_encoder", "tokenizer")
-    found = {} if how == "name" else by_name(router, (), ())
-    check_encoders(router, found.get("text_encoder"), found.get("vae"))
     sizes = {name: size_of(part) for name, part in found.items() if name != "tokenizer"}
     result: dict[str, list[str | None]] = {}
     for name in names:
-        made = (router.latents if name == "vae" else router.text) or {"name": "none"}
+        made = (card.latents if name == "vae" else card.text) or {"name": "none"}
         shutil.rmtree(root / name, ignore_errors=True)
         result[name] = [None, None]
         size = sizes.get("vae" if name == "vae" else "text_encoder", 0)

@@ -12,13 +12,14 @@ from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.config import CampaignConfig
-from atoll.campaign.start import Checkpoints, network_of, start_of
+from atoll.campaign.start import Checkpoints, start_of
 from atoll.data import partition as partitions
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet, union, write_subset
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
+from atoll.export.stock import check_data
 from atoll.networks.checkpoint import compare
 from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
 from atoll.networks.init import initialise
@@ -40,6 +41,8 @@ def make_islands(campaign: Campaign) -> Partition:
     if store.exists("partition/partition.json"):
         made = partitions.load(store)
         say(f"partition: finished already, {made.k} clusters {made.sizes}")
+        if config.student is not None and not store.exists("student/island.json"):
+            _add_student(campaign, made)
         return made
     dataset = campaign.dataset()
     columns = _columns(campaign, dataset)
@@ -56,12 +59,30 @@ def make_islands(campaign: Campaign) -> Partition:
         parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
         plans.write("expert", number, made.sizes[number], budget.experts[number])
     for role, share in budget.whole().items():
-        whole = union(store, f"{role}/data", parts, columns)
-        _write_clusters(whole, parts, made)
-        plans.write(role, None, sum(made.sizes), share)
+        plans.write_whole(role, parts, columns, share)
     partitions.save(made, store, dataset)
     _tell(made, budget)
     return made
+
+
+def runs_of(config: CampaignConfig) -> list[tuple[str, int | None]]:
+    """Role and island of all runs that a campaign wants, those first that others start from."""
+    found: list[tuple[str, int | None]] = [("seed", None)] if config.budget.seed else []
+    found += [("expert", number) for number in range(config.partition.k)]
+    found += [("router", None)] + ([("monolith", None)] if config.monolith else [])
+    return found + ([("student", None)] if config.student is not None else [])
+
+
+def _add_student(campaign: Campaign, made: Partition) -> None:
+    """The student's folder, in a campaign that was partitioned without one."""
+    store, config = campaign.store, campaign.config
+    parts = [DataSet.open(store, f"{run_folder('expert', number)}/data") for number in range(made.k)]
+    shape = DataShape(**RunPlan.parse(store.get_json("islands/0/island.json"), "island.json").shape)
+    budget = divide(config, shape, made.sizes)
+    assert budget.student is not None
+    plans = _Plans(campaign, made, shape, Checkpoints(store.location))
+    plans.write_whole("student", parts, parts[0].column_names(), budget.student)
+    say(_of_student(budget.student, budget))
 
 
 def initial_network(config: NetworkConfig, shape: DataShape, seed: int) -> torch.nn.Module:
@@ -136,9 +157,21 @@ class _Plans:
     shape: DataShape
     checkpoints: Checkpoints
 
+    def write_whole(self, role: str, parts: list[DataSet], columns: list[str], share: Share) -> None:
+        """Data and plan of a run on all the data."""
+        student = self.campaign.config.student
+        if role == "student" and student is not None:
+            if student.stock:
+                family = self.campaign.config.denoiser(role)[0].family
+                check_data(family, parts[0].column("latents").meta.producer, self.shape.classes)
+            self.campaign.freeze_student()
+        whole = union(self.campaign.store, f"{role}/data", parts, columns)
+        _write_clusters(whole, parts, self.made)
+        self.write(role, None, sum(self.made.sizes), share)
+
     def write(self, role: str, island: int | None, rows: int, share: Share) -> None:
         config, folder = self.campaign.config, run_folder(role, island)
-        start, settings = start_of(config, role, island), network_of(config, island)
+        start, settings = start_of(config, role, island), config.denoiser(role, island)[0]
         initial: torch.nn.Module
         if role == "router":
             initial = initial_router(self.campaign, self.shape)
@@ -161,7 +194,7 @@ class _Plans:
             seed=seed_of(config.seed, "run/" + folder),
             init=start,
             init_seed=config.seed,
-            init_sha256=None if start == "seed" else weights,
+            init_sha256=None if start in ("seed", "experts") else weights,
             parameters=parameter_count(initial),
             train_flops=share.train_flops,
             forward_flops=share.flops.forward,
@@ -197,4 +230,14 @@ def _tell(made: Partition, budget: Budget) -> None:
     say(
         f"  router: {budget.router.steps:,} steps of {budget.router.batch}; {parts} cost "
         f"{budget.ratio():.3f} of the monolith's {budget.monolith.train_flops:.3g} FLOPs"
+    )
+    if budget.student:
+        say(_of_student(budget.student, budget))
+
+
+def _of_student(share: Share, budget: Budget) -> str:
+    part = share.train_flops / budget.monolith.train_flops
+    return (
+        f"  student: {share.steps:,} steps of {share.batch} after the experts; with its teachers it costs"
+        f" {part:.3f} of the monolith's FLOPs, beyond theirs"
     )

@@ -8,7 +8,7 @@ from atoll.base.console import say
 from atoll.campaign.assemble import assemble
 from atoll.campaign.campaign import Campaign, is_loose
 from atoll.campaign.config import CampaignConfig
-from atoll.campaign.islands import run_folder
+from atoll.campaign.islands import run_folder, runs_of
 from atoll.campaign.seed import hand_over, seed_finished
 from atoll.campaign.stages import finished, prepare
 from atoll.launch import local, sky, slurm
@@ -17,6 +17,7 @@ from atoll.launch.settings import Placement, Target
 from atoll.train.settings import RunPlan
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
+BESIDE = ("monolith", "student")  # runs that the ensemble does without
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
@@ -77,13 +78,9 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
 
 def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     """Jobs of all runs that are not finished, every job after those that it needs; the assembly last."""
-    runs: list[tuple[str, int | None]] = [("seed", None)] if campaign.config.budget.seed else []
-    runs += [("expert", number) for number in range(campaign.config.partition.k)]
-    runs += [("router", None)] + ([("monolith", None)] if campaign.config.monolith else [])
-    left = [run for run in runs if not finished(campaign, *run)]
-    first = ("seed",) if ("seed", None) in left else ()
-    placed = [_run(campaign, *run, on, first if run[0] == "expert" else ()) for run in left]
-    parts = [one for one in placed if one.job.name != "monolith"]
+    left = [run for run in runs_of(campaign.config) if not finished(campaign, *run)]
+    placed = [_run(campaign, *run, on, _needs(campaign.config, run[0], left)) for run in left]
+    parts = [one for one in placed if one.job.name not in BESIDE]
     # On this machine the launch assembles by itself.
     if parts and {one.target for one in parts} == {"slurm"}:
         place = campaign.config.launch.of("assemble")
@@ -91,6 +88,18 @@ def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
         needs = tuple(one.job.name for one in parts)
         placed.append(Placed(_job("assemble", argv, place, needs=needs, gpus=0), "slurm"))
     return placed
+
+
+def _needs(config: CampaignConfig, role: str, left: list[tuple[str, int | None]]) -> tuple[str, ...]:
+    """Names of the jobs that a run waits for, of those that are left."""
+    wanted = {"expert": ["seed"], "student": ["expert"]}.get(role, [])
+    if role == "student" and config.student is not None and config.student.teacher == "routed":
+        wanted = ["expert", "router"]
+    return tuple(_name(*run) for run in left if run[0] in wanted)
+
+
+def _name(role: str, island: int | None) -> str:
+    return role if island is None else f"island {island}"
 
 
 def _run(
@@ -111,8 +120,15 @@ def _run(
     if campaign.store.exists(key):
         plan = RunPlan.parse(campaign.store.get_json(key), key)
         memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
-    name = role if island is None else f"island {island}"
-    return Placed(_job(name, argv, place, _threads(config, role, island), memory, work, needs, gpus), target)
+        memory += _teacher_bytes(campaign) if role == "student" else 0
+    name, threads = _name(role, island), config.training(role, island).threads
+    return Placed(_job(name, argv, place, threads, memory, work, needs, gpus), target)
+
+
+def _teacher_bytes(campaign: Campaign) -> int:
+    """Memory of the networks that a student learns from, as if all were loaded."""
+    keys = [f"{run_folder('expert', number)}/island.json" for number in range(campaign.config.partition.k)]
+    return sum(4 * RunPlan.parse(campaign.store.get_json(key), key).parameters for key in keys)
 
 
 def _job(
@@ -163,8 +179,8 @@ def _finish(campaign: Campaign, placed: list[Placed], held: list[str], dry_run: 
     """Assemble now if all parts are there, or say who does it and when."""
     if any(one.job.name == "assemble" for one in placed):
         return
-    away = [one.job.name for one in placed if one.target != "local" and one.job.name != "monolith"]
-    away += [name for name in held if name != "monolith"]
+    away = [one.job.name for one in placed if one.target != "local" and one.job.name not in BESIDE]
+    away += [name for name in held if name not in BESIDE]
     again = f"atoll assemble {shlex.quote(campaign.store.location)}"
     if away:
         say(f"{'# ' if dry_run else ''}when {', '.join(away)} are finished: {again}")
@@ -180,12 +196,6 @@ def _output(campaign: Campaign) -> Path:
         return Path(named).expanduser().absolute()
     root = campaign.store.location
     return Path("launch").absolute() if "://" in root else Path(root) / "launch"
-
-
-def _threads(config: CampaignConfig, role: str, island: int | None) -> int:
-    if role == "router":
-        return config.router.train.threads
-    return config.island(island)[1].threads if island is not None else config.train.threads
 
 
 def _gpus() -> int:

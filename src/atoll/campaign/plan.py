@@ -6,7 +6,7 @@ Steps and operations are those of `budget.divide`, which the partition uses too.
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,12 +94,13 @@ class RunCost:
     """What one training run takes.
 
     Attributes:
-        name: `expert 0`, `router`, `monolith`.
+        name: `expert 0`, `router`, `monolith`, `student`.
         share: steps, batch and operations per sample.
         rows: training rows; None if not known.
         footprint: its memory, counted.
         gpus: GPUs it uses: at most one for each sample of a step.
         gpu: what they are.
+        beside: bytes on every GPU for networks that do not learn: a student's teachers.
     """
 
     name: str
@@ -108,6 +109,12 @@ class RunCost:
     footprint: Footprint
     gpus: int
     gpu: Gpu
+    beside: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a GPU that are left for training."""
+        return self.gpu.memory - self.beside
 
     @property
     def local_batch(self) -> int:
@@ -117,7 +124,7 @@ class RunCost:
     @cached_property
     def mode(self) -> Mode | None:
         """How it runs; None if it does not fit."""
-        return choose(self.footprint, self.gpus, self.local_batch, self.gpu.memory)
+        return choose(self.footprint, self.gpus, self.local_batch, self.memory)
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -157,6 +164,7 @@ class RunCost:
                 "footprint": asdict(self.footprint) | {"state": self.footprint.state},
                 "whole_batch": [asdict(m) | {"total": m.total} for m in self.modes],
                 "chosen": how,
+                "beside": self.beside,
             },
             "seconds": self.seconds,
             "gpu_hours": self.gpu_hours,
@@ -197,6 +205,7 @@ class Plan:
         seed: the run that the experts start from, if there is one.
         monolith: the same budget on one cluster of as many GPUs as all islands have.
         baseline: whether the campaign trains the monolith too.
+        student: the run that learns from the experts, after them, if there is one.
         traffic: bytes.
         notes: what was assumed.
     """
@@ -209,6 +218,7 @@ class Plan:
     seed: RunCost | None
     monolith: RunCost
     baseline: bool
+    student: RunCost | None
     traffic: Traffic
     notes: list[str]
 
@@ -237,6 +247,7 @@ class Plan:
             "runs": [run.to_json() for run in self.own],
             "monolith": self.monolith.to_json(),
             "trains_monolith": self.baseline,
+            "student": self.student.to_json() if self.student else None,
             "total": {
                 "train_flops": sum(run.share.train_flops for run in self.own),
                 "gpu_hours": sum(run.gpu_hours for run in self.own),
@@ -280,6 +291,12 @@ def make_plan(
     bf16, whole = config.train.precision != "float32", gpus * len(experts)
     monolith = run("monolith", budget.monolith, data.rows, config.network, bf16, whole)
     seed = run("seed", budget.seed, data.rows, config.network, bf16, gpus) if budget.seed else None
+    student = None
+    if budget.student and config.student:
+        network, train = config.denoiser("student")
+        bf16 = train.precision != "float32"
+        student = run("student", budget.student, data.rows, network, bf16, gpus)
+        student = replace(student, beside=_teachers(config, experts, router))
 
     networks = sum(run.footprint.parameters for run in [*experts, router])
     ring = 2 * (len(experts) - 1) * GRADIENTS * monolith.footprint.parameters
@@ -291,7 +308,22 @@ def make_plan(
         all_reduce=ring * budget.monolith.steps,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
-    return Plan(name, gpu, gpus, experts, router, seed, monolith, config.monolith, traffic, notes)
+    if student:
+        part = student.share.train_flops / budget.monolith.train_flops
+        notes.append(
+            f"the student's FLOPs hold its teachers' forward passes: {part:.3f} of the monolith's in all"
+        )
+        notes.append(f"{student.beside / 2**30:.1f} GiB of the student's GPU are its teachers'")
+    return Plan(name, gpu, gpus, experts, router, seed, monolith, config.monolith, student, traffic, notes)
+
+
+def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -> float:
+    """Bytes of the networks that a student learns from, as many as its budget keeps on the device."""
+    assert config.student is not None
+    size = WEIGHTS * max(run.footprint.parameters for run in experts)
+    places = config.student.residency.places(len(experts), size)[1]
+    own = sum(sorted((WEIGHTS * run.footprint.parameters for run in experts), reverse=True)[:places])
+    return own + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
@@ -320,11 +352,11 @@ def router_footprint(config: CampaignConfig, shape: DataShape) -> Footprint:
 
 def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
     """`ConfigError` that names what would fit, if a run of the ensemble does not."""
-    for run in plan.own:
+    for run in [*plan.own, *([plan.student] if plan.student else [])]:
         if run.mode is None:
             least = _least(run.footprint, run.gpus)
             raise ConfigError(
-                f"{run.name} does not fit: at least {least.total / 2**30:.1f} GiB on each of "
+                f"{run.name} does not fit: at least {(least.total + run.beside) / 2**30:.1f} GiB on each of "
                 f"{run.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
                 _what_fits(run, table),
             )
@@ -338,7 +370,7 @@ def _least(counted: Footprint, gpus: int) -> Mode:
 
 def _what_fits(run: RunCost, table: dict[str, Gpu]) -> str:
     def fits(gpus: int, memory: float) -> bool:
-        return _least(run.footprint, gpus).total <= memory
+        return _least(run.footprint, gpus).total + run.beside <= memory
 
     counts = [n for n in range(run.gpus + 1, run.share.batch + 1) if fits(n, run.gpu.memory)]
     others = sorted((gpu.memory_gib, name) for name, gpu in table.items() if fits(run.gpus, gpu.memory))

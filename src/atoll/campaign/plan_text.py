@@ -12,12 +12,15 @@ def lines(plan: Plan) -> list[str]:
     groups = _grouped(plan)
     found = [_head(plan), ""]
     costs = [_cost(title, run) for title, run in groups]
-    found += _table(_COST, [*costs[:-1], _total(plan), costs[-1]])
-    if plan.baseline:
-        both = [*plan.own, plan.monolith]
-        hours, usd = sum(run.gpu_hours for run in both), sum(run.usd for run in both)
+    own = len(costs) - (2 if plan.student else 1)
+    found += _table(_COST, [*costs[:own], _total(plan), *costs[own:]])
+    more = {"monolith": plan.monolith if plan.baseline else None, "student": plan.student}
+    if also := [name for name, run in more.items() if run is not None]:
+        runs = [*plan.own, *(run for run in more.values() if run is not None)]
+        hours, usd = sum(run.gpu_hours for run in runs), sum(run.usd for run in runs)
         found.append(
-            f"The campaign trains the monolith too: {_amount(hours)} GPU hours, {_amount(usd)} USD in all."
+            f"The campaign trains the {' and the '.join(also)} too: {_amount(hours)} GPU hours,"
+            f" {_amount(usd)} USD in all."
         )
     found += ["", f"GiB on each GPU ({plan.gpu_name} has {plan.gpu.memory_gib:g}), the whole batch at once:"]
     found += _table(_MEMORY, [_memory(title, run) for title, run in groups])
@@ -51,7 +54,8 @@ def _grouped(plan: Plan) -> list[tuple[str, RunCost]]:
         first, last = runs[0].name, runs[-1].name.split()[-1]
         found.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
     seed = [("seed, before them", plan.seed)] if plan.seed else []
-    return [*seed, *found, ("router", plan.router), ("monolith, one cluster", plan.monolith)]
+    student = [("student, after them", plan.student)] if plan.student else []
+    return [*seed, *found, ("router", plan.router), *student, ("monolith, one cluster", plan.monolith)]
 
 
 def _cost(title: str, run: RunCost) -> list[str]:

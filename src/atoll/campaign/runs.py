@@ -3,7 +3,10 @@
 An expert's run opens `islands/K/` and nothing else of the store.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
@@ -11,29 +14,32 @@ from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network, initial_router, run_folder
 from atoll.campaign.seed import hand_over
 from atoll.campaign.start import start
+from atoll.campaign.student import lay_start, load_teacher, settings_of_student, teachers
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
+from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published
 from atoll.flow.objective import ObjectiveConfig
-from atoll.networks.families import DataShape, NetworkConfig
+from atoll.networks.families import DataShape
 from atoll.store.store import Store
+from atoll.train.distill import DistillTask
 from atoll.train.expert import DenoiserTask
 from atoll.train.loop import train
 from atoll.train.parallel import own_device
 from atoll.train.publication import tidy
 from atoll.train.router import RouterTask
-from atoll.train.settings import Recipe, RunPlan, TrainConfig
+from atoll.train.settings import Recipe, RunPlan
 from atoll.train.track import TrackingConfig
 
 
 def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait: bool = False) -> None:
-    """Train an island's expert, the router, the monolith or the seed; go on where an earlier run stopped.
+    """Train an expert, the router, the monolith, the seed or the student; go on where an earlier run stopped.
 
     A seed that is finished hands its weights over to the islands.
 
     Raises:
         PartitionError: the campaign has not been partitioned, has no such island, or the run starts from
-            weights that are not there.
+            weights or learns from experts that are not there.
         ConfigError: a tracker is wanted whose package or key is not there.
     """
     folder = run_folder(role, island)
@@ -42,13 +48,15 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
             f"budget.seed is 0 in {campaign.store.location}: it has no seed run",
             "start a campaign with, for example, --set budget.seed=0.3",
         )
+    if role == "student":
+        settings_of_student(campaign)
     if not campaign.store.exists(f"{folder}/island.json"):
         raise PartitionError(
             f"{campaign.store.name(folder)} has no island.json", "run 'atoll partition' first"
         )
     store = campaign.store.sub(folder)
     plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")
-    # An expert sees its own folder; router and monolith read the islands' shards by path.
+    # An expert sees its own folder; the others read the islands' shards by path.
     dataset = (
         DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")
     )
@@ -63,41 +71,55 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
         if role == "router":
             _train_router(campaign, plan, dataset, store, wait)
         else:
-            network, settings = _settings(campaign, role, island)
-            _train_denoiser(campaign, plan, dataset, store, network, settings, name, wait)
+            _train_denoiser(campaign, plan, dataset, store, name, wait)
     if role == "seed":
         hand_over(campaign)
 
 
-def _settings(campaign: Campaign, role: str, island: int | None) -> tuple[NetworkConfig, TrainConfig]:
-    config = campaign.config
-    if island is not None:
-        return config.island(island)
-    if role == "seed":
-        return config.network, config.train.model_copy(update={"lr_schedule": config.budget.seed_lr_schedule})
-    return config.network, config.train
-
-
 def _train_denoiser(
-    campaign: Campaign,
-    plan: RunPlan,
-    dataset: DataSet,
-    store: Store,
-    settings: NetworkConfig,
-    training: TrainConfig,
-    name: str,
-    wait: bool,
+    campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str, wait: bool
 ) -> None:
-    shape = DataShape(**plan.shape)
+    config, shape = campaign.config, DataShape(**plan.shape)
+    settings, training = config.denoiser(plan.role, plan.island)
+    cards = teachers(campaign, plan) if plan.role == "student" else {}
     network = initial_network(settings, shape, plan.init_seed)
+    if plan.init == "experts":
+        lay_start(campaign, store, plan, network, cards)
     plan = start(network, plan, store, name)
     network = network.to(own_device())
-    recipe = Recipe(
-        objective=campaign.config.objective, train=training, network=settings.model_dump(), plan=plan
-    )
+    objective = config.objective_of(plan.island)
+    recipe = Recipe(objective=objective, train=training, network=settings.model_dump(), plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
-    task = DenoiserTask(network, settings.family, rows, heldout, recipe, *_producers(dataset))
-    train(task, recipe, store, name, wait=wait, tracking=_tracking(campaign))
+    made = _producers(dataset)
+    task = (
+        _student_task(campaign, network, rows, heldout, recipe, cards, made)
+        if plan.role == "student"
+        else DenoiserTask(network, settings.family, rows, heldout, recipe, *made)
+    )
+    train(task, task.recipe, store, name, wait=wait, tracking=_tracking(campaign))
+
+
+def _student_task(
+    campaign: Campaign,
+    network: torch.nn.Module,
+    rows: Samples,
+    heldout: Samples,
+    recipe: Recipe,
+    cards: Mapping[str, Card],
+    made: tuple[dict[str, Any], dict[str, Any] | None],
+) -> DistillTask:
+    """The student's task. Its recipe names its teachers, so it does not go on under others."""
+    own, objective = settings_of_student(campaign), recipe.objective
+    told = own.model_dump(include={"teacher", "routing", "data_weight"})
+    told["teachers"] = {folder: card.weights_sha256 for folder, card in cards.items()}
+    objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
+    recipe = recipe.model_copy(
+        update={"objective": objective, "network": {**recipe.network, "student": told}}
+    )
+    teacher = load_teacher(campaign, cards, own_device())
+    family = campaign.config.denoiser("student")[0].family
+    clusters = _clusters(rows.dataset)
+    return DistillTask(network, family, rows, heldout, clusters, recipe, teacher, own.data_weight, *made)
 
 
 def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
@@ -109,7 +131,7 @@ def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: St
     objective = ObjectiveConfig(time=own.time, condition_dropout=own.condition_dropout)
     recipe = Recipe(objective=objective, train=own.train, network=settings, plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
-    clusters = dataset.column("clusters").read(range(len(dataset))).long()
+    clusters = _clusters(dataset)
     train(
         RouterTask(network, rows, heldout, clusters, recipe, own.pure_noise, *_producers(dataset)),
         recipe,
@@ -133,6 +155,11 @@ def _splits(campaign: Campaign, dataset: DataSet, shape: DataShape) -> tuple[Sam
         Samples(dataset, dataset.split("train"), kind, shape),
         Samples(dataset, dataset.split("heldout"), kind, shape),
     )
+
+
+def _clusters(dataset: DataSet) -> torch.Tensor:
+    """Cluster of every row."""
+    return dataset.column("clusters").read(range(len(dataset))).long()
 
 
 def _producers(dataset: DataSet) -> tuple[dict[str, Any], dict[str, Any] | None]:

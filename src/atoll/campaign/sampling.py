@@ -11,7 +11,7 @@ from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.base.console import say
-from atoll.base.errors import AtollError, ConfigError
+from atoll.base.errors import AtollError, ConfigError, StoreError
 from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
@@ -20,7 +20,7 @@ from atoll.encoders.vae import autoencoder_of
 from atoll.ensemble.batches import Sampling, sample_batches, sample_single
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.expert import Expert, published, read_card
 from atoll.ensemble.routing import Routing
 from atoll.train.parallel import own_device
 
@@ -34,7 +34,7 @@ class Request:
     Attributes:
         prompts: texts, or class labels as numbers; none for an unconditional model.
         out: PNG to write.
-        model: `ensemble` or `monolith`.
+        model: `ensemble`, `monolith` or `student`.
         routing: strategy; the campaign's default if None.
         guidance: scale; the campaign's default if None.
         steps: Euler steps; the campaign's default if None.
@@ -71,7 +71,9 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
     # Prompts are looked at before weights are read: a wrong one is told at once.
     if request.model == "ensemble":
         read_manifest(campaign.store)
-    card = read_card(campaign.store, "ensemble/router" if request.model == "ensemble" else "monolith/expert")
+    card = read_card(
+        campaign.store, "ensemble/router" if request.model == "ensemble" else dense(campaign, request.model)
+    )
     cond, null, labels = _conditions(card, request)
     model = _model(campaign, request.model)
     total = max(1, len(request.prompts)) * request.count
@@ -104,18 +106,26 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         raise AtollError(f"cannot write {request.out}: {error.strerror}", "give another --out") from None
     say(
         f"wrote {request.out}: {total} pictures, {steps} steps, guidance {guidance:g}, "
-        f"{routing if request.model == 'ensemble' else 'monolith'}"
+        f"{routing if request.model == 'ensemble' else request.model}"
     )
 
 
 def _model(campaign: Campaign, name: str) -> Ensemble | Expert:
-    """The ensemble or the monolith, on the device."""
+    """The ensemble or a single model, on the device."""
     device = own_device()
     if name == "ensemble":
         return load_ensemble(campaign.store, campaign.config.sampling.residency, device)[0]
-    monolith = Expert.load(campaign.store, "monolith/expert")
-    monolith.network.to(device)
-    return monolith
+    single = Expert.load(campaign.store, dense(campaign, name))
+    single.network.to(device)
+    return single
+
+
+def dense(campaign: Campaign, name: str) -> str:
+    """Folder of the monolith or the student; `StoreError` if it is not published."""
+    folder = f"{name}/expert"
+    if not published(campaign.store, folder):
+        raise StoreError(f"{campaign.store.location} has no {name} yet", f"train it: atoll train {name}")
+    return folder
 
 
 def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, list[str]]:

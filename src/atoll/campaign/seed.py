@@ -8,7 +8,6 @@ from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import initial_network
-from atoll.campaign.start import network_of
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card, read_part
 from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
@@ -74,7 +73,7 @@ def _write(
     weights: dict[str, torch.Tensor],
     origin: dict[str, Any],
 ) -> None:
-    network = initial_network(network_of(campaign.config, number), DataShape(**plan.shape), plan.init_seed)
+    network = initial_network(campaign.config.island(number)[0], DataShape(**plan.shape), plan.init_seed)
     fit = take_over(network, weights, "the seed")
     if fit.drawn or fit.unused:
         for line in fit.lines(f"the seed for island {number}"):

@@ -1,5 +1,7 @@
 """Where the weights of a run start: drawn, from a published checkpoint, or from the seed run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +13,8 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.config import CampaignConfig
 from atoll.ensemble.initial import describe, read_initial, write_initial
-from atoll.networks.checkpoint import find, take_over
+from atoll.flow.published import trained_on
+from atoll.networks.checkpoint import Checkpoint, find, take_over
 from atoll.networks.families import NetworkConfig, family
 from atoll.store.store import Store
 from atoll.train.settings import RunPlan
@@ -21,18 +24,15 @@ SCRATCH = "scratch"
 
 def start_of(
     config: CampaignConfig, role: str, island: int | None
-) -> Literal["scratch", "checkpoint", "seed"]:
+) -> Literal["scratch", "checkpoint", "seed", "experts"]:
     """Where a run's weights come from. The monolith never starts from the seed: that is the comparison."""
     if role == "router":
         return "scratch"
     if role == "expert" and config.budget.seed:
         return "seed"
-    return "scratch" if network_of(config, island).init == SCRATCH else "checkpoint"
-
-
-def network_of(config: CampaignConfig, island: int | None) -> NetworkConfig:
-    """Network settings of an island, or those of the runs on all the data."""
-    return config.network if island is None else config.island(island)[0]
+    if role == "student" and config.student is not None and config.student.origin()[0] != "scratch":
+        return "experts"
+    return "scratch" if config.denoiser(role, island)[0].init == SCRATCH else "checkpoint"
 
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
@@ -42,9 +42,22 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
         config: of the campaign.
         beside: the campaign's folder, from which paths start.
     """
-    for network in {network_of(config, island) for island in (None, *config.islands)}:
-        if network.init != SCRATCH:
-            _found(network, beside)
+    told = set()
+    runs = [("monolith", None), ("student", None), *(("expert", island) for island in config.islands)]
+    for role, island in runs:
+        network, objective = config.denoiser(role, island)[0], config.objective_of(island)
+        if network.init == SCRATCH or (network, objective) in told:
+            continue
+        told.add((network, objective))
+        found = _found(network, beside)
+        with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
+            settings = found.beside("scheduler", "scheduler_config.json")
+            kind = trained_on(settings) if settings is not None else None
+            if kind not in (None, (objective.prediction, objective.schedule)):
+                say(
+                    f"warning: {network.init!r} was trained to give {' on '.join(kind)}, and goes on with"
+                    f" {objective.prediction} on {objective.schedule}: objective sets that"
+                )
 
 
 @dataclass
@@ -84,7 +97,8 @@ class Checkpoints:
     def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         if settings.init not in self._read:
             found = _found(settings, self.beside)
-            weights = found.weights()
+            with _setting():
+                weights = found.weights()
             origin = {
                 "name": found.name,
                 "class": found.class_name,
@@ -122,8 +136,9 @@ def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 
 
-def _found(settings: NetworkConfig, beside: str) -> Any:
-    checkpoint = find(settings.init, Path(beside))
+def _found(settings: NetworkConfig, beside: str) -> Checkpoint:
+    with _setting():
+        checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
     if checkpoint.class_name != wanted:
         raise ConfigError(
@@ -131,3 +146,12 @@ def _found(settings: NetworkConfig, beside: str) -> Any:
             "give a checkpoint of that class, or set network.family",
         )
     return checkpoint
+
+
+@contextmanager
+def _setting() -> Iterator[None]:
+    """Name the setting in what is wrong with its checkpoint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"network.init: {error.what}", error.fix) from None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from atoll.base.errors import AtollError, StoreError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.expected import stored_bytes
-from atoll.campaign.islands import run_folder
+from atoll.campaign.islands import run_folder, runs_of
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import Entry
@@ -34,7 +34,7 @@ class RunStatus:
 
     Attributes:
         name: `island 3`, `router`.
-        role: expert, router, monolith, seed.
+        role: expert, router, monolith, seed, student.
         island: number of the cluster.
         state: waiting (nobody started it), training, stale (its process died or fell silent), failed, left
             (told to, saved), published, unreadable.
@@ -123,7 +123,7 @@ class CampaignStatus:
         location: folder or URL.
         partitioned: whether there are islands.
         clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
-        runs: seed, islands, router, monolith.
+        runs: seed, islands, router, monolith, student.
         exchanged: bytes.
     """
 
@@ -169,11 +169,7 @@ class Observer:
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
-        config = campaign.config
-        runs: list[tuple[str, int | None]] = [("seed", None)] if config.budget.seed else []
-        runs += [("expert", number) for number in range(config.partition.k)]
-        runs += [("router", None)] + ([("monolith", None)] if config.monolith else [])
-        self._runs = [_Observed(campaign, role, island) for role, island in runs]
+        self._runs = [_Observed(campaign, role, island) for role, island in runs_of(campaign.config)]
         self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
         self._clock: Literal["store", "local"] = "store"
 
@@ -252,8 +248,9 @@ class _Observed:
         if status.state != "published" and store.exists(f"{self.folder}/expert/card.json"):
             status = replace(status, state="published")  # trained in a copy of the island
         if status.state == "published":
-            size = self._published_bytes()
-            return replace(status, step=status.steps, phase=None, error=None, published_bytes=size)
+            size, said = self._published_bytes(), self.history.last("publish")
+            step = status.steps if said is None else _count(said[0], "step")  # 0 if it was adopted
+            return replace(status, step=step, phase=None, error=None, published_bytes=size)
         return status
 
     def _of_heartbeat(self, status: RunStatus, now: float) -> RunStatus:
@@ -287,10 +284,7 @@ class _Observed:
         return replace(status, phase=phase, speed=speed, seconds_left=left)
 
     def _lease(self) -> LeaseConfig:
-        config = self.campaign.config
-        if self.role == "router":
-            return config.router.train.lease
-        return config.train.lease if self.island is None else config.island(self.island)[1].lease
+        return self.campaign.config.training(self.role, self.island).lease
 
     def _published_bytes(self) -> int | None:
         found = self.history.last("publish")

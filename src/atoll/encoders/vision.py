@@ -24,8 +24,10 @@ class VisionEncoder:
 
     Attributes:
         name: what the user asked for.
-        size: side in pixels that pictures are resized to (bicubic).
+        size: side in pixels that pictures are resized to.
         width: D of the features.
+        resize: how: `bicubic`, by Pillow to 8 bits, or a kernel that is part of the network.
+        kind: what network it is.
     """
 
     name: str
@@ -35,10 +37,17 @@ class VisionEncoder:
     normalise: Callable[[Tensor], Tensor]
     pool: Callable[[nn.Module, Tensor], Tensor]
     device: str = "cpu"
+    resize: str = "bicubic"
+    kind: str = "efficientnet"
 
     def producer(self) -> dict[str, Any]:
         """What made a column of features: name, weights' hash and transform."""
-        return {"name": self.name, "hash": weights_hash(self.network), "size": self.size, "resize": "bicubic"}
+        return {
+            "name": self.name,
+            "hash": weights_hash(self.network),
+            "size": self.size,
+            "resize": self.resize,
+        }
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image], batch: int = 64) -> Tensor:
@@ -47,10 +56,14 @@ class VisionEncoder:
         return torch.cat(found) if found else torch.empty(0, self.width)
 
     def _features(self, pictures: Sequence[Image.Image]) -> Tensor:
-        side = (self.size, self.size)
-        arrays = [np.asarray(p.convert("RGB").resize(side, Image.Resampling.BICUBIC)) for p in pictures]
+        arrays = [np.asarray(self._sized(picture.convert("RGB"))) for picture in pictures]
         pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float().to(self.device)
         return self.pool(self.network, self.normalise(pixels)).float().cpu()
+
+    def _sized(self, picture: Image.Image) -> Image.Image:
+        if self.resize != "bicubic":
+            return picture  # the network does it
+        return picture.resize((self.size, self.size), Image.Resampling.BICUBIC)
 
 
 def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
@@ -118,4 +131,6 @@ def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
         return states[:, 1:].mean(dim=1)  # patch tokens, as the method pools them
 
     width = int(network.config.hidden_size)
-    return VisionEncoder(name, network, size or 224, width, lambda x: (x / 255.0 - mean) / std, pool, device)
+    return VisionEncoder(
+        name, network, size or 224, width, lambda x: (x / 255.0 - mean) / std, pool, device, kind="dinov2"
+    )

@@ -26,6 +26,7 @@ class Sampling:
         shape: of a latent, (C, H, W).
         batch: most samples at once; it does not change them.
         device: where sampling happens.
+        first: number of the first sample; those before it are somebody else's.
     """
 
     routing: Routing
@@ -35,15 +36,16 @@ class Sampling:
     shape: tuple[int, int, int]
     batch: int
     device: torch.device | str = "cpu"
+    first: int = 0
 
     def noise(self, rows: Sequence[int]) -> Float[Tensor, "B C H W"]:
         """What these samples start from."""
         return starting_noise(self.seed, rows, self.shape).to(self.device)
 
     def batches(self, count: int) -> list[list[int]]:
-        """Samples 0 to `count` - 1 in batches, in order."""
-        firsts = range(0, count, self.batch)
-        return [list(range(first, min(first + self.batch, count))) for first in firsts]
+        """The `count` samples from `first` on in batches, in order."""
+        firsts, end = range(self.first, self.first + count, self.batch), self.first + count
+        return [list(range(first, min(first + self.batch, end))) for first in firsts]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def sample_batches(
     sampling: Sampling,
     labels: Int[Tensor, "N"] | None = None,
 ) -> Iterator[Drawn]:
-    """Draw samples 0 to `count` - 1, batch by batch.
+    """Draw `count` samples from number `sampling.first` on, batch by batch.
 
     Under `commit` and `oracle` a sample's expert is known before the first step. Then batches are formed by
     expert, with no more experts in each than stay on the device at once, so over the whole run each expert is
@@ -80,9 +82,9 @@ def sample_batches(
         ensemble: experts and router.
         conditions: conditions of samples by number, on the sampling device.
         null: the null condition, one row.
-        count: N.
+        count: how many.
         sampling: how.
-        labels: cluster of each sample, for `oracle`.
+        labels: cluster of each sample by number, for `oracle`.
 
     Yields:
         Batches; every number is in exactly one.
@@ -92,6 +94,7 @@ def sample_batches(
     if sampling.routing.strategy in ("commit", "oracle") and count:
         chosen = _choose(ensemble, conditions, plain, sampling, labels)
         groups, experts = by_expert(chosen.argmax(1).tolist(), ensemble, sampling.batch)
+        groups = [[sampling.first + place for place in group] for group in groups]
     for turn, rows in enumerate(groups):
         field = ensemble.field(
             conditions(rows),
@@ -101,7 +104,7 @@ def sample_batches(
             sampling.seed,
             rows,
             None if labels is None else labels[rows],
-            None if chosen is None else chosen[rows],
+            None if chosen is None else chosen[[row - sampling.first for row in rows]],
             experts[turn + 1] if turn + 1 < len(groups) else (),
         )
         latents = sample(field, sampling.noise(rows), sampling.steps)

@@ -43,14 +43,14 @@ class Expert:
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of this expert (see `base.condition.Denoiser`)."""
-        adapter = family(self.family)
+        adapter, curve = family(self.family), schedule(self.schedule)
         dtype = next((p.dtype for p in self.network.parameters()), x_t.dtype)
 
         def predict(x: Tensor, tau: Tensor) -> Tensor:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
-            return adapter.predict(self.network, x.to(dtype), tau, cond).to(x.dtype)
+            return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
-        return flow_velocity(predict, self.prediction, schedule(self.schedule), x_t, t)
+        return flow_velocity(predict, self.prediction, curve, x_t, t)
 
     @classmethod
     def load(cls, store: Store, prefix: str) -> "Expert":

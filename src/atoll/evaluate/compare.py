@@ -1,7 +1,7 @@
-"""Monolith against ensemble at equal training FLOPs: same conditions, same noise, every strategy."""
+"""Monolith, student and ensemble side by side: same conditions, same noise, every strategy."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
-from torch import Tensor
 
+from atoll.base.condition import Condition
 from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import DataError
@@ -21,10 +21,11 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
-from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, Trace
+from atoll.ensemble.batches import Drawn as Batch
+from atoll.ensemble.batches import Sampling, sample_batches, sample_single
+from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.evaluate.frechet import Projection, frechet_distance
 
 SCHEMA = 1
@@ -66,17 +67,13 @@ class Models:
     """What is compared.
 
     Attributes:
-        monolith: the baseline; None leaves it out.
+        dense: single networks by name: the monolith, the student.
         ensemble: experts and router.
-        expert_flops: of one evaluation of an expert.
-        router_flops: of one evaluation of the router.
         vae: turns latents into pictures.
     """
 
-    monolith: Expert | None
+    dense: Mapping[str, Expert]
     ensemble: Ensemble
-    expert_flops: float
-    router_flops: float
     vae: Autoencoder
 
 
@@ -90,32 +87,38 @@ class Drawn:
 
 
 def draw(models: Models, name: str, conditions: "Conditions", seed: int, config: CompareConfig) -> Drawn:
-    """Sample one model or strategy (`monolith`, or the name of a routing) at given conditions.
+    """Sample one model or strategy (`monolith`, `student`, or the name of a routing) at given conditions.
 
     Noise and routing draws of picture i depend on `(seed, i)` alone, so all models start alike.
     """
-    start, pictures, traces = time.monotonic(), [], []
-    shape = conditions.latent_shape
-    for first in range(0, len(conditions), config.batch):
-        rows = range(first, min(first + config.batch, len(conditions)))
-        noise = starting_noise(seed, rows, shape)
-        field = _field(models, name, conditions, rows, seed, config.guidance)
-        latents = sample(field, noise, config.steps)
-        pictures += to_images(models.vae.decode(latents))
-        if isinstance(field, RoutedField):
-            traces.append(field.trace)
-    return Drawn(pictures, Trace.joined(traces) if traces else None, time.monotonic() - start)
+    start, found, traces = time.monotonic(), dict[int, Image.Image](), []
+    model: Ensemble | Expert = models.dense.get(name, models.ensemble)
+    routing = Routing.named("full" if name in models.dense else name)  # does not count for one network
+    sampling = Sampling(routing, config.guidance, config.steps, seed, conditions.latent_shape, config.batch)
+    for batch in drawn_batches(model, conditions, len(conditions), sampling):
+        found |= dict(zip(batch.rows, to_images(models.vae.decode(batch.latents)), strict=True))
+        if batch.trace is not None:
+            traces.append(batch.trace)
+    trace = None
+    if traces:
+        trace, order = Trace.joined(traces), torch.tensor(list(found)).argsort()
+        trace.weights = [weights[order] for weights in trace.weights]  # batches need not follow the numbers
+    return Drawn([found[row] for row in range(len(conditions))], trace, time.monotonic() - start)
 
 
-def _field(
-    models: Models, name: str, conditions: "Conditions", rows: range, seed: int, guidance: float
-) -> RoutedField | SingleField:
-    cond, null = conditions.of(rows), conditions.null()
-    if name == "monolith":
-        assert models.monolith is not None
-        return SingleField(models.monolith, cond, null, guidance, len(rows))
-    labels = conditions.labels(rows)
-    return models.ensemble.field(cond, null, guidance, Routing.named(name), seed, rows, labels)
+def drawn_batches(
+    model: Ensemble | Expert, conditions: "Conditions", count: int, sampling: Sampling
+) -> Iterator[Batch]:
+    """Draw `count` samples of an ensemble or of one network at given conditions."""
+
+    def of(rows: Sequence[int]) -> Condition:
+        return conditions.of(rows).to(sampling.device)
+
+    null = conditions.null().to(sampling.device)
+    if isinstance(model, Ensemble):
+        labels = torch.from_numpy(conditions.clusters)
+        return sample_batches(model, of, null, count, sampling, labels)
+    return sample_single(model, of, null, count, sampling)
 
 
 class Conditions:
@@ -135,17 +138,13 @@ class Conditions:
     def __len__(self) -> int:
         return len(self.index)
 
-    def of(self, rows: range) -> Any:
+    def of(self, rows: Sequence[int]) -> Condition:
         """Conditions of some pictures."""
-        return self.samples.conditions(self.index[rows.start : rows.stop])
+        return self.samples.conditions(self.index[list(rows)])
 
-    def null(self) -> Any:
+    def null(self) -> Condition:
         """The null condition."""
         return self.samples.null()
-
-    def labels(self, rows: range) -> Tensor:
-        """Clusters of some pictures `(B,)`."""
-        return torch.from_numpy(self.clusters[rows.start : rows.stop])
 
     def captions(self) -> list[str]:
         """Caption of each picture."""
@@ -228,14 +227,14 @@ def compare(
     Returns:
         One row per model: name, distance, GFLOPs per step, experts per step, share of the router, seconds.
     """
-    names = (["monolith"] if models.monolith is not None else []) + config.strategies
+    names = [*models.dense, *config.strategies]
     rows = []
     for name in names:
         drawn = draw(models, name, conditions, seed, config)
         few = draw(models, name, shown, seed + 1, config)
         keep(name, few.pictures, few.trace)
         row = {"name": name, "distance": judge.distance(drawn.pictures), "seconds": round(drawn.seconds, 1)}
-        row |= _cost(models, drawn, len(conditions), config)
+        row |= _cost(models, name, drawn, len(conditions), config)
         rows.append(row)
         say(
             f"  {name:<14} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
@@ -244,17 +243,19 @@ def compare(
     return rows
 
 
-def _cost(models: Models, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
+def _cost(models: Models, name: str, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
     """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
-    experts, router = 1.0, 0.0
+    single = models.dense.get(name)
+    flops = single.card.forward_flops if single is not None and single.card is not None else 0.0
+    experts, router, routing = 1.0, 0.0, 0.0
     if drawn.trace is not None:
-        branches = 2 if config.guidance != 1.0 else 1
-        experts = drawn.trace.expert_calls / (count * config.steps * branches)
-        router = drawn.trace.router_calls / (count * config.steps)
-    flops = experts * models.expert_flops + router * models.router_flops
+        each, branches = count * config.steps, 2 if config.guidance != 1.0 else 1
+        experts, router = drawn.trace.expert_calls / (each * branches), drawn.trace.router_calls / each
+        routing = drawn.trace.router_flops / each
+        flops = drawn.trace.expert_flops / (each * branches) + routing  # experts may differ in size
     return {
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,
         "router_calls_per_step": router,
-        "router_share": router * models.router_flops / flops,
+        "router_share": routing / flops,
     }

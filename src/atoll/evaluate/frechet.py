@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
-
-F64 = NDArray[np.float64]
+from atoll.evaluate.moments import F64, Moments, finite
 
 
 @dataclass(frozen=True)
@@ -30,36 +29,54 @@ class Projection:
     @classmethod
     def fit(cls, features: NDArray[np.floating], components: int) -> "Projection":
         """The first principal components of features `(N, D)`."""
-        values = _finite(features)
-        if len(values) <= components:
+        return cls.of_moments(Moments.of(features), components)
+
+    @classmethod
+    def of_moments(cls, moments: Moments, components: int) -> "Projection":
+        """The first principal components of features of these moments."""
+        if moments.count <= components:
             raise DataError(
-                f"{len(values)} pictures cannot fix {components} components", "give more, or fewer components"
+                f"{moments.count} pictures cannot fix {components} components",
+                "give more, or fewer components",
             )
-        mean = values.mean(0)
-        _, vectors = np.linalg.eigh(_covariance(values))
-        return cls(mean, np.ascontiguousarray(vectors[:, ::-1][:, :components]))
+        _, vectors = np.linalg.eigh(moments.covariance)
+        return cls(moments.mean, np.ascontiguousarray(vectors[:, ::-1][:, :components]))
 
     def __call__(self, features: NDArray[np.floating]) -> F64:
         """Features `(N, P)`."""
-        projected: F64 = (_finite(features) - self.mean) @ self.axes
+        projected: F64 = (finite(features) - self.mean) @ self.axes
         return projected
 
 
 def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
-    """Squared Fréchet distance between Gaussians fitted to features `(N, D)` and `(M, D)`.
+    """Squared distance between Gaussians fitted to features `(N, D)` and `(M, D)`.
 
     Raises:
         DataError: NaN, or fewer samples than dimensions (a singular covariance).
     """
-    sets = [_finite(first), _finite(second)]
-    for values in sets:
-        if len(values) <= values.shape[1]:
-            fix = "give more samples, or project on fewer components"
-            raise DataError(
-                f"{len(values)} samples for {values.shape[1]} dimensions: the covariance is singular", fix
-            )
-    (m1, c1), (m2, c2) = ((v.mean(0), _covariance(v)) for v in sets)
-    return frechet_of_moments(m1, c1, m2, c2)
+    return frechet_between(Moments.of(first), Moments.of(second))
+
+
+def frechet_between(first: Moments, second: Moments) -> float:
+    """The same from moments.
+
+    Raises:
+        DataError: fewer samples than dimensions (a singular covariance).
+    """
+    for moments in (first, second):
+        must_be_regular(moments.count, moments.width)
+    return frechet_of_moments(first.mean, first.covariance, second.mean, second.covariance)
+
+
+def must_be_regular(
+    count: int, dimensions: int, what: str = "samples", fewer: str = "project on fewer components"
+) -> None:
+    """Refuse so few samples that their covariance must be singular."""
+    if count <= dimensions:
+        raise DataError(
+            f"{count} {what} for {dimensions} dimensions: the covariance is singular",
+            f"give more samples, or {fewer}",
+        )
 
 
 def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
@@ -70,15 +87,3 @@ def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
     middle = np.linalg.eigvalsh(root @ c2 @ root)
     trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
     return float(((m1 - m2) ** 2).sum() + trace)
-
-
-def _covariance(values: F64) -> F64:
-    """Covariance `(D, D)` of `(N, D)`, for D = 1 too."""
-    return np.atleast_2d(np.cov(values, rowvar=False))
-
-
-def _finite(features: NDArray[np.floating]) -> F64:
-    values = np.asarray(features, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise DataError("the features hold NaN or infinity", "look at the pictures they were made from")
-    return values

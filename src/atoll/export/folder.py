@@ -79,7 +79,7 @@ def locate(name: str | os.PathLike[str], experts: Chosen, **hub: Any) -> Path:
     root = _fetch(str(name), [MANIFEST, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
     _, there = read_index(root / "experts")
     wanted = [f"experts/{number}/*" for number in choose(experts, there)]
-    others = [f"{part}/*" for part in _components(_json(root / MODEL_INDEX)) if part != "experts"]
+    others = [f"{part}/*" for part in _components(read_json(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
 
@@ -101,7 +101,7 @@ def inspect_folder(root: Path, experts: Chosen) -> Found:
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
         check_place(card, number, f"experts/{number}")
-    check_router(router, cards, k, int(_json(root / "router" / "config.json")["num_experts"]))
+    check_router(router, cards, k, int(read_json(root / "router" / "config.json")["num_experts"]))
     components = _optional(root, index)
     parts = {"router": router, **{f"experts/{number}": card for number, card in cards.items()}}
     for name, card in parts.items():
@@ -116,7 +116,7 @@ def write_manifest(
 ) -> None:
     """Write `ensemble.json` over what lies in the folder."""
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-    index = _components(_json(root / MODEL_INDEX))
+    index = _components(read_json(root / MODEL_INDEX))
     kept = [name for name in names if name == MODEL_INDEX or name.split("/")[0] in index]
     with ThreadPoolExecutor(_workers()) as pool:
         files = list(pool.map(lambda name: _entry(root, name).model_dump(), kept))
@@ -170,7 +170,7 @@ def _model_index(root: Path) -> dict[str, Any]:
     """`model_index.json`, if it is a pipeline of ours and names no other code than diffusers' and ours."""
     if not (root / MODEL_INDEX).is_file():
         raise ConfigError(f"{root} is no pipeline (no {MODEL_INDEX})", "give the folder of atoll export")
-    index = _json(root / MODEL_INDEX)
+    index = read_json(root / MODEL_INDEX)
     kind = index.get("_class_name")
     if kind != PIPELINE:
         raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
@@ -189,7 +189,7 @@ def _model_index(root: Path) -> dict[str, Any]:
 def _manifest(root: Path) -> dict[str, Any]:
     if not (root / MANIFEST).is_file():
         raise StoreError(f"{root} is not complete (no {MANIFEST})", AGAIN)
-    manifest = _json(root / MANIFEST)
+    manifest = read_json(root / MANIFEST)
     if manifest.get("schema") != SCHEMA:
         raise StoreError(
             f"{root / MANIFEST} has schema {manifest.get('schema')}",
@@ -249,7 +249,8 @@ def _workers() -> int:
     return min(4, os.cpu_count() or 1)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; `StoreError` if it is missing or none."""
     if not path.is_file():
         raise StoreError(f"{path} is missing", AGAIN)
     try:

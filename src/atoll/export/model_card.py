@@ -33,24 +33,25 @@ def model_card(
         name: how the snippet calls the folder.
     """
     title = str(about.get("name") or "Ensemble")
-    blocks = [_head(router, about), f"# {title}", _summary(router, experts, k)]
+    blocks = [head_block(router, about), f"# {title}", _summary(router, experts, k)]
     if picture:
         blocks.append(f"![Samples](picture.png)\n\n{_caption(about.get('picture') or {})}")
     blocks += [
         "## Use\n\n" + _snippet(router, name),
         _defaults(defaults, router),
         "## Experts\n\n" + _experts(experts, k),
-        "## Data and partition\n\n" + _data(router, about),
+        "## Data and partition\n\n" + data_block(router, about),
         "## Training compute\n\n" + _compute(router, experts, about),
-        "## Evaluation\n\n" + _evaluation(about.get("evaluation")),
-        "## Encoders\n\n" + _encoders(router),
-        "## Licences\n\n" + _licences(router, about),
+        "## Evaluation\n\n" + evaluation_block(about.get("evaluation")),
+        "## Encoders\n\n" + encoders_block(router),
+        "## Licences\n\n" + licences_block(router, about),
         f"The method: {PAPER}. Made with Atoll {router.provenance.get('atoll', '')}".rstrip() + ".",
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def _head(router: Card, about: Mapping[str, Any]) -> str:
+def head_block(router: Card, about: Mapping[str, Any]) -> str:
+    """The hub's metadata."""
     kind = {"text": "text-to-image", "class": "unconditional-image-generation"}.get(router.condition)
     licence = str(about.get("licence") or "other")
     lines = ["---", "library_name: diffusers", f"license: {licence}"]
@@ -65,7 +66,7 @@ def _summary(router: Card, experts: Mapping[int, Card], k: int) -> str:
         f"A decentralized diffusion model: {len(experts)} experts, trained apart from each other on {k}"
         " clusters of one data set, and a router that says which of them knows a noisy picture. Conditioned"
         f" on {what}; latents of {shape['channels']}x{shape['size']}x{shape['size']}."
-        f" {_count(total)} parameters in the experts, {_count(router.parameters)} in the router."
+        f" {count(total)} parameters in the experts, {count(router.parameters)} in the router."
     )
     missing = [number for number in range(k) if number not in experts]
     if missing:
@@ -128,7 +129,7 @@ def _experts(experts: Mapping[int, Card], k: int) -> str:
                 str(number),
                 card.family,
                 f"{card.prediction}, {card.schedule}",
-                _count(card.parameters),
+                count(card.parameters),
                 f"{card.rows:,}",
                 f"{card.samples:,}",
                 f"{card.train_flops:.3g}",
@@ -136,10 +137,11 @@ def _experts(experts: Mapping[int, Card], k: int) -> str:
             ]
         )
     titles = "expert, family, predicts, parameters, training rows, samples seen, training FLOPs, started from"
-    return _table(titles.split(", "), rows)
+    return table(titles.split(", "), rows)
 
 
-def _data(router: Card, about: Mapping[str, Any]) -> str:
+def data_block(router: Card, about: Mapping[str, Any]) -> str:
+    """Data and partition."""
     data, cut = about.get("data") or {}, about.get("partition") or {}
     encoder = cut.get("encoder") or {}
     how = f"{cut['method']} on features of {encoder.get('name')}" if encoder else cut.get("method", UNKNOWN)
@@ -150,7 +152,7 @@ def _data(router: Card, about: Mapping[str, Any]) -> str:
         ["clustering", str(how)],
         ["partition", f"`{router.partition}`"],
     ]
-    return _table(["", ""], rows)
+    return table(["", ""], rows)
 
 
 def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> str:
@@ -162,12 +164,14 @@ def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]
         spent["seed run"] = float(about["seed_flops"])
     rows = [[name, f"{value:.3g}"] for name, value in spent.items()]
     rows.append(["together", f"{sum(spent.values()):.3g}"])
-    if about.get("monolith_flops"):
-        rows.append(["the monolith it is compared with", f"{float(about['monolith_flops']):.3g}"])
-    return _table(["", "training FLOPs"], rows)
+    for role, what in (("monolith", "the monolith it is compared with"), ("student", "a student of it")):
+        if about.get(f"{role}_flops"):
+            rows.append([what, f"{float(about[f'{role}_flops']):.3g}"])
+    return table(["", "training FLOPs"], rows)
 
 
-def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
+def evaluation_block(evaluation: Mapping[str, Any] | None) -> str:
+    """The comparison, if there is one."""
     if not evaluation:
         return "Not evaluated."
     metric = evaluation["metric"]
@@ -176,17 +180,19 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
         f" samples, {metric['steps']} steps, guidance {metric['guidance']:g}. Lower is better.\n\n"
     )
     rows = [[row["name"], f"{row['distance']:.4g}"] for row in evaluation["rows"]]
-    return lines + _table(["model or routing", "distance"], rows)
+    return lines + table(["model or routing", "distance"], rows)
 
 
-def _encoders(router: Card) -> str:
+def encoders_block(router: Card) -> str:
+    """The frozen encoders, by name and hash."""
     rows = [["latents", str(router.latents["name"]), f"`{router.latents['hash'] or '-'}`"]]
     if router.text is not None:
         rows.append(["text", str(router.text["name"]), f"`{router.text['hash']}`"])
-    return _table(["", "encoder", "digest of its weights"], rows)
+    return table(["", "encoder", "digest of its weights"], rows)
 
 
-def _licences(router: Card, about: Mapping[str, Any]) -> str:
+def licences_block(router: Card, about: Mapping[str, Any]) -> str:
+    """Of weights, data and encoders."""
     data = about.get("data") or {}
     rows = [
         ["these weights", str(about.get("licence") or f"{UNKNOWN}: ask whoever trained them")],
@@ -195,15 +201,17 @@ def _licences(router: Card, about: Mapping[str, Any]) -> str:
     for what, producer in (("VAE", router.latents), ("text encoder", router.text)):
         if producer and producer["name"] != "none":
             rows.append([f"{what} {producer['name']}", LICENCES.get(producer["name"], UNKNOWN)])
-    return _table(["", "licence"], rows)
+    return table(["", "licence"], rows)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
+    """A number in thousands, millions, billions."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

@@ -11,7 +11,7 @@ Times without a schedule's name beside them are rectified-flow times.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError, nearest
 
-ScheduleName = Literal["rectified-flow", "vp-cosine", "ddpm-linear"]
+ScheduleName = Literal["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine"]
 
 
 def expand(t: Float[Tensor, "B"], x: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:
@@ -43,6 +43,11 @@ class Schedule(ABC):
     def t_range(self) -> tuple[float, float]:
         """First and last time, in the schedule's own t, at which it is defined."""
         return 0.0, 1.0
+
+    @property
+    def clock(self) -> float:
+        """What a network is told at t = 1, in thousands: families take a time in [0, clock]."""
+        return 1.0
 
     @abstractmethod
     def alpha(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -120,18 +125,24 @@ class VPCosine(Schedule):
 
 
 @dataclass(frozen=True)
-class DDPMLinear(Schedule):
-    """The discrete schedule with linear betas (Ho et al. 2020, arXiv 2006.11239), made continuous.
+class Discrete(Schedule):
+    """A schedule of N noise levels as DDPM has it (Ho et al. 2020, arXiv 2006.11239), made continuous.
 
-    Step n of N is the knot `t_n = n / (N - 1)` (so a network's timestep is `(N - 1) t`); between knots
-    the log-SNR is linear in t, and alpha^2 + sigma^2 = 1. Everything is computed in float64 and
-    returned in the dtype it came in; at a knot the derivatives are those of the right side.
+    Level n, whose alpha^2 is the product of the first n + 1 of `1 - beta`, is the knot `t_n = n / (N - 1)`. A
+    network is told its number, `(N - 1) t`. Between knots the log-SNR is linear in t; alpha^2 + sigma^2 = 1.
+    Everything is computed in float64 and returned in the dtype it came in; at a knot the derivatives are
+    those of the right side.
     """
 
-    name: ClassVar[ScheduleName] = "ddpm-linear"
     steps: int = 1000
-    first_beta: float = 1e-4
-    last_beta: float = 0.02
+
+    def betas(self) -> Tensor:
+        """Variance that each level adds, float64 `(N,)`, on the CPU."""
+        raise NotImplementedError
+
+    @property
+    def clock(self) -> float:
+        return (self.steps - 1) / 1000
 
     def alpha(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         return torch.sigmoid(self._line(t)[0]).sqrt().to(t.dtype)
@@ -151,33 +162,101 @@ class DDPMLinear(Schedule):
         return self._line(t)[0].to(t.dtype)
 
     def time_of_log_snr(self, log_snr: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-        knots, value = _ddpm_knots(self, log_snr.device), log_snr.double()
+        knots, value = _knots(self, log_snr.device), log_snr.double()
         n = torch.searchsorted(-knots, (-value).contiguous(), right=True).sub(1).clamp(0, self.steps - 2)
         place = n + (value - knots[n]) / (knots[n + 1] - knots[n])
         return (place / (self.steps - 1)).clamp(0, 1).to(log_snr.dtype)
 
     def _line(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """log-SNR and its derivative in t, float64."""
-        knots, place = _ddpm_knots(self, t.device), t.double().clamp(0, 1) * (self.steps - 1)
+        knots, place = _knots(self, t.device), t.double().clamp(0, 1) * (self.steps - 1)
         n = place.floor().clamp(max=self.steps - 2).long()
         rise = knots[n + 1] - knots[n]
         return knots[n] + (place - n) * rise, rise * (self.steps - 1)
 
 
+@dataclass(frozen=True)
+class DDPMLinear(Discrete):
+    """Betas on a straight line, as DDPM, DiT and PixArt have them."""
+
+    name: ClassVar[ScheduleName] = "ddpm-linear"
+    first_beta: float = 1e-4
+    last_beta: float = 0.02
+
+    def betas(self) -> Tensor:
+        return torch.linspace(self.first_beta, self.last_beta, self.steps, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class DDPMScaledLinear(Discrete):
+    """Square roots of the betas on a straight line, as Stable Diffusion has them (arXiv 2112.10752)."""
+
+    name: ClassVar[ScheduleName] = "ddpm-scaled-linear"
+    first_beta: float = 0.00085
+    last_beta: float = 0.012
+
+    def betas(self) -> Tensor:
+        ends = math.sqrt(self.first_beta), math.sqrt(self.last_beta)
+        return torch.linspace(*ends, self.steps, dtype=torch.float64).square()
+
+
+@dataclass(frozen=True)
+class DDPMCosine(Discrete):
+    """alpha^2 on the cosine with its offset and a largest beta of 0.999 (arXiv 2102.09672)."""
+
+    name: ClassVar[ScheduleName] = "ddpm-cosine"
+
+    def betas(self) -> Tensor:
+        places = torch.arange(self.steps + 1, dtype=torch.float64) / self.steps
+        kept = torch.cos((places + 0.008) / 1.008 * math.pi / 2).square()
+        return (1 - kept[1:] / kept[:-1]).clamp(max=0.999)
+
+
 @lru_cache(maxsize=64)
-def _ddpm_knots(schedule: DDPMLinear, device: torch.device) -> Tensor:
-    """log-SNR at every step, float64 `(N,)`, falling."""
+def _knots(schedule: Discrete, device: torch.device) -> Tensor:
+    """log-SNR at every level, float64 `(N,)`, falling."""
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        beta = torch.linspace(schedule.first_beta, schedule.last_beta, schedule.steps, dtype=torch.float64)
-        log_kept = torch.log1p(-beta).cumsum(0)  # log alpha^2
+        log_kept = torch.log1p(-schedule.betas().cpu()).cumsum(0)  # log alpha^2
         return (log_kept - torch.log(-torch.expm1(log_kept))).to(device)
 
 
-_SCHEDULES: dict[str, Schedule] = {s.name: s for s in (RectifiedFlow(), VPCosine(), DDPMLinear())}
+_SCHEDULES: dict[str, Schedule] = {
+    s.name: s for s in (RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMScaledLinear(), DDPMCosine())
+}
 
 
+@lru_cache(maxsize=64)
 def schedule(name: str) -> Schedule:
-    """The schedule of this name: "rectified-flow", "vp-cosine" or "ddpm-linear"; else `ConfigError`."""
-    if name not in _SCHEDULES:
-        raise ConfigError(f"there is no schedule {name!r}", nearest(name, _SCHEDULES))
-    return _SCHEDULES[name]
+    """The schedule of this name, such as "vp-cosine", "ddpm-linear" or "ddpm-linear(1000, 0.0001, 0.02)".
+
+    Discrete schedules may be followed by their number of levels, first and last beta (what has betas).
+
+    Raises:
+        ConfigError: there is none, or its numbers make none.
+    """
+    base, bracket, numbers = name.partition("(")
+    if base not in _SCHEDULES:
+        raise ConfigError(f"there is no schedule {name!r}", nearest(base, _SCHEDULES))
+    if not bracket:
+        return _SCHEDULES[base]
+    plain = _SCHEDULES[base]
+    names = [field.name for field in fields(plain)]
+    try:
+        given = [float(part) for part in numbers.removesuffix(")").split(",")]
+        values = dict(zip(names, given, strict=True))
+        made = replace(plain, **{**values, "steps": int(values["steps"])})
+        assert isinstance(made, Discrete)
+        betas = made.betas()
+    except (ValueError, KeyError, TypeError, RuntimeError):
+        wanted = f"{base}({', '.join(names)})" if names else base
+        raise ConfigError(f"{name!r} is no schedule", f"write {wanted}") from None
+    if made.steps < 2 or not bool(((betas > 0) & (betas < 1)).all()):
+        raise ConfigError(f"{name!r} has no noise to tell apart", "use 2 levels or more and betas in (0, 1)")
+    return made
+
+
+def spelled(curve: Schedule) -> str:
+    """What `schedule` makes this very schedule of: its name, and its numbers where they are not the usual."""
+    if curve == _SCHEDULES[curve.name]:
+        return curve.name
+    return f"{curve.name}({', '.join(str(getattr(curve, field.name)) for field in fields(curve))})"

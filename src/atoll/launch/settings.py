@@ -103,6 +103,8 @@ class LaunchConfig(Placement):
     """Overrides of the router."""
     monolith: Placement = Placement()
     """Overrides of the monolith."""
+    student: Placement = Placement()
+    """Overrides of the student."""
     assemble: Placement = Placement()
     """Overrides of the assembly, which is one process and asks for no GPU."""
 
@@ -110,7 +112,7 @@ class LaunchConfig(Placement):
         """Placement of a run: what it says itself, over what the campaign says.
 
         Args:
-            role: `expert`, `router`, `monolith`, `seed` or `assemble`.
+            role: `expert`, `router`, `monolith`, `seed`, `student` or `assemble`.
             island: number of the cluster, for an expert.
         """
         own = self._own(role, island)

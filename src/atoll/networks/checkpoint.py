@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
+from atoll.networks.families import kept_buffers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -31,13 +32,28 @@ class Checkpoint:
         name: as the user calls it.
         folder: with `config.json` and the weights.
         class_name: of the diffusers network.
+        settings: its `config.json`.
         files: names of the weights' files in it.
     """
 
     name: str
     folder: Path
     class_name: str
+    settings: Mapping[str, Any]
     files: tuple[str, ...]
+
+    def beside(self, part: str, file: str) -> dict[str, Any] | None:
+        """Settings of another part of the pipeline, such as its scheduler; None where there are none.
+
+        They lie in the part's folder beside `transformer/`, or beside the weights.
+        """
+        places = [self.folder / part / file]
+        places += [self.folder.parent / part / file] if self.folder.name == "transformer" else []
+        places += [self.folder / file] if file != "config.json" else []
+        for place in places:
+            if place.is_file():
+                return _json(self.name, place)
+        return None
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU.
@@ -104,7 +120,8 @@ def find(name: str, beside: Path) -> Checkpoint:
         folder = folder / "transformer"
     if not (folder / "config.json").is_file():
         raise _refusal(name, "it has no config.json")
-    return Checkpoint(name, folder, _class_name(_json(name, folder / "config.json")), _files(name, folder))
+    settings = _json(name, folder / "config.json")
+    return Checkpoint(name, folder, _class_name(settings), settings, _files(name, folder))
 
 
 def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
@@ -121,7 +138,8 @@ def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
         else:
             kept.append(name)
             numbers += parameter.numel()
-    unused = tuple(sorted(weights.keys() - set(kept) - drawn.keys()))
+    own = drawn.keys() | kept_buffers(network).keys()  # what a network computes by itself is not learned
+    unused = tuple(sorted(weights.keys() - set(kept) - own))
     return Fit(tuple(kept), drawn, unused, numbers / max(1, total))
 
 
@@ -149,21 +167,46 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     return fit
 
 
+def whole(network: nn.Module, found: Checkpoint) -> dict[str, Tensor]:
+    """All weights of a checkpoint for the network of its own settings, in float32.
+
+    Raises:
+        ConfigError: some are missing, of another shape, or not finite; or there are more.
+    """
+    wanted, there = network.state_dict(), found.weights()
+    known = wanted.keys() | dict(network.named_buffers()).keys()  # a file may hold tables that are computed
+    for what, names in (
+        ("has no", wanted.keys() - there.keys()),
+        ("has, and its class does not,", there.keys() - known),
+        (
+            "has in another shape",
+            {n for n in wanted.keys() & there.keys() if wanted[n].shape != there[n].shape},
+        ),
+        ("has numbers that are not finite in", {n for n, v in there.items() if not torch.isfinite(v).all()}),
+    ):
+        if names:
+            raise _refusal(found.name, f"it {what} {_first(sorted(names))}")
+    return {name: there[name].float().contiguous() for name in wanted}
+
+
 _SAME = "give the network the checkpoint's family and dimensions (network.depth, heads, head_width, patch)"
 
 
 def _from_hub(name: str, folder: Path) -> Path:
     """The local copy of a hub's checkpoint: config and safetensors only."""
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"network.init: there is no folder {folder}", _FIX)
+        raise ConfigError(f"there is no folder {folder}", _FIX)
     from huggingface_hub import snapshot_download
 
     names = ["config.json", WEIGHTS, INDEX, WEIGHTS.replace(".", "-*-of-*.", 1)]
+    others = ["scheduler/scheduler_config.json", "vae/config.json"]  # what it was trained on
     try:
-        return Path(snapshot_download(name, allow_patterns=[*names, *(f"transformer/{n}" for n in names)]))
+        return Path(
+            snapshot_download(name, allow_patterns=[*names, *others, *(f"transformer/{n}" for n in names)])
+        )
     except Exception as error:  # the hub's client has several families of them
         raise ConfigError(
-            f"network.init: {name!r} is no folder, and as a hub name it cannot be had ({_line(error)})", _FIX
+            f"{name!r} is no folder, and as a hub name it cannot be had ({_line(error)})", _FIX
         ) from None
 
 
@@ -202,7 +245,7 @@ def _json(name: str, path: Path) -> dict[str, Any]:
 
 
 def _refusal(name: str, why: str) -> ConfigError:
-    return ConfigError(f"network.init: {name!r} cannot be used: {why}", _FIX)
+    return ConfigError(f"{name!r} cannot be used: {why}", _FIX)
 
 
 def _line(error: BaseException) -> str:

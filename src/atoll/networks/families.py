@@ -6,7 +6,7 @@ which shapes it gets silently wrong. Nothing here trains or samples.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -18,10 +18,11 @@ from atoll.base.condition import Condition
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 
-FamilyName = Literal["dit", "pixart", "flux"]
+FamilyName = Literal["dit", "pixart", "sd3", "flux"]
 
 # depth, heads, width of a head. nano is for a CPU; S, B, XL are the published DiT sizes
-# (arXiv 2212.09748, table 1), which PixArt shares; 3B is the paper's MMDiT (arXiv 2501.05450).
+# (arXiv 2212.09748, table 1), which PixArt shares; 2B is SD3 medium (arXiv 2403.03206);
+# 3B is the paper's MMDiT (arXiv 2501.05450).
 SIZES: dict[str, tuple[int, int, int]] = {
     "nano": (6, 3, 48),
     "micro": (6, 4, 48),
@@ -29,6 +30,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "S": (12, 6, 64),
     "B": (12, 12, 64),
     "XL": (28, 16, 72),
+    "2B": (24, 24, 64),
     "3B": (30, 20, 128),
 }
 
@@ -37,9 +39,9 @@ class NetworkConfig(Config):
     """Which denoiser, how large. The image shape comes from the data."""
 
     family: FamilyName = "pixart"
-    """`dit` (class labels or none), `pixart` (text) or `flux` (text among the tokens of the picture)."""
+    """`dit` (class labels or none), `pixart` (text), `sd3` or `flux` (text as tokens beside those of x_t)."""
     size: str = "nano"
-    """Preset: nano, micro, tiny, S, B, XL, 3B."""
+    """Preset: nano, micro, tiny, S, B, XL, 2B, 3B."""
     patch: int = Field(default=2, ge=1)
     """Side of a patch, in latent pixels."""
     depth: int | None = Field(default=None, ge=1)
@@ -58,6 +60,10 @@ class NetworkConfig(Config):
             raise ConfigError(f"unknown network size {self.size!r}", nearest(self.size, SIZES))
         depth, heads, width = SIZES[self.size]
         return self.depth or depth, self.heads or heads, self.head_width or width
+
+    def architecture(self) -> tuple[Any, ...]:
+        """What decides names and shapes of the weights, given the data."""
+        return self.family, self.dimensions(), self.patch
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Family:
 
     name: FamilyName
     time_scale = 1000.0
+    takes_text = True
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         """Arguments of the diffusers class."""
@@ -109,6 +116,10 @@ class Family:
         """A network from the `config.json` that diffusers wrote, without its weights."""
         return self.adapt(cast(Any, self.network_class()).from_config(dict(config)))
 
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
+        raise NotImplementedError
+
     def predict(
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
@@ -120,6 +131,7 @@ class DiT(Family):
     """`DiTTransformer2DModel`: class labels, square images only; the null label is `num_classes`."""
 
     name: FamilyName = "dit"
+    takes_text = False
 
     def network_class(self) -> type[nn.Module]:
         from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
@@ -142,6 +154,11 @@ class DiT(Family):
             "patch_size": config.patch,
             "num_embeds_ada_norm": max(shape.classes, 1),
         }
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        labels, size = settings["num_embeds_ada_norm"], settings["sample_size"]
+        classes = shape.classes if labels == max(shape.classes, 1) else labels
+        return replace(shape, channels=settings["in_channels"], size=size, classes=classes)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         # LabelEmbedding drops labels in train mode from the global generator, in every block apart.
@@ -191,6 +208,10 @@ class PixArt(Family):
             "use_additional_conditions": False,
         }
 
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        channels, size = settings["in_channels"], settings["sample_size"]
+        return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
+
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if cond.text is None or cond.mask is None:
             raise ConfigError(
@@ -203,6 +224,73 @@ class PixArt(Family):
             timestep=t * self.time_scale,
         ).sample
         return cast(Tensor, output[:, : cast(Any, network).config.in_channels])
+
+
+class SD3(Family):
+    """`SD3Transformer2DModel`: blocks of two streams that attend to each other (arXiv 2403.03206).
+
+    As of SD3.5: queries and keys are normalised, and no block has a second attention. The class takes no
+    mask, so padding would be read: see `MaskedJointAttention`. Without `pooled` it crashes: zeros. Positions
+    are cut out of a square table, so it takes any sides up to those that it was made for.
+    """
+
+    name: FamilyName = "sd3"
+
+    def network_class(self) -> type[nn.Module]:
+        from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+
+        return cast(type[nn.Module], SD3Transformer2DModel)
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        if not shape.text_width:
+            raise ConfigError("the sd3 family needs text states", "set condition: text, or family: dit")
+        depth, heads, width = config.dimensions()
+        return {
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "num_layers": depth,
+            "caption_projection_dim": heads * width,
+            "joint_attention_dim": shape.text_width,
+            "in_channels": shape.channels,
+            "out_channels": shape.channels,
+            "sample_size": shape.size,
+            "patch_size": config.patch,
+            "pos_embed_max_size": shape.size // config.patch,
+            "qk_norm": "rms_norm",
+        }
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        most = settings["pos_embed_max_size"] * settings["patch_size"]
+        channels, width = settings["in_channels"], settings["joint_attention_dim"]
+        return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
+
+    def adapt(self, network: nn.Module) -> nn.Module:
+        from atoll.networks.joint import MaskedJointAttention
+
+        cast(Any, network).set_attn_processor(MaskedJointAttention())
+        return network
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if cond.text is None or cond.mask is None:
+            raise ConfigError(
+                "SD3 was called without text states", 'pass the stored encoding of "" for no text'
+            )
+        config, (batch, _, height, width) = cast(Any, network).config, x.shape
+        patch, most = config.patch_size, config.pos_embed_max_size
+        if height % patch or width % patch or max(height, width) > most * patch:
+            sides = f"multiples of {patch} up to {most * patch}"
+            raise ConfigError(f"this SD3 takes no latents of {height}x{width}", f"use sides that are {sides}")
+        tokens = (height // patch) * (width // patch)
+        seen = torch.cat([cond.mask.new_ones(batch, tokens, dtype=torch.bool), cond.mask.bool()], dim=1)
+        pooled = cond.pooled if cond.pooled is not None else x.new_zeros(batch, config.pooled_projection_dim)
+        output = network(
+            x,
+            encoder_hidden_states=cond.text.to(x.dtype),
+            pooled_projections=pooled.to(x.dtype),
+            timestep=t * self.time_scale,
+            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
+        ).sample
+        return cast(Tensor, output[:, : config.in_channels])
 
 
 class Flux(Family):
@@ -238,6 +326,12 @@ class Flux(Family):
             "axes_dims_rope": (width - 2 * side, side, side),
         }
 
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        numbers, patch = settings["in_channels"], math.isqrt(settings["in_channels"] // shape.channels)
+        fits = patch and numbers == shape.channels * patch**2 and shape.size % patch == 0
+        channels = shape.channels if fits else numbers
+        return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
+
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if cond.text is None or cond.mask is None:
             raise ConfigError(
@@ -266,10 +360,11 @@ class Flux(Family):
         return cast(Tensor, output.reshape(x.shape))
 
 
-FAMILIES: dict[str, Family] = {"dit": DiT(), "pixart": PixArt(), "flux": Flux()}
+FAMILIES: dict[str, Family] = {one.name: one for one in (DiT(), PixArt(), SD3(), Flux())}
 _CLASS_NAMES = {
     "DiTTransformer2DModel": "dit",
     "PixArtTransformer2DModel": "pixart",
+    "SD3Transformer2DModel": "sd3",
     "FluxTransformer2DModel": "flux",
 }
 
@@ -280,6 +375,16 @@ def family(name: str) -> Family:
     if key not in FAMILIES:
         raise ConfigError(f"unknown network family {name!r}", nearest(name, FAMILIES))
     return FAMILIES[key]
+
+
+def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors that belong to a network's file beside its parameters: SD3's table of positions."""
+    found = {}
+    for prefix, module in network.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = value.detach()
+    return found
 
 
 def parameter_count(network: nn.Module) -> int:

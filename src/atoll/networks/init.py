@@ -1,18 +1,19 @@
 """The published initialisation of each family, drawn from one seed.
 
 diffusers builds networks with torch's defaults: no adaLN-zero, no Xavier. These rules are those of the
-papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3). Flux has none
-published; it gets DiT's, which SD3 (arXiv 2403.03206) took over for its blocks.
+papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3). SD3 and Flux
+have none published; they get DiT's, whose blocks SD3 (arXiv 2403.03206) builds on.
 """
 
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.base.rng import generator
 
-GATES = (".norm1.linear", ".attn2.to_out.0", ".norm.linear")  # of DiT, PixArt, Flux
+GATES = (".norm1.linear", ".norm1_context.linear", ".attn2.to_out.0", ".norm.linear")
+"""Of DiT and SD3, SD3, PixArt, Flux."""
 
 
 def initialise(network: nn.Module, seed: int) -> None:
@@ -24,8 +25,8 @@ def initialise(network: nn.Module, seed: int) -> None:
                 _xavier(module, source)
             elif isinstance(module, nn.Embedding):
                 _normal(module.weight, 0.02, source)
-            elif isinstance(module, nn.RMSNorm) and module.weight is not None:
-                module.weight.fill_(1.0)
+            elif type(module).__name__ == "RMSNorm" and module.weight is not None:  # torch's or diffusers'
+                cast(Tensor, module.weight).fill_(1.0)
             for own, parameter in module.named_parameters(recurse=False):
                 if own in ("scale_shift_table", "cls_token"):
                     std = 0.02 if own == "cls_token" else parameter.shape[-1] ** -0.5

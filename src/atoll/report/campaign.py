@@ -79,7 +79,7 @@ class Run:
     """One training run: its plan, how far it is, and what it logged.
 
     Attributes:
-        role: `expert`, `router`, `monolith` or `seed`.
+        role: `expert`, `router`, `monolith`, `seed` or `student`.
         island: number of the cluster, for an expert.
         plan: its numbers; None if they are not there.
         card: of the published network; None while there is none.
@@ -153,7 +153,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the comparison: the monolith or a routing strategy."""
+    """One row of the comparison: the monolith, the student or a routing strategy."""
 
     name: str
     distance: float | None
@@ -168,12 +168,12 @@ class Comparison:
     """What `reports/compare.json` says, with the pictures beside it.
 
     Attributes:
-        rows: monolith (if there is one) and strategies.
+        rows: monolith and student (if there are any) and strategies.
         metric: what the distance is.
         prompts: captions of the shown pictures, one line each.
         clusters: cluster of the training picture behind each prompt.
         routing: weights `[step][picture][expert]` by strategy, from noise to data.
-        pictures: by strategy, `monolith` or `data`: one per prompt, None where it is missing.
+        pictures: by strategy, `monolith`, `student` or `data`: one per prompt, None where it is missing.
         default: the strategy that the campaign samples with; None if the file does not say.
     """
 
@@ -191,8 +191,8 @@ class Comparison:
 
     @property
     def strategies(self) -> tuple[Measured, ...]:
-        """All rows but the monolith's."""
-        return tuple(row for row in self.rows if row.name != "monolith")
+        """All rows of the ensemble."""
+        return tuple(row for row in self.rows if row.name not in ("monolith", "student"))
 
     @property
     def best(self) -> Measured | None:
@@ -261,6 +261,7 @@ class Campaign:
         router: the router's run.
         monolith: the baseline's run.
         seed: the run that the experts start from; None where they start without one.
+        student: the run that learns from the experts; None where there is none.
         comparison: None before `atoll compare`.
         diagnosis: None before `atoll diagnose`.
         stages: seconds by stage, where the quickstart wrote them.
@@ -275,14 +276,23 @@ class Campaign:
     router: Run
     monolith: Run
     seed: Run | None
+    student: Run | None
     comparison: Comparison | None
     diagnosis: Diagnosis | None
     stages: dict[str, float] | None
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs that the campaign wants: the ensemble's, and the monolith."""
-        return (*self.ensemble, *((self.monolith,) if self.wants_monolith else ()))
+        """All runs that the campaign wants: the ensemble's, the monolith, the student."""
+        return (*self.ensemble, *self.beside)
+
+    @property
+    def beside(self) -> tuple[Run, ...]:
+        """The runs that the ensemble does without: the monolith, the student."""
+        return (
+            *((self.monolith,) if self.wants_monolith else ()),
+            *((self.student,) if self.student else ()),
+        )
 
     @property
     def ensemble(self) -> tuple[Run, ...]:

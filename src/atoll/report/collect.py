@@ -71,6 +71,7 @@ def collect(store: Store) -> Campaign:
         router=_run(store, "router", "router", None),
         monolith=_run(store, "monolith", "monolith", None),
         seed=_run(store, "seed", "seed", None) if store.exists("seed/island.json") else None,
+        student=_run(store, "student", "student", None) if store.exists("student/island.json") else None,
         comparison=_comparison(store),
         diagnosis=_diagnosis(store),
         stages=_stages(store),

@@ -16,6 +16,7 @@ Section = dict[str, Any]
 STRIPS = ("commit", "top-1", "full")
 WHAT = {
     "monolith": "one model, trained on everything",
+    "student": "one model, taught by the experts",
     "commit": "one expert drawn at the start of each picture, and kept",
     "top-1": "at every step, the expert that the router finds likeliest",
     "full": "at every step, all experts, weighted by the router",
@@ -199,12 +200,14 @@ def clusters(campaign: Campaign) -> Section:
 def charts(campaign: Campaign) -> Section:
     """Loss curves and what the router knows."""
     # The monolith is drawn first and the experts on top of it.
-    whole = [campaign.monolith, *([campaign.seed] if campaign.seed else [])]
+    more = (campaign.seed, campaign.student)
+    whole = [campaign.monolith, *(run for run in more if run is not None)]
+    # A student's training loss is its distance from its teachers, so only its validations compare.
     denoisers = [run for run in (*whole, *campaign.experts) if run.losses or run.validation]
     legend = [run for run in (*campaign.experts, *whole) if run in denoisers]
     return {
         "legend": [(run.name, run.style) for run in legend],
-        "training": _training(denoisers),
+        "training": _training([run for run in denoisers if run.role != "student"]),
         "validation": _validation(denoisers),
         "router_training": _training([campaign.router], "router cross-entropy"),
         "router_loss": _router_loss(campaign),
@@ -390,8 +393,14 @@ def ledger(campaign: Campaign) -> Section:
         "monolith_bar": figures.share_bar(
             [(f"Monolith: {flops(base)}", "monolith", base or 0.0)], longest, f"Monolith: {flops(base)}"
         ),
+        "beside": [campaign.monolith, *([campaign.student] if campaign.student else [])],
+        "student_ratio": ratio_exact(_over(campaign.student, base)),
         "planned": any(not run.finished for run in campaign.runs),
     }
+
+
+def _over(run: Run | None, base: float | None) -> float | None:
+    return run.train_flops / base if run and run.train_flops and base else None
 
 
 def provenance(campaign: Campaign) -> Section:

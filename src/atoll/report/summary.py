@@ -19,6 +19,8 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         "seed": campaign.seed.spent_flops if campaign.seed else 0.0,
     }
     complete = all(value is not None for value in flops.values())
+    if campaign.student:
+        flops["student"] = campaign.student.spent_flops
     return {
         "campaign": campaign.name,
         "atoll": campaign.code,
@@ -33,7 +35,9 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         "distance": {row.name: row.distance for row in compared.rows} if compared else {},
         "best": best.name if best else None,
         "default": campaign.default,
-        "ratio_to_monolith": {row.name: compared.ratio(row) for row in compared.strategies}
+        "ratio_to_monolith": {
+            row.name: compared.ratio(row) for row in compared.rows if row.name != "monolith"
+        }
         if compared
         else {},
         "metric": compared.metric if compared else None,

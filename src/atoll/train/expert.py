@@ -1,7 +1,7 @@
 """Training a denoiser: an expert on its cluster, or the monolith on everything. Same code, other data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class Batch:
         cond: conditions, dropped ones replaced by the null condition.
         eps: noise like `x0`.
         t: times `(B,)`.
-        clusters: cluster of each sample `(B,)`, for the router.
+        clusters: cluster of each sample `(B,)`, for router and student.
+        draws: uniforms of each sample `(B, n)`, for a student's teacher.
     """
 
     x0: Tensor
@@ -46,13 +47,15 @@ class Batch:
     eps: Tensor
     t: Tensor
     clusters: Tensor | None = None
+    draws: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        clusters = None if self.clusters is None else self.clusters.to(device)
-        return Batch(
-            self.x0.to(device), self.cond.to(device), self.eps.to(device), self.t.to(device), clusters
-        )
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: None if part is None else part.to(device) for name, part in parts.items()
+        }
+        return Batch(**moved)
 
 
 def draw_batch(samples: Samples, order: Order, recipe: Recipe, positions: range) -> tuple[Batch, Any]:
@@ -77,6 +80,28 @@ def draw_batch(samples: Samples, order: Order, recipe: Recipe, positions: range)
 def spread(rows: int, count: int) -> NDArray[np.int64]:
     """At most `count` of so many rows, evenly spread: data of several islands lie one after the other."""
     return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
+
+
+def held_out(
+    samples: Samples, most: int, times: Sequence[float] = VALIDATION_TIMES
+) -> tuple[NDArray[np.int64], list[Batch]]:
+    """Some samples for a validation, at fixed times, with fixed noise and no dropout.
+
+    Args:
+        samples: held-out rows; may be empty.
+        most: samples at most.
+        times: each gives a batch of all of them.
+
+    Returns:
+        Their numbers within `samples`, and the batches; none if there are no samples.
+    """
+    rows = min(len(samples), most)
+    if rows == 0:
+        return np.empty(0, dtype=np.int64), []
+    index = spread(len(samples), rows)
+    x0, cond = samples.latents(index), samples.conditions(index)
+    eps = normals(0, "validation", range(rows), x0.shape[1:])
+    return index, [Batch(x0, cond, eps, torch.full((rows,), time)) for time in times]
 
 
 class DenoiserTask:
@@ -119,16 +144,10 @@ class DenoiserTask:
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
-        rows = min(len(self.heldout), self.recipe.train.validation_rows)
-        if rows == 0:
+        batches = held_out(self.heldout, self.recipe.train.validation_rows)[1]
+        if not batches:
             return {}
-        index = spread(len(self.heldout), rows)
-        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
-        eps = normals(0, "validation", range(rows), x0.shape[1:])
-        losses = []
-        for time in VALIDATION_TIMES:
-            batch = Batch(x0, cond, eps, torch.full((rows,), time))
-            losses.append(float(self._losses(batch.to(self.device)).mean()))
+        losses = [float(self._losses(batch.to(self.device)).mean()) for batch in batches]
         return {"validation": losses, "validation_loss": sum(losses) / len(losses)}
 
     def preview(self) -> bytes:
@@ -153,7 +172,7 @@ class DenoiserTask:
     def _losses(self, batch: Batch) -> Tensor:
         prediction = self.recipe.objective.prediction
         x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
-        output = self.family.predict(self.network, x_t, batch.t, batch.cond)
+        output = self.family.predict(self.network, x_t, batch.t * self.schedule.clock, batch.cond)
         return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
 
 

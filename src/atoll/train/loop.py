@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, duration, say
 from atoll.base.errors import AtollError, StoreError
+from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
@@ -194,7 +195,8 @@ class _Run:
     def _publish(self) -> None:
         self.phase = "publishing"
         state = self.state
-        gathered = ((name, whole(tensor)) for name, tensor in state.ema.weights.items())
+        kept = {**state.ema.weights, **kept_buffers(self.task.network)}
+        gathered = ((name, whole(tensor)) for name, tensor in kept.items())
         weights = {name: tensor.cpu() for name, tensor in gathered if self.world.first}
 
         def write() -> None:

@@ -8,7 +8,7 @@ its position alone, so only the order of float sums changes with the number of p
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -97,6 +97,15 @@ class World:
                 raise failure
             raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
         return cast(Result, value)
+
+    def hand_over(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
+        with _named(f"the results of process {rank}"):
+            for tensor in tensors:
+                if self.first:
+                    dist.recv(tensor, rank)
+                else:
+                    dist.send(tensor, 0)
 
     def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
         """Do it on rank 0; however long that takes, the others hear in time that it is under way."""
@@ -269,7 +278,8 @@ def _shard(network: nn.Module, shard: int, world: World, bf16: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}
     # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
-    for block in list(getattr(network, "transformer_blocks", []))[1:]:
+    blocks = list(getattr(network, "transformer_blocks", []))[1:]
+    for block in [*blocks, *getattr(network, "single_transformer_blocks", [])]:
         fully_shard(block, **options)
     fully_shard(network, **options)
 

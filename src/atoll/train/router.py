@@ -1,11 +1,12 @@
 """Training the router: which cluster does the data under this noise come from (DDM, eq. 5)."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atoll.base.rng import normals, uniforms
+from atoll.base.rng import uniforms
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.ensemble.expert import write_part
@@ -13,7 +14,7 @@ from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.networks.router import Router
 from atoll.store.store import Store
-from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch, spread
+from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch, held_out
 from atoll.train.publish import card_of
 from atoll.train.settings import Recipe
 
@@ -65,16 +66,14 @@ class RouterTask:
 
     def validate(self) -> dict[str, Any]:
         """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
-        rows = min(len(self.heldout), self.recipe.train.validation_rows)
-        if rows == 0:
+        times = (*VALIDATION_TIMES, 1.0)
+        index, batches = held_out(self.heldout, self.recipe.train.validation_rows, times)
+        if not batches:
             return {}
-        index = spread(len(self.heldout), rows)
-        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
-        eps = normals(0, "validation", range(rows), x0.shape[1:])
         losses, hits = [], []
-        for time in (*VALIDATION_TIMES, 1.0):
-            batch = Batch(x0, cond, eps, torch.full((rows,), time), self._clusters(self.heldout, index))
-            logits, clusters = self._classify(batch.to(self.device))
+        for batch in batches:
+            known = replace(batch, clusters=self._clusters(self.heldout, index))
+            logits, clusters = self._classify(known.to(self.device))
             losses.append(float(torch.nn.functional.cross_entropy(logits, clusters)))
             hits.append(float((logits.argmax(1) == clusters).float().mean()))
         return {"validation": losses, "accuracy_by_time": hits, "validation_loss": sum(losses) / len(losses)}

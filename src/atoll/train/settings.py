@@ -91,7 +91,7 @@ PRACTICAL = (
 class RunPlan(Config):
     """`island.json`: the numbers of one run, written by the partition."""
 
-    role: Literal["expert", "router", "monolith", "seed"]
+    role: Literal["expert", "router", "monolith", "seed", "student"]
     """What is trained."""
     island: int | None = None
     """Number of the cluster, for an expert."""
@@ -107,12 +107,12 @@ class RunPlan(Config):
     """Of order, noise, times and dropout."""
     init_seed: int
     """Of the initial weights; all experts of a campaign share it."""
-    init: Literal["scratch", "checkpoint", "seed"] = "scratch"
+    init: Literal["scratch", "checkpoint", "seed", "experts"] = "scratch"
     """Where the initial weights come from: drawn from `init_seed`, or read from `init/`."""
     init_sha256: str | None
-    """Digest of the initial weights; null before the seed run has handed them over."""
+    """Digest of the initial weights; null while the seed or the experts that they come from are not there."""
     init_origin: dict[str, Any] = {}
-    """Which checkpoint or seed run they come from; filled in from `init/` when the run starts."""
+    """Which checkpoint, seed run or experts they come from; filled in from `init/` when the run starts."""
     parameters: int = 0
     """Trainable numbers; decides how many runs fit into memory at once."""
     train_flops: float

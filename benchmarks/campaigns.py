@@ -1,0 +1,60 @@
+"""What finished campaigns measured, side by side: every model and strategy over the monolith, over seeds.
+
+    python benchmarks/campaigns.py NAME campaigns/quickstart campaigns/seed1 campaigns/seed2 [--over monolith]
+
+Reads `reports/compare.json` as `atoll compare` leaves it; campaigns differ in their seed alone. A ratio is
+taken within a campaign, where both sides start from the same conditions and the same noise. Of several
+campaigns the table has the median with the range, and the mean difference with its 95 % interval (Student's
+t over seeds).
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import finish, interval, median_row, row
+
+MAY_DIFFER = {"seed", "real_training_pictures"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", help="of the result")
+    parser.add_argument("campaigns", type=Path, nargs="+")
+    parser.add_argument("--over", default="monolith", help="the model that others are held against")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = [json.loads((folder / "reports/compare.json").read_text()) for folder in options.campaigns]
+    metric = found[0]["metric"]
+    for folder, other in zip(options.campaigns, found, strict=True):
+        differs = [key for key, value in metric.items() if other["metric"].get(key) != value]
+        if set(differs) - MAY_DIFFER:
+            parser.error(f"{folder} was measured otherwise than {options.campaigns[0]}: {', '.join(differs)}")
+    finish(options.name, table(found, options.over), options.json, {"metric": metric})
+
+
+def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
+    """Rows for what all campaigns measured."""
+    models = [{line["name"]: line for line in one["rows"]} for one in found]
+    base = [one[over]["distance"] for one in models]
+    lines = [median_row(over, "distance", base)]
+    for name in models[0]:
+        if name == over or any(name not in one for one in models):
+            continue
+        own = [one[name]["distance"] for one in models]
+        lines.append(median_row(name, f"distance / {over}", [a / b for a, b in zip(own, base, strict=True)]))
+        if len(own) > 1:
+            apart = [a - b for a, b in zip(own, base, strict=True)]
+            mean = statistics.mean(apart)
+            lines.append(row(name, f"distance - {over}, 95 %", mean, spread=interval(apart)))
+        shares = [one[name].get("router_share") for one in models]
+        if all(shares):
+            lines.append(median_row(name, "router's share of the operations", shares))
+    return lines
+
+
+if __name__ == "__main__":
+    main()

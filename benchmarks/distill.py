@@ -1,0 +1,129 @@
+"""The student against a monolith from scratch: distance and training FLOPs, over campaigns of several seeds.
+
+    python benchmarks/distill.py CAMPAIGN [CAMPAIGN ...] [--third CAMPAIGN ...] [--json PATH]
+    python benchmarks/distill.py --quick
+
+Campaigns were trained with a student and compared (`atoll launch`, `atoll compare`); they differ in their
+seed only. The difference is taken within each campaign, at the same conditions and noise; its interval is
+Student's at 95 % over the campaigns. `--third` names campaigns of the same seeds, in the same order, whose
+monolith had a third of the budget (`budget.samples`), so that student and monolith cost alike. `--quick`
+trains two tiny campaigns by itself, whose distances mean nothing.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import finish, interval, median_row, row
+
+QUICK = [
+    "student={step_share: 1.0}",
+    "data.ingest.glyphs.limit=1200",
+    "budget.samples=4000",
+    "compare.samples=100",
+    "compare.fit_rows=300",
+    "compare.steps=5",
+    "compare.strategies=[commit]",
+]  # fmt: skip
+SAME = ("name", "hash", "size", "components", "samples", "steps", "guidance", "conditions", "sampler")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("campaigns", type=Path, nargs="*")
+    parser.add_argument("--third", type=Path, nargs="+", default=[])
+    parser.add_argument("--quick", action="store_true", help="two tiny campaigns of its own, in minutes")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick == bool(options.campaigns):
+        parser.error("give campaigns, or --quick")
+    if options.third and len(options.third) != len(options.campaigns):
+        parser.error("give as many campaigns with --third as without")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = options.campaigns or [tiny(Path(scratch), seed) for seed in (0, 1)]
+        found, thirds = ([read(folder) for folder in some] for some in (folders, options.third))
+    same = {json.dumps({key: one["metric"].get(key) for key in SAME}) for one in (*found, *thirds)}
+    if len(same) != 1:
+        raise SystemExit("these campaigns were compared in different ways: " + " | ".join(sorted(same)))
+    notes = {
+        "metric": found[0]["metric"],
+        "quick": options.quick,
+        "interval": "Student's at 95 %, over campaigns",
+    }
+    finish("distill", table(found, thirds), options.json, notes)
+
+
+def table(found: list[dict[str, Any]], thirds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the result, from what compare.json of each campaign says."""
+    student, monolith = ([distance(one, name) for one in found] for name in ("student", "monolith"))
+    ensemble = [distance(one, one["default"]) for one in found]
+    flops = [one["train_flops"]["student"] / one["train_flops"]["monolith"] for one in found]
+    lines = [
+        median_row("student", "FLOPs / monolith's", flops, target=("<=", 0.34)),
+        *difference("student", "monolith", student, monolith, bound=True),
+        *difference("ensemble", "monolith", ensemble, monolith),
+        *difference("student", "ensemble", student, ensemble),
+    ]
+    if thirds:
+        small = [distance(one, "monolith") for one in thirds]
+        pairs = zip(thirds, found, strict=True)
+        ratios = [t["train_flops"]["monolith"] / f["train_flops"]["student"] for t, f in pairs]
+        lines.append(median_row("monolith at a third", "FLOPs / student's", ratios))
+        lines += difference("student", "monolith at a third", student, small)
+    for name, values in (("student", student), ("monolith", monolith), ("ensemble", ensemble)):
+        lines.append(median_row(name, "distance", values))
+    return lines
+
+
+def difference(
+    one: str, other: str, values: list[float], base: list[float], bound: bool = False
+) -> list[dict[str, Any]]:
+    """Mean and interval of the paired differences, and of their share of the base."""
+    shares = [(a - b) / b for a, b in zip(values, base, strict=True)]
+    lines = []
+    for metric, each in (
+        (f"distance - {other}'s", [a - b for a, b in zip(values, base, strict=True)]),
+        (f"(distance - {other}'s) / it", shares),
+    ):
+        low, high = interval(each)
+        spread = None if math.isnan(low) else (low, high)
+        lines.append(row(one, metric, statistics.mean(each), spread=spread))
+    if bound and lines[0]["spread"]:
+        low = lines[0]["spread"][0]
+        lines.append(row(one, "lower end of the difference", low, target=("<=", 0.0)))
+    return lines
+
+
+def distance(found: dict[str, Any], name: str) -> float:
+    for line in found["rows"]:
+        if line["name"] == name:
+            return float(line["distance"])
+    raise SystemExit(f"{found['folder']}: {name} was not compared")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    path = folder / "reports/compare.json"
+    if not path.is_file():
+        raise SystemExit(f"{folder} has not been compared: atoll compare {folder}")
+    return {"folder": str(folder), **json.loads(path.read_text())}
+
+
+def tiny(scratch: Path, seed: int) -> Path:
+    """A quickstart with a student, small enough for a look at whether all of it works."""
+    folder = scratch / f"seed-{seed}"
+    sets = [part for one in (f"seed={seed}", *QUICK) for part in ("--set", one)]
+    atoll = [sys.executable, "-m", "atoll"]
+    subprocess.run([*atoll, "new", str(folder), "--recipe", "quickstart", *sets], check=True)
+    for stage in ("launch", "compare"):
+        subprocess.run([*atoll, stage, str(folder)], check=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""What is judged and what it is held against: models of a campaign, folders, data sets, statistics."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from atoll.base.errors import ConfigError, DataError, StoreError, nearest
+from atoll.base.pictures import to_images
+from atoll.campaign.assemble import load_ensemble, read_manifest
+from atoll.campaign.campaign import FROZEN, YAML, Campaign
+from atoll.data import partition as partitions
+from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.samples import Samples
+from atoll.encoders.vae import Autoencoder, autoencoder_of
+from atoll.ensemble.batches import Sampling
+from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.routing import Routing
+from atoll.evaluate.compare import Conditions, drawn_batches, drawn_conditions
+from atoll.evaluate.pictures import Batch, Folder, Rows
+from atoll.networks.families import DataShape
+from atoll.store.location import is_url
+from atoll.store.store import Store
+
+SINGLE = ("monolith", "student", "seed")
+"""Networks beside the ensemble that may be judged, where they are published."""
+TO_8_BITS = "nearest of 256 levels of [-1, 1]"
+
+
+@dataclass
+class Drawn:
+    """Pictures that a model draws.
+
+    Attributes:
+        model: ensemble or single network.
+        conditions: one for each picture.
+        sampling: how.
+        vae: turns latents into pictures.
+        captioned: whether pictures bring their captions.
+    """
+
+    model: Ensemble | Expert
+    conditions: Conditions
+    sampling: Sampling
+    vae: Autoencoder
+    captioned: bool
+
+    def __len__(self) -> int:
+        return len(self.conditions)
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        height, width = self.vae.decode(torch.zeros(1, *self.sampling.shape)).shape[2:]
+        return width, height
+
+    def batches(self, part: range, batch: int) -> Iterator[Batch]:
+        """Pictures in batches.
+
+        Raises:
+            DataError: a picture with values that are no numbers.
+        """
+        sampling = replace(self.sampling, batch=batch, first=part.start)
+        captions = self.conditions.captions() if self.captioned else None
+        for drawn in drawn_batches(self.model, self.conditions, len(part), sampling):
+            own = [captions[row] for row in drawn.rows] if captions is not None else None
+            yield Batch(drawn.rows, _pictures(self.vae.decode(drawn.latents.cpu()), drawn.rows), own)
+
+
+def _pictures(pixels: Tensor, rows: list[int]) -> list[Image.Image]:
+    broken = ~torch.isfinite(pixels).flatten(1).all(dim=1)
+    if bool(broken.any()):
+        first = rows[int(broken.nonzero()[0])]
+        raise DataError(
+            f"picture {first} holds NaN or infinity ({int(broken.sum())} of {len(rows)} in its batch)",
+            "the weights are of no use: look at the training's losses",
+        )
+    return to_images(pixels)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is judged.
+
+    Attributes:
+        subject: its name and digests.
+        source: of its pictures.
+        about: fields of the protocol.
+    """
+
+    subject: dict[str, Any]
+    source: Drawn | Folder
+    about: dict[str, Any]
+
+
+def folder(path: Path) -> Judged:
+    """A folder of pictures."""
+    source = Folder(path)
+    return Judged(
+        {"name": path.name or str(path), "pictures": source.digest}, source, {"rounding": "8-bit files"}
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model of a campaign, and how it is sampled; None takes the campaign's default.
+
+    Attributes:
+        model: `ensemble`, or one of `SINGLE`.
+        routing: strategy.
+        guidance: scale.
+        steps: Euler steps.
+        seed: of noise, routing and the choice of conditions.
+    """
+
+    model: str = "ensemble"
+    routing: str | None = None
+    guidance: float | None = None
+    steps: int | None = None
+    seed: int | None = None
+
+
+def model(campaign: Campaign, wanted: Wanted, captioned: bool, device: torch.device) -> Judged:
+    """A model of a campaign at conditions of its data set.
+
+    Raises:
+        ConfigError: no such model, or an unknown strategy.
+        StoreError: it is not published, or not assembled.
+    """
+    defaults, evaluate = campaign.config.sampling, campaign.config.evaluate
+    seed = campaign.config.seed if wanted.seed is None else wanted.seed
+    routing = Routing.named(wanted.routing or defaults.routing)
+    network, card, parts = _network(campaign, wanted.model, device)
+    conditions = _conditions(campaign, card, evaluate.conditions, evaluate.samples, seed)
+    guidance = defaults.guidance if wanted.guidance is None else wanted.guidance
+    if not math.isfinite(guidance):
+        raise ConfigError(f"--guidance {guidance}", "give a number")
+    if routing.strategy == "oracle" and isinstance(network, Ensemble) and network.missing:
+        raise ConfigError("routing 'oracle': clusters of missing experts have nobody to go to", "use another")
+    steps = wanted.steps or defaults.steps
+    sampling = Sampling(routing, guidance, steps, seed, conditions.latent_shape, evaluate.batch, device)
+    about = {
+        "rounding": TO_8_BITS,
+        "conditions": evaluate.conditions,
+        "sampler": "Euler",
+        "steps": steps,
+        "guidance": guidance,
+        "routing": str(routing) if isinstance(network, Ensemble) else None,
+        "seed": seed,
+        "ema": True,  # what is published is the average
+    }
+    source = Drawn(network, conditions, sampling, autoencoder_of(card.latents), captioned)
+    return Judged({"name": wanted.model, "weights": parts}, source, about)
+
+
+def _network(
+    campaign: Campaign, name: str, device: torch.device
+) -> tuple[Ensemble | Expert, Card, dict[str, str]]:
+    """The network on the device, a card that tells its shape, and the digests of its weights."""
+    if name == "ensemble":
+        parts = read_manifest(campaign.store)["parts"]
+        ensemble, router = load_ensemble(campaign.store, campaign.config.sampling.residency, device)
+        return ensemble, router, parts
+    if name not in SINGLE:
+        raise ConfigError(f"unknown model {name!r}", nearest(name, ["ensemble", *SINGLE]))
+    if not published(campaign.store, f"{name}/expert"):
+        raise StoreError(
+            f"{campaign.store.location} has no published {name}", f"train it: atoll train {name}"
+        )
+    card = read_card(campaign.store, f"{name}/expert")
+    network = Expert.load(campaign.store, f"{name}/expert")
+    network.network.to(device)
+    return network, card, {name: card.weights_sha256}
+
+
+def _conditions(
+    campaign: Campaign, card: Card, split: Literal["heldout", "train"], count: int, seed: int
+) -> Conditions:
+    dataset, made = campaign.dataset(), partitions.load(campaign.store)
+    if made.about["data"] != dataset.id_hash:
+        raise DataError(
+            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
+        )
+    samples = Samples(dataset, dataset.split(split), campaign.config.condition, DataShape(**card.shape))
+    if not len(samples):
+        raise DataError(f"the data set has no {split} rows", "choose others: evaluate.conditions")
+    return drawn_conditions(samples, made.clusters, count, seed)
+
+
+# References.
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Saved statistics.
+
+    Attributes:
+        store: where they lie.
+        key: of their JSON.
+    """
+
+    store: Store
+    key: str
+
+
+def reference(named: str | None, split: str, campaign: Campaign | None) -> Folder | Rows | Statistics:
+    """What pictures are held against.
+
+    Args:
+        named: a campaign, a data set, a folder of pictures, or saved statistics; None is the data of the
+            campaign at hand.
+        split: rows of a data set.
+        campaign: the campaign at hand.
+
+    Raises:
+        ConfigError: nothing is named.
+        DataError: it is nothing of these.
+    """
+    if named is None:
+        if campaign is None:
+            fix = "give --reference CAMPAIGN, FOLDER or statistics"
+            raise ConfigError("there is nothing to hold the pictures against", fix)
+        return Rows(campaign.dataset(), split)
+    if named.endswith((".json", ".safetensors")):
+        place, _, file = named.rpartition("/")
+        return Statistics(
+            Store.open(place or "."), file.removesuffix(".safetensors").removesuffix(".json") + ".json"
+        )
+    store = Store.open(named)
+    if store.exists(YAML) or store.exists(FROZEN):
+        return Rows(Campaign.open(named).dataset(), split)
+    if store.exists(MANIFEST):
+        return Rows(DataSet.open(store), split)
+    if is_url(named):
+        raise DataError(
+            f"{named} is no campaign and no data set", "give one of them, or a local folder of images"
+        )
+    return Folder(Path(named))

@@ -1,0 +1,158 @@
+"""Networks that judge pictures, by name: Inception, CLIP, and the vision encoders that also cluster."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.error import URLError
+
+import torch
+from torch import Tensor, nn
+
+from atoll.base.errors import ConfigError, nearest
+from atoll.encoders.vision import VisionEncoder, vision_encoder
+
+NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2")
+"""Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
+TENSORFLOW = "bilinear without antialiasing, in the network (TensorFlow 1)"
+"""How Inception's pictures are resized, by the published FID and by ADM's evaluation alike."""
+
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def extractor(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
+    """Load a network that judges.
+
+    Args:
+        name: `inception` (the one of the published FID, through torch-fidelity, extra `fid`; `inception:FILE`
+            reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub
+            name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`.
+        size: side in pixels that it sees; by default its own. Inception has no other.
+        device: where it runs.
+
+    Raises:
+        ConfigError: it cannot be found, or is of another kind.
+    """
+    if name.partition(":")[0] == "inception":
+        return _inception(name, size, device)
+    if "/" not in name and name not in NAMES:
+        raise ConfigError(
+            f"unknown extractor {name!r}", nearest(name, [*NAMES, "facebook/dinov2-base", "openai/clip-..."])
+        )
+    if "/" in name and _model_type(name) == "clip":
+        return _clip(name, size, device)
+    return vision_encoder(name, size, device)
+
+
+@dataclass
+class ClipEncoder(VisionEncoder):
+    """CLIP: features are the projected embeddings of pictures; texts have embeddings in the same space.
+
+    Attributes:
+        tokenizer: of its text tower; None where the folder holds none.
+    """
+
+    tokenizer: Any = field(default=None)
+
+    @torch.inference_mode()
+    def texts(self, captions: Sequence[str]) -> Tensor:
+        """Projected embeddings `(N, D)` float32 of captions; what is longer than CLIP takes is cut.
+
+        Raises:
+            ConfigError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.name!r} has no tokenizer", "add its tokenizer's files")
+        network: Any = self.network
+        length = int(network.config.text_config.max_position_embeddings)
+        tokens = self.tokenizer(
+            list(captions), padding=True, truncation=True, max_length=length, return_tensors="pt"
+        ).to(self.device)
+        pooled = network.text_model(tokens["input_ids"], tokens["attention_mask"]).pooler_output
+        return cast(Tensor, network.text_projection(pooled)).float().cpu()
+
+
+def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        network = transformers.CLIPModel.from_pretrained(name).eval().requires_grad_(False).to(device)
+    except (OSError, ValueError) as error:
+        raise _unloadable(name, error) from None
+    own = int(network.config.vision_config.image_size)
+    if size not in (None, own):
+        raise ConfigError(f"{name!r} sees pictures of {own} px, not {size}", "leave the size out")
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
+
+    def pool(net: Any, pixels: Tensor) -> Tensor:
+        embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
+        return embeddings
+
+    return ClipEncoder(
+        name,
+        network,
+        own,
+        int(network.config.projection_dim),
+        lambda x: (x / 255.0 - mean) / std,
+        pool,
+        device,
+        kind="clip",
+        tokenizer=_tokenizer(name),
+    )
+
+
+def _tokenizer(name: str) -> Any:
+    import transformers
+
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+    # transformers makes up a tokenizer where a folder holds none: of no word but its unknown one.
+    tokens = {token for word in ("a", "red", "house") for token in found(word)["input_ids"]}
+    return found if len(tokens) > 3 else None
+
+
+def _model_type(name: str) -> str:
+    import transformers
+
+    try:
+        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+    except (OSError, ValueError) as error:
+        raise _unloadable(name, error) from None
+
+
+def _unloadable(name: str, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0]
+    return ConfigError(f"cannot load the extractor {name!r}: {reason}", "give a folder or a hub name")
+
+
+def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
+    if size not in (None, 299):
+        raise ConfigError(f"Inception sees pictures of 299 px, not {size}", "leave the size out")
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    except (ImportError, RuntimeError) as error:  # a torchvision that does not match torch is a RuntimeError
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ConfigError(
+            f"the extractor 'inception' is not installed ({reason})",
+            "pip install 'atoll[fid]', with the torchvision of your torch; or choose another extractor",
+        ) from None
+    path = name.partition(":")[2] or None
+    try:
+        network = FeatureExtractorInceptionV3(name, ["2048"], feature_extractor_weights_path=path)
+    except (OSError, URLError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"cannot load the weights of Inception: {reason}", "fetch the file, and name it: inception:FILE"
+        ) from None
+    network = network.eval().requires_grad_(False).to(device)
+
+    def pool(net: nn.Module, pixels: Tensor) -> Tensor:
+        features: Tensor = net(pixels)[0]
+        return features
+
+    return VisionEncoder(
+        name, network, 299, 2048, lambda x: x.to(torch.uint8), pool, device, TENSORFLOW, "inception"
+    )

@@ -1,0 +1,127 @@
+"""Distances of kernels between two sets of features: KID and CMMD, in float64 and in blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.base.errors import DataError
+from atoll.base.rng import generator
+from atoll.evaluate.features import BLOCK, FeatureRows
+
+Index = NDArray[np.int64]
+Kernel = Callable[[Tensor, Tensor], Tensor]
+CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A value, and its standard deviation over subsets or pictures; None where it is one number."""
+
+    value: float
+    deviation: float | None = None
+
+
+def kid(
+    samples: FeatureRows,
+    reference: FeatureRows,
+    subsets: int = 100,
+    size: int = 1000,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Spread:
+    """The unbiased estimate of MMD^2 with the kernel (x.y / D + 1)^3, its mean over random subsets.
+
+    Bińkowski et al. 2018. Subsets are drawn as there: without replacement, one set's apart from the other's.
+
+    Args:
+        samples: features that are judged.
+        reference: what they are held against.
+        subsets: how many.
+        size: rows of each set in a subset; a larger one than a set is refused.
+        seed: of the subsets.
+        device: where it is computed.
+
+    Raises:
+        DataError: fewer rows than a subset takes, or subsets of fewer than two.
+    """
+    least = min(len(samples), len(reference))
+    if not 2 <= size <= least:
+        raise DataError(f"subsets of {size} out of {least} pictures", f"use subsets of 2 to {least}")
+    values = []
+    for number in range(subsets):
+        own, other = (
+            torch.randperm(len(rows), generator=generator(seed, f"kid/{which}", number))[:size].numpy()
+            for rows, which in ((samples, "samples"), (reference, "reference"))
+        )
+        values.append(_mmd(samples, reference, _polynomial, own, other, unbiased=True, device=device))
+    return Spread(float(np.mean(values)), float(np.std(values)))
+
+
+def cmmd(
+    samples: FeatureRows,
+    reference: FeatureRows,
+    sigma: float = CMMD_SIGMA,
+    device: torch.device | str = "cpu",
+) -> float:
+    """1000 MMD^2 with the kernel exp(-|x - y|^2 / (2 sigma^2)) on features of length 1, over all pairs.
+
+    Jayasumana et al. 2024, on CLIP's projected features. As there it is the estimate of least variance, which
+    counts a picture with itself and so is slightly biased.
+    """
+
+    def gaussian(one: Tensor, other: Tensor) -> Tensor:
+        cosines = torch.nn.functional.normalize(one) @ torch.nn.functional.normalize(other).T
+        # |x - y|^2 = 2 - 2 x.y. The kernel less 1, which changes no MMD over all pairs and loses no digits.
+        return torch.expm1((cosines - 1).clamp(max=0) / sigma**2)
+
+    everyone = np.arange(len(samples)), np.arange(len(reference))
+    return CMMD_SCALE * _mmd(samples, reference, gaussian, *everyone, unbiased=False, device=device)
+
+
+def _polynomial(one: Tensor, other: Tensor) -> Tensor:
+    return (one @ other.T / one.shape[1] + 1) ** 3
+
+
+def _mmd(
+    one: FeatureRows,
+    other: FeatureRows,
+    kernel: Kernel,
+    i: Index,
+    j: Index,
+    *,
+    unbiased: bool,
+    device: torch.device | str,
+) -> float:
+    n, m, less = len(i), len(j), int(unbiased)
+    within = [
+        _within(rows, index, kernel, unbiased, device) / (len(index) * (len(index) - less))
+        for rows, index in ((one, i), (other, j))
+    ]
+    across = sum(
+        float(kernel(_block(a, device), _block(b, device)).sum())
+        for a in one.blocks(i, BLOCK)
+        for b in other.blocks(j, BLOCK)
+    )
+    return within[0] + within[1] - 2 * across / (n * m)
+
+
+def _within(
+    rows: FeatureRows, index: Index, kernel: Kernel, unbiased: bool, device: torch.device | str
+) -> float:
+    """Sum of the kernel over all pairs of a set, without the diagonal where `unbiased`."""
+    total = 0.0
+    for first in range(0, len(index), BLOCK):
+        block = _block(rows.read(index[first : first + BLOCK]), device)
+        own = kernel(block, block)
+        total += float(own.sum()) - (float(own.diagonal().sum()) if unbiased else 0.0)
+        for later in rows.blocks(index[first + BLOCK :], BLOCK):
+            total += 2 * float(kernel(block, _block(later, device)).sum())
+    return total
+
+
+def _block(rows: NDArray[np.float32], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(rows).to(device).double()

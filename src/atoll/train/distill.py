@@ -1,0 +1,223 @@
+"""Distillation: one dense network learns the flow of all experts. It needs no router when it is used.
+
+The teacher of a training sample is the expert of the sample's own cluster (DDM, "Distillation"), or, on
+request, the ensemble as it is sampled, with the router's weights. Teachers are denoisers: whatever they
+predict on whatever schedule, the student learns their rectified-flow velocity.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, nearest
+from atoll.base.rng import uniforms
+from atoll.data.samples import Samples
+from atoll.ensemble.dispatch import Dispatch, Experts
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import write_part
+from atoll.ensemble.residency import Residency
+from atoll.ensemble.routing import Routing, route, uniforms_needed
+from atoll.flow.objective import noisy, per_sample_loss, target
+from atoll.store.store import Store
+from atoll.train.expert import Batch, DenoiserTask, draw_batch, held_out
+from atoll.train.publish import card_of
+from atoll.train.settings import Recipe
+
+Start = Literal["scratch", "average", "expert"]
+
+
+class StudentConfig(Config):
+    """The student. Without settings it costs a third of the monolith: 3F + F at a quarter of the batch."""
+
+    teacher: Literal["cluster", "routed"] = "cluster"
+    """`cluster`: the expert of the sample's own cluster. `routed`: the ensemble, by the router's weights."""
+    routing: str = "top-1"
+    """Routing strategy of the `routed` teacher."""
+    batch_share: float = Field(default=0.25, gt=0)
+    """Samples per step, as a share of `train.batch`."""
+    step_share: float = Field(default=1.0, gt=0)
+    """Steps, as a share of the monolith's."""
+    start: str = "scratch"
+    """`scratch` (as the monolith starts), `average` (of the experts' weights) or `expert:K`."""
+    data_weight: float = Field(default=0.0, ge=0, lt=1)
+    """Weight of the loss against the data; the rest is that against the teacher."""
+    network: dict[str, Any] = {}
+    """Network settings in place of the campaign's."""
+    train: dict[str, Any] = {}
+    """Training settings in place of the campaign's."""
+    stock: bool = True
+    """Whether it must run in a stock diffusers pipeline; if it could not, that is told before training."""
+    residency: Residency = Residency()
+    """Device memory for the teachers; may be changed at any time. Without limits all are loaded."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.origin()
+        routing = Routing.named(self.routing)
+        if routing.strategy == "oracle":
+            raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
+        if routing.every != 1:
+            raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
+        if "batch" in self.train:
+            raise ConfigError(
+                "student.train.batch: the student's batch is a share of train.batch",
+                "set student.batch_share",
+            )
+        return self
+
+    def origin(self) -> tuple[Start, int | None]:
+        """Where the weights come from, and the expert's number if it is one."""
+        word, _, number = self.start.partition(":")
+        if word == "expert" and number.isdecimal():
+            return "expert", int(number)
+        if self.start == "scratch":
+            return "scratch", None
+        if self.start == "average":
+            return "average", None
+        raise ConfigError(
+            f"student.start: unknown {self.start!r}", nearest(self.start, ("scratch", "average", "expert:0"))
+        )
+
+    def batch(self, monolith: int) -> int:
+        """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
+        if monolith * self.batch_share < 1:
+            raise ConfigError(
+                f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one",
+                "raise one of them",
+            )
+        return round(monolith * self.batch_share)
+
+
+class Teacher(Protocol):
+    """Who a student learns from."""
+
+    @property
+    def draws(self) -> int:
+        """Uniform numbers that a sample brings along."""
+        ...
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
+        """The velocity `(B, C, H, W)` to learn at states of known clusters `(B,)`; `draws (B, n)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClusterTeacher:
+    """The expert of each sample's own cluster. A batch is regrouped, so every expert runs once at most."""
+
+    experts: Experts
+    draws: int = 0
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
+        """See `Teacher`."""
+        weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
+        return Dispatch(weights, cond).run(self.experts, x_t, t)
+
+
+@dataclass(frozen=True)
+class RoutedTeacher:
+    """The ensemble under a routing strategy; the router is asked at every state."""
+
+    ensemble: Ensemble
+    routing: Routing
+
+    @property
+    def draws(self) -> int:
+        """See `Teacher`."""
+        return max(1, uniforms_needed(self.routing))
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
+        """See `Teacher`."""
+        logits = self.ensemble.logits(x_t, t, cond).float()
+        weights = route(self.routing, logits, draws.to(logits), None)
+        return Dispatch(weights, cond).run(self.ensemble.experts, x_t, t)
+
+
+class DistillTask(DenoiserTask):
+    """The task of `train.loop.train` for the student.
+
+    Args:
+        network: initialised, on its device.
+        family_name: its family.
+        train: training rows of the whole data set.
+        heldout: held-out rows.
+        clusters: cluster of every row of the data set `(rows,)`.
+        recipe: settings and numbers; its objective is v on rectified flow.
+        teacher: on the same device.
+        data_weight: weight of the loss against the data.
+        latents: what made the latents.
+        text: what made the text states.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        family_name: str,
+        train: Samples,
+        heldout: Samples,
+        clusters: Tensor,
+        recipe: Recipe,
+        teacher: Teacher,
+        data_weight: float,
+        latents: dict[str, Any],
+        text: dict[str, Any] | None,
+    ) -> None:
+        super().__init__(network, family_name, train, heldout, recipe, latents, text)
+        self.clusters, self.teacher, self.data_weight = clusters, teacher, data_weight
+
+    def batch(self, positions: range) -> Batch:
+        """Latents, conditions, noise, times and clusters of these positions, and the teacher's draws."""
+        batch, index = draw_batch(self.train, self.order, self.recipe, positions)
+        return self._labelled(batch, self.train, index, self.recipe.plan.seed, positions)
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Mean squared error against the teacher's velocity, mixed with that against the data's."""
+        taught, data = self._both(batch.to(self.device))
+        if not self.data_weight:
+            return taught.mean(), {}
+        loss = torch.lerp(taught.mean(), data.mean(), self.data_weight)
+        return loss, {"teacher_loss": float(taught.detach().mean()), "data_loss": float(data.detach().mean())}
+
+    def validate(self) -> dict[str, Any]:
+        """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
+        index, batches = held_out(self.heldout, self.recipe.train.validation_rows)
+        if not batches:
+            return {}
+        found = [
+            self._both(self._labelled(batch, self.heldout, index, 0, range(len(index))).to(self.device))
+            for batch in batches
+        ]
+        losses = [float(data.mean()) for _, data in found]
+        teacher = [float(taught.mean()) for taught, _ in found]
+        return {
+            "validation": losses,
+            "validation_loss": sum(losses) / len(losses),
+            "teacher_by_time": teacher,
+            "teacher_loss": sum(teacher) / len(teacher),
+        }
+
+    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
+        """Write network and card, which says who the teachers were."""
+        card = card_of(self, self.recipe, weights, self.family.name, seconds)
+        told = {**card.provenance, "student": self.recipe.network.get("student", {})}
+        write_part(store, prefix, self.network, weights, card.model_copy(update={"provenance": told}))
+
+    def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses `(B,)` against the teacher and against the data, of one evaluation of the student."""
+        assert batch.clusters is not None and batch.draws is not None
+        x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
+        with torch.no_grad():
+            v = self.teacher.velocity(x_t, batch.t, batch.cond, batch.clusters, batch.draws)
+        output = self.family.predict(self.network, x_t, batch.t, batch.cond)
+        data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
+        return per_sample_loss(output, v), per_sample_loss(output, data)
+
+    def _labelled(self, batch: Batch, samples: Samples, index: Any, seed: int, positions: range) -> Batch:
+        clusters = self.clusters[torch.from_numpy(samples.rows[index])]
+        draws = uniforms(seed, "teacher", positions, (self.teacher.draws,))
+        return replace(batch, clusters=clusters, draws=draws)

@@ -1,0 +1,256 @@
+"""A published checkpoint as an expert: converted exactly, published like a trained one, or refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError
+from atoll.campaign.adopt import Adoption, adopt
+from atoll.campaign.assemble import load_ensemble
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.runs import train_run
+from atoll.campaign.status import Observer
+from atoll.ensemble.expert import Expert, published, read_card
+from atoll.export.pipeline import AtollPipeline
+from atoll.flow.prediction import same_snr_state
+from atoll.flow.schedule import RectifiedFlow, schedule
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.families import DataShape, NetworkConfig, family
+from helpers import command, partitioned, refused
+from helpers_networks import random_weights
+
+LINEAR: dict[str, Any] = {}
+STABLE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+COSINE = {"beta_schedule": "squaredcos_cap_v2"}
+SHORT = {"num_train_timesteps": 250, "beta_start": 0.0004, "beta_end": 0.08}
+
+
+def checkpoint(folder: Path, noise: dict[str, Any] = LINEAR, **settings: Any) -> nn.Module:
+    """A DiT as diffusers publishes it, with a variance that it predicts too, and its scheduler."""
+    plain = {"family": "dit", "patch": 4, "depth": 2, "heads": 2, "head_width": 8}
+    config = NetworkConfig.parse(plain, "a test")
+    arguments = family("dit").arguments(config, DataShape(1, 8, classes=2)) | {"out_channels": 2} | settings
+    network = random_weights(family("dit").load(arguments), 5)
+    network.save_pretrained(folder / "transformer")  # type: ignore[operator]
+    DDPMScheduler(**noise).save_pretrained(folder / "scheduler")
+    return network
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adopting") / "campaign"
+    partitioned(folder)
+    return folder
+
+
+@pytest.fixture
+def campaign(untouched: Path, tmp_path: Path) -> Campaign:
+    shutil.copytree(untouched, tmp_path / "c")
+    return Campaign.open(tmp_path / "c")
+
+
+def test_it_joins_a_trained_expert(
+    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(campaign.store.location)
+    theirs = checkpoint(tmp_path / "there").state_dict()
+    said = command(capsys, "adopt", folder, tmp_path / "there", "--island", "1")
+    assert said.code == 0 and said.err == ""
+    assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out
+    assert "taken on trust: its latents are those of none, its labels mean what" in said.out
+    card = read_card(campaign.store, "islands/1/expert")
+    assert (card.role, card.island, card.prediction, card.schedule) == ("expert", 1, "eps", "ddpm-linear")
+    assert card.partition == campaign.store.get_json("partition/partition.json")["hash"]
+    assert card.train_flops == card.samples == 0 and card.forward_flops > 0
+    assert card.provenance["init"]["kind"] == "adopted"
+    assert card.provenance["init"]["weights_sha256"] == card.weights_sha256
+    for role, island in (("expert", 0), ("expert", 1), ("router", None)):
+        train_run(campaign, role, island)
+    assert "island 1: finished already" in capsys.readouterr().out
+    assert command(capsys, "assemble", folder).code == 0
+    mine = load_ensemble(campaign.store)[0].experts[1]
+    assert isinstance(mine, Expert)
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.network.state_dict().items())
+    text = (folder / "ensemble/README.md").read_text()
+    assert "| 1 | dit | eps, ddpm-linear |" in text and "| adopted |" in text
+    assert command(capsys, "sample", folder, "0", "1", "--out", tmp_path / "a.png", "--steps", "3").code == 0
+    pipe = AtollPipeline.from_pretrained(folder / "ensemble")
+    made = pipe(class_labels=[0, 1], generator=torch.Generator().manual_seed(0), output_type="latent").images
+    assert made.isfinite().all()
+    run = next(run for run in Observer(campaign).look().runs if run.island == 1)
+    assert run.state == "published" and run.error is None and run.step == 0 == run.done_flops
+    assert command(capsys, "report", folder).code == 0
+
+
+@pytest.mark.parametrize(
+    "noise", [LINEAR, STABLE, COSINE, SHORT], ids=["linear", "stable", "cosine", "short"]
+)
+def test_its_velocity_is_the_exact_conversion(
+    noise: dict[str, Any], campaign: Campaign, tmp_path: Path
+) -> None:
+    """At levels of its own grid: the network is told their numbers, and alpha is that of diffusers."""
+    network = checkpoint(tmp_path / "there", noise).double()
+    adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+    expert = Expert.load(campaign.store, "islands/0/expert")
+    expert.network.double()
+    kept = DDPMScheduler(**noise).alphas_cumprod.double()
+    levels = torch.linspace(0.05, 0.85, 6).mul(len(kept)).long()
+    alpha, sigma = kept[levels].sqrt().view(-1, 1, 1, 1), (1 - kept[levels]).sqrt().view(-1, 1, 1, 1)
+    t = (sigma / (alpha + sigma)).flatten()
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 1, 8, 8, generator=source, dtype=torch.float64)  # the state as the checkpoint knows it
+    x_t = x / (alpha + sigma)
+    labels = torch.tensor([0, 1, 0, 1, 0, 1])
+    eps = network(x, timestep=levels, class_labels=labels).sample[:, :1]
+    expected = (eps - x_t) * (alpha + sigma) / alpha  # (eps - x_t) / (1 - t)
+    found = expert.velocity(x_t, t, Condition(labels=labels))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def ddim(network: nn.Module, x: Tensor, steps: int, labels: Tensor) -> tuple[Tensor, int]:
+    """Diffusers' own deterministic sampler from the level that it starts at; also that level."""
+    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False)
+    scheduler.set_timesteps(steps)
+    for number in scheduler.timesteps:
+        eps = network(x, timestep=number.expand(len(x)), class_labels=labels).sample[:, :1]
+        x = scheduler.step(eps, int(number), x, eta=0.0).prev_sample
+    return x, int(scheduler.timesteps[0])
+
+
+@pytest.mark.slow
+def test_euler_steps_of_its_flow_are_ddim_in_the_limit(campaign: Campaign, tmp_path: Path) -> None:
+    network = checkpoint(tmp_path / "there").double()
+    adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+    expert = Expert.load(campaign.store, "islands/0/expert")
+    expert.network.double()
+    labels, curve, apart = torch.tensor([0, 1]), schedule("ddpm-linear"), []
+    noise = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        for steps in (40, 200, 1000):
+            theirs, first = ddim(network, noise, steps, labels)
+            ends = torch.tensor([first, 0.0], dtype=torch.float64) / 999
+            x, start = same_snr_state(noise, ends[:1].expand(2), curve, RectifiedFlow())
+            stop = same_snr_state(noise, ends[1:].expand(2), curve, RectifiedFlow())[1]
+            for n in range(steps):
+                now, then = (start + (stop - start) * m / steps for m in (n, n + 1))
+                x = x + (then - now).view(-1, 1, 1, 1) * expert.velocity(x, now, Condition(labels=labels))
+            ours = same_snr_state(x, stop, RectifiedFlow(), curve)[0]
+            apart.append(float((ours - theirs).abs().max() / theirs.abs().max()))
+    assert apart[2] < 0.02, apart
+    assert apart[1] < apart[0] / 2 and apart[2] < apart[1] / 3, apart  # of first order: a fifth each time
+
+
+def test_what_it_was_trained_on_may_be_said(
+    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(tmp_path / "there")
+    shutil.rmtree(tmp_path / "there/scheduler")
+    asked = ("adopt", campaign.store.location, tmp_path / "there", "--island", "0")
+    refused(command(capsys, *asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
+    said = ("--prediction", "x0", "--schedule")
+    refused(command(capsys, *asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
+    assert not published(campaign.store, "islands/0/expert")
+    assert command(capsys, *asked, *said, "vp-cosine").code == 0
+    card = read_card(campaign.store, "islands/0/expert")
+    assert (card.prediction, card.schedule) == ("x0", "vp-cosine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"in_channels": 3, "out_channels": 3}, "made for latents of 3 channels, the campaign's data have 1"),
+        ({"sample_size": 16}, "made for latents of 16 px, the campaign's data have 8"),
+        ({"num_embeds_ada_norm": 10}, "made for 10 classes, the campaign's data have 2"),
+    ],
+)
+def test_one_for_other_data_is_refused(
+    settings: dict[str, Any],
+    words: str,
+    campaign: Campaign,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint(tmp_path / "there", **settings)
+    refused(command(capsys, "adopt", campaign.store.location, tmp_path / "there", "--island", "0"), words)
+    assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
+
+
+def test_one_for_other_latents_is_refused(campaign: Campaign, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "there")
+    (tmp_path / "there/vae").mkdir()
+    (tmp_path / "there/vae/config.json").write_text(json.dumps({"scaling_factor": 0.18215}))
+    with pytest.raises(
+        ConfigError, match=r"latents with shift 0 and scale 0\.18215, the campaign's are pixels"
+    ):
+        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_other_classes_are_refused(campaign: Campaign, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "there")
+    config = tmp_path / "there/transformer/config.json"
+    change(config, _class_name="PixArtTransformer2DModel")
+    with pytest.raises(ConfigError, match="which takes text; the campaign's condition is 'class'"):
+        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+    change(config, _class_name="UNet2DModel")
+    with pytest.raises(ConfigError, match="is a UNet2DModel: DiT, PixArt, SD3 and Flux transformers can be"):
+        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        adopt(campaign, Adoption(str(tmp_path / "nowhere"), 0))
+
+
+def test_weights_that_are_not_the_networks_are_refused(campaign: Campaign, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "there")
+    path = tmp_path / "there/transformer" / WEIGHTS
+    whole = {name: value.clone() for name, value in load_file(path).items()}
+    first = next(iter(whole))
+    for tensors, words in (
+        ({n: v for n, v in whole.items() if n != first}, f"it has no {first}"),
+        ({**whole, "extra": torch.zeros(1)}, "it has, and its class does not, extra"),
+        ({**whole, first: whole[first][:1]}, f"it has in another shape {first}"),
+        ({**whole, first: whole[first] * torch.nan}, f"not finite in {first}"),
+    ):
+        save_file({n: v.contiguous() for n, v in tensors.items()}, path)
+        with pytest.raises(ConfigError, match=words):
+            adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+    assert not published(campaign.store, "islands/0/expert")
+
+
+def test_an_island_has_one_expert(
+    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, there = campaign.store.location, tmp_path / "there"
+    checkpoint(there)
+    refused(command(capsys, "adopt", folder, there, "--island", "2"), "no island 2: give --island 0 to 1")
+    train_run(campaign, "expert", 0)
+    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has an expert already")
+    shutil.rmtree(Path(folder) / "islands/0/expert")
+    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has begun to train an expert")
+    shutil.rmtree(Path(folder) / "islands/0/run")
+    assert command(capsys, "adopt", folder, there, "--island", "0").code == 0
+    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has an expert already")
+
+
+def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`network.init` with the objective it knows; with another one, that is said before any work."""
+    checkpoint(tmp_path / "there", out_channels=1)
+    network = {"network": {"init": str(tmp_path / "there"), "depth": 2, "head_width": 8}}
+    partitioned(tmp_path / "a", network | {"objective": {"prediction": "eps", "schedule": "ddpm-linear"}})
+    told = capsys.readouterr().out
+    assert "100.0% of the numbers" in told and "was trained to give" not in told
+    other = partitioned(tmp_path / "b", network)
+    told = capsys.readouterr().out
+    assert "was trained to give eps on ddpm-linear, and goes on with v on rectified-flow" in told
+    train_run(other, "expert", 0)
+    assert read_card(other.store, "islands/0/expert").provenance["init"]["kind"] == "checkpoint"

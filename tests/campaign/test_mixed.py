@@ -1,0 +1,205 @@
+"""Experts of several families, sizes, schedules and predictions in one campaign, from training to picture."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from atoll.base.condition import Condition
+from atoll.campaign.assemble import load_ensemble
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.comparison import compare_campaign
+from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.residency import Residency
+from atoll.export.pipeline import AtollPipeline
+from atoll.flow.prediction import flow_velocity
+from atoll.flow.schedule import VPCosine
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.families import family
+from atoll.report.collect import collect
+from atoll.report.summary import summary
+from atoll.store.store import Store
+from helpers import atoll, command, environment, partitioned, write_campaign
+
+TEXT: dict[str, Any] = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 12}}
+NOISE = {"schedule": "vp-cosine", "prediction": "eps"}
+PROMPTS = ["latin small letter a", "digit one"]
+
+
+@pytest.mark.slow
+def test_an_sd3_is_trained_sampled_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_campaign(tmp_path / "c", TEXT)
+    said = command(capsys, "launch", folder, "--set", "network.family=sd3", "--set", "monolith=false")
+    assert said.code == 0, said
+    cards = [read_card(Store.open(folder), f"islands/{k}/expert") for k in range(2)]
+    assert {card.family for card in cards} == {"sd3"}
+    assert command(capsys, "sample", folder, *PROMPTS, "--out", tmp_path / "a.png").code == 0
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 100
+    pipe = AtollPipeline.from_pretrained(folder / "ensemble")
+    assert {type(n).__name__ for n in pipe.experts.networks.values()} == {"SD3Transformer2DModel"}
+    made = pipe(PROMPTS, generator=torch.Generator().manual_seed(0), output_type="latent").images
+    assert made.isfinite().all() and float(made.std()) > 0.1
+    # Diffusers alone reads an island's network, positions and all.
+    theirs = family("sd3").network_class().from_pretrained(folder / "islands/0/expert")  # type: ignore[attr-defined]
+    assert all(value.isfinite().all() for value in theirs.state_dict().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_sharded_over_processes_it_learns_the_same(name: str, tmp_path: Path) -> None:
+    changes = {**TEXT, "network": {"family": name, "depth": 2}, "budget": {"samples": 320}}
+    partitioned(tmp_path / "one", changes)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    done = atoll("train", "expert", tmp_path / "one", "--island", "0")
+    assert done.returncode == 0, done.stderr
+    argv = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "atoll",
+        "train",
+        "expert",
+    ]
+    argv += [str(tmp_path / "two"), "--island", "0", "--set", "train.parallel.strategy=fsdp"]
+    sharded = subprocess.run(
+        [sys.executable, "-m", *argv], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert sharded.returncode == 0, sharded.stderr
+    one, two = (load_file(tmp_path / n / "islands/0/expert" / WEIGHTS) for n in ("one", "two"))
+    assert one.keys() == two.keys() and ("pos_embed.pos_embed" in one) == (name == "sd3")
+    assert max(float((one[key] - two[key]).abs().max()) for key in one) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four islands: flow and noise, three families, two sizes; launched as processes and assembled."""
+    changes = {
+        **TEXT,
+        "partition": {"k": 4},
+        "islands": {
+            1: {"objective": NOISE},
+            2: {"network": {"family": "sd3"}, "objective": {"time": {"distribution": "logit-normal"}}},
+            3: {"network": {"family": "flux", "depth": 2}, "objective": NOISE},
+        },
+        "budget": {"samples": 6400},
+        "router": {"share": 0.05},
+    }
+    folder = write_campaign(tmp_path_factory.mktemp("mixed") / "campaign", changes)
+    done = atoll("launch", folder, "--on", "local")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_expert_is_what_its_island_says(mixed: Path) -> None:
+    store = Store.open(mixed)
+    cards = [read_card(store, f"islands/{k}/expert") for k in range(4)]
+    assert [card.family for card in cards] == ["pixart", "pixart", "sd3", "flux"]
+    assert [(card.prediction, card.schedule) for card in cards] == [
+        ("v", "rectified-flow"), ("eps", "vp-cosine"), ("v", "rectified-flow"), ("eps", "vp-cosine"),
+    ]  # fmt: skip
+    router, monolith = read_card(store, "router/expert"), read_card(store, "monolith/expert")
+    assert (router.prediction, router.schedule) == ("v", "rectified-flow") == (
+        monolith.prediction, monolith.schedule,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_ledger_holds_for_experts_of_several_sizes(mixed: Path) -> None:
+    """Operations, not steps, are in proportion to the cluster; all together cost the monolith."""
+    store = Store.open(mixed)
+    cards = [read_card(store, f"islands/{k}/expert") for k in range(4)]
+    assert len({card.forward_flops for card in cards}) == 3  # two PixArts alike
+    rows = sum(card.rows for card in cards)
+    spent = sum(card.train_flops for card in cards)
+    for card in cards:
+        assert card.train_flops / spent == pytest.approx(card.rows / rows, rel=0.1)
+    told = summary(collect(store))
+    assert told["flops_ratio"] == pytest.approx(1, rel=0.02) and told["unfinished"] == []
+
+
+@pytest.mark.slow
+def test_each_one_is_asked_in_its_own_terms(mixed: Path) -> None:
+    """The ensemble's velocity is that of networks that are converted by hand, at all of them."""
+    ensemble, _ = load_ensemble(Store.open(mixed))
+    source = torch.Generator().manual_seed(0)
+    x, t = torch.randn(6, 1, 8, 8, generator=source), torch.linspace(0.1, 0.9, 6)
+    text = torch.randn(6, 9, 384, generator=source)
+    mask = torch.arange(9) < torch.tensor([[1], [9], [4], [2], [7], [5]])  # lengths differ within a batch
+    cond = Condition(text=text * mask[..., None], mask=mask)
+    weights = ensemble.logits(x, t, cond).softmax(1)
+    parts = []
+    for number in range(4):
+        expert = ensemble.experts[number]
+        assert isinstance(expert, Expert)
+        adapter, network = family(expert.family), expert.network
+
+        def ask(z: torch.Tensor, tau: torch.Tensor, adapter: Any = adapter, network: Any = network) -> Any:
+            return adapter.predict(network, z, tau, cond)
+
+        parts.append(flow_velocity(ask, "eps", VPCosine(), x, t) if number in (1, 3) else ask(x, t))
+    expected = torch.einsum("bk,bkchw->bchw", weights, torch.stack(parts, 1))
+    torch.testing.assert_close(ensemble.velocity(x, t, cond), expected, rtol=1e-4, atol=1e-4)
+    # A sample's velocity is its own, whichever texts are beside it: padding is nothing to any of them.
+    for row in range(6):
+        length = int(mask[row].sum())
+        alone = Condition(text=text[row : row + 1, :length], mask=mask[row : row + 1, :length])
+        v = ensemble.velocity(x[row : row + 1], t[row : row + 1], alone)
+        torch.testing.assert_close(v, expected[row : row + 1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_it_is_sampled_exported_and_reloaded(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheets = []
+    for routing in ("top-1", "commit", "full"):
+        out = tmp_path / f"{routing}.png"
+        assert command(capsys, "sample", mixed, *PROMPTS, "--routing", routing, "--out", out).code == 0
+        sheets.append(out.read_bytes())
+    assert len(set(sheets)) == 3
+    assert command(capsys, "export", mixed, "--to", tmp_path / "out", "--no-picture").code == 0
+    there, back = (AtollPipeline.from_pretrained(p) for p in (mixed / "ensemble", tmp_path / "out"))
+    names = [type(n).__name__.removesuffix("Transformer2DModel") for n in back.experts.networks.values()]
+    assert names == ["PixArt", "PixArt", "SD3", "Flux"]
+    call = {"prompt": PROMPTS, "num_images_per_prompt": 3, "routing": "top-2", "output_type": "latent"}
+    one, other = (pipe(generator=torch.Generator().manual_seed(1), **call).images for pipe in (there, back))
+    assert torch.equal(one, other) and one.isfinite().all()
+    text = (tmp_path / "out/README.md").read_text()
+    assert "| 1 | pixart | eps, vp-cosine |" in text and "| 2 | sd3 | v, rectified-flow |" in text
+
+
+@pytest.mark.slow
+def test_from_one_place_in_memory_it_gives_the_same(mixed: Path) -> None:
+    store = Store.open(mixed)
+    source = torch.Generator().manual_seed(2)
+    x, t = torch.randn(4, 1, 8, 8, generator=source), torch.linspace(0.2, 0.8, 4)
+    cond = Condition(text=torch.randn(4, 5, 384, generator=source), mask=torch.ones(4, 5, dtype=torch.bool))
+    plain, _ = load_ensemble(store)
+    offloaded, _ = load_ensemble(store, Residency(experts=1, prefetch=False))
+    assert torch.equal(plain.velocity(x, t, cond), offloaded.velocity(x, t, cond))
+
+
+@pytest.mark.slow
+def test_it_is_compared_and_costs_are_those_of_each_expert(mixed: Path) -> None:
+    campaign = Campaign.open(mixed, ["compare.strategies=[top-1, full]"])
+    compare_campaign(campaign)
+    found = campaign.store.get_json("reports/compare.json")
+    rows = {row["name"]: row for row in found["rows"]}
+    cards = [read_card(campaign.store, f"islands/{k}/expert") for k in range(4)]
+    router, monolith = (read_card(campaign.store, f"{role}/expert") for role in ("router", "monolith"))
+    # `full` with guidance asks the router once for each branch.
+    every = sum(card.forward_flops for card in cards) + 2 * router.forward_flops
+    assert rows["full"]["gflops_per_step"] == pytest.approx(every / 1e9, rel=1e-6)
+    assert rows["monolith"]["gflops_per_step"] == pytest.approx(monolith.forward_flops / 1e9, rel=1e-6)
+    low, high = min(c.forward_flops for c in cards), max(c.forward_flops for c in cards)
+    assert low / 1e9 < rows["top-1"]["gflops_per_step"] < 1.5 * high / 1e9

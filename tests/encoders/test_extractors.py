@@ -1,0 +1,117 @@
+"""Networks that judge: CLIP at tiny size, Inception through torch-fidelity where it is installed."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from atoll.base.errors import ConfigError
+from atoll.encoders.extractors import ClipEncoder, extractor
+from atoll.encoders.vision import vision_encoder
+from helpers_extractors import save_clip, save_dinov2
+
+
+def pictures(count: int = 3, size: int = 28) -> list[Image.Image]:
+    draws = np.random.default_rng(0)
+    return [Image.fromarray(draws.integers(0, 255, (size, size, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> ClipEncoder:
+    found = extractor(str(save_clip(tmp_path_factory.mktemp("clip"))))
+    assert isinstance(found, ClipEncoder)
+    return found
+
+
+def test_clip_gives_what_transformers_gives(clip: ClipEncoder) -> None:
+    """Pixels through CLIP's own processor, then both towers as the whole model runs them."""
+    images = pictures()
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
+    pixels = processor(images, return_tensors="pt")["pixel_values"]
+    tokens = clip.tokenizer(["a red house", "square"], padding=True, return_tensors="pt")
+    whole = clip.network(
+        pixel_values=pixels, input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+    )
+    features, texts = clip.encode(images), clip.texts(["a red house", "square"])
+    assert features.shape == (3, 8) and texts.shape == (2, 8)
+    unit = torch.nn.functional.normalize
+    torch.testing.assert_close(unit(features), whole.image_embeds, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(unit(texts), whole.text_embeds, rtol=1e-4, atol=1e-5)
+
+
+def test_clip_knows_its_size(clip: ClipEncoder) -> None:
+    assert (clip.size, clip.width, clip.kind, clip.resize) == (28, 8, "clip", "bicubic")
+    with pytest.raises(ConfigError, match="sees pictures of 28 px, not 64"):
+        extractor(clip.name, 64)
+
+
+def test_clip_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:
+    bare = extractor(str(save_clip(tmp_path, tokenizer=False)))
+    assert isinstance(bare, ClipEncoder)
+    assert bare.encode(pictures()).shape == (3, 8)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        bare.texts(["a"])
+
+
+def test_vision_encoders_are_extractors_too(tmp_path: Path) -> None:
+    name = str(save_dinov2(tmp_path))
+    one, other = extractor(name, 28), vision_encoder(name, 28)
+    assert one.kind == "dinov2" and one.producer() == other.producer()
+    assert torch.equal(one.encode(pictures()), other.encode(pictures()))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("inceptoin", None, "did you mean 'inception'"),
+        ("/nowhere/at/all", None, "cannot load the extractor"),
+        ("inception", 64, "Inception sees pictures of 299 px, not 64"),
+    ],
+)
+def test_an_extractor_that_is_not_there(name: str, size: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        extractor(name, size)
+    assert "\n" not in str(caught.value)
+
+
+# Inception.
+
+FIDELITY = importlib.util.find_spec("torch_fidelity") is not None
+
+
+@pytest.mark.skipif(FIDELITY, reason="torch-fidelity is installed")
+def test_inception_without_its_package_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"not installed .*pip install 'atoll\[fid\]'"):
+        extractor("inception")
+
+
+@pytest.mark.skipif(not FIDELITY, reason="no torch-fidelity: pip install 'atoll[fid]'")
+def test_inception_agrees_with_torch_fidelity(tmp_path: Path) -> None:
+    """The same distance as the whole program of torch-fidelity finds on the same files."""
+    import torch_fidelity
+
+    from atoll.evaluate.frechet import frechet_of_moments
+    from atoll.evaluate.moments import Moments
+    from helpers_extractors import save_pictures
+
+    try:
+        inception = extractor("inception")
+    except ConfigError as error:
+        pytest.skip(f"the weights of Inception cannot be had: {error}")
+    folders = [save_pictures(tmp_path / str(seed), 20, seed, 40) for seed in range(2)]
+    moments = []
+    for folder in folders:
+        images = [Image.open(path) for path in sorted(folder.glob("*.png"))]
+        moments.append(Moments.of(inception.encode(images).numpy()))
+    theirs = torch_fidelity.calculate_metrics(
+        input1=str(folders[0]), input2=str(folders[1]), fid=True, cuda=False, verbose=False
+    )
+    (one, other) = moments
+    ours = frechet_of_moments(one.mean, one.covariance, other.mean, other.covariance)
+    assert ours == pytest.approx(theirs["frechet_inception_distance"], rel=1e-3)

@@ -1,0 +1,86 @@
+"""Precision, recall, density and coverage against brute force and against what is plain to see."""
+
+import numpy as np
+import pytest
+
+from atoll.base.errors import DataError
+from atoll.evaluate import neighbours
+from atoll.evaluate.features import FeatureRows, FeatureSet
+from atoll.evaluate.neighbours import neighbourhoods, radii
+
+
+def rows(values: np.ndarray) -> FeatureRows:
+    return FeatureSet.of(values.astype(np.float32)).whole_rows()
+
+
+def drawn(seed: int, n: int = 70, d: int = 3, shift: float = 0.0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(n, d)) + shift).astype(np.float32)
+
+
+def brute(x: np.ndarray, y: np.ndarray, k: int = 3, dense: int = 5) -> dict[str, float]:
+    """All distances at once, from differences: samples x, reference y."""
+
+    def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return ((a[:, None].astype(np.float64) - b[None]) ** 2).sum(-1)
+
+    def ball(a: np.ndarray, nth: int) -> np.ndarray:
+        return np.sort(distances(a, a), axis=1)[:, nth]  # the 0th is the row itself
+
+    across = distances(x, y)
+    inside = across < ball(y, dense)
+    return {
+        "precision": float((across <= ball(y, k)).any(1).mean()),
+        "recall": float((across <= ball(x, k)[:, None]).any(0).mean()),
+        "density": float(inside.sum(1).mean() / dense),
+        "coverage": float(inside.any(0).mean()),
+    }
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize(("shift", "n"), [(0.7, 70), (1.5, 70), (1.0, 41)])
+def test_they_agree_with_brute_force(
+    shift: float, n: int, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if block is not None:
+        monkeypatch.setattr(neighbours, "BLOCK", block)
+    x, y = drawn(0, n, shift=shift), drawn(1)
+    found, expected = neighbourhoods(rows(x), rows(y)), brute(x, y)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert 0 < expected["precision"] < 1 and 0 < expected["coverage"] < 1
+
+
+def test_other_numbers_of_neighbours() -> None:
+    x, y = drawn(0), drawn(1)
+    assert neighbourhoods(rows(x), rows(y), 7, 2) == pytest.approx(brute(x, y, 7, 2), abs=1e-12)
+
+
+def test_a_set_against_itself() -> None:
+    x = drawn(0)
+    found = neighbourhoods(rows(x), rows(x))
+    assert found["precision"] == found["recall"] == found["coverage"] == 1.0
+    assert found["density"] == pytest.approx(1.0, abs=0.5)
+
+
+def test_sets_that_are_far_apart() -> None:
+    found = neighbourhoods(rows(drawn(0)), rows(drawn(1, shift=100.0)))
+    assert found == {"precision": 0.0, "recall": 0.0, "density": 0.0, "coverage": 0.0}
+
+
+def test_samples_of_one_mode_are_precise_and_recall_half() -> None:
+    draws = np.random.default_rng(0)
+    modes = np.concatenate([draws.normal(size=(50, 2)), draws.normal(size=(50, 2)) + 50])
+    found = neighbourhoods(rows(draws.normal(size=(50, 2)) * 0.5), rows(modes))
+    assert found["precision"] > 0.9
+    assert found["recall"] <= 0.5 and found["coverage"] <= 0.5
+
+
+def test_radii_leave_out_the_row_itself_and_keep_its_copies() -> None:
+    x = np.array([[0.0], [0.0], [3.0], [7.0]])
+    np.testing.assert_allclose(radii(rows(x), 2).numpy(), [[0, 9], [0, 9], [9, 9], [16, 49]], atol=1e-12)
+
+
+def test_too_few_pictures_are_refused() -> None:
+    with pytest.raises(DataError, match="5 pictures have no 5-th neighbour"):
+        neighbourhoods(rows(drawn(0)), rows(drawn(1, 5)))
+    with pytest.raises(DataError, match="3 pictures have no 3-th neighbour"):
+        neighbourhoods(rows(drawn(0, 3)), rows(drawn(1)))

@@ -1,0 +1,362 @@
+"""The student: who teaches it what, and that its training is as exact as any."""
+
+import json
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.base.condition import Condition
+from atoll.base.errors import PartitionError
+from atoll.campaign.campaign import Campaign
+from atoll.campaign.runs import train_run
+from atoll.data.dataset import DataSet
+from atoll.data.samples import Samples, read_labels
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.routing import Routing
+from atoll.flow.objective import ObjectiveConfig
+from atoll.flow.prediction import Prediction
+from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.init import initialise
+from atoll.store.store import Store
+from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, StudentConfig, Teacher
+from atoll.train.loop import train
+from atoll.train.settings import Recipe, RunPlan, TrainConfig
+from helpers import (
+    WEIGHTS,
+    atoll,
+    command,
+    metrics,
+    partitioned,
+    refused,
+    refused_process,
+    same_bits,
+    start,
+    write_campaign,
+)
+from helpers_networks import CLASSES, Logits, conditions, expert, noise, router
+
+STUDENT = {"student": {"stock": False}}
+OFTEN = {
+    "checkpoint_minutes": 0.003,
+    "validations": 3,
+    "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},
+}
+
+
+@dataclass
+class Constant:
+    """An expert whose velocity is a number everywhere."""
+
+    value: float
+    seen: list[Condition] = field(default_factory=list)
+
+    def velocity(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
+        self.seen.append(cond)
+        return torch.full_like(x_t, self.value)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign with a student to be trained; its experts and router are finished."""
+    folder = tmp_path_factory.mktemp("taught") / "campaign"
+    campaign = partitioned(folder, {**STUDENT, "budget": {"samples": 640}})
+    for island in range(2):
+        train_run(campaign, "expert", island)
+    train_run(campaign, "router")
+    return folder
+
+
+@pytest.fixture
+def copy(taught: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(taught, tmp_path / "campaign"))
+
+
+def task_of(
+    folder: Path, teacher: Teacher, clusters: torch.Tensor | None = None, **changes: Any
+) -> DistillTask:
+    """The student's task on the data of a partitioned campaign."""
+    campaign = Campaign.open(folder)
+    plan = RunPlan.parse(campaign.store.get_json("student/island.json"), "a test")
+    plan = plan.model_copy(update={key: changes[key] for key in ("steps", "batch") if key in changes})
+    dataset, shape = DataSet.open(campaign.store, "student/data"), DataShape(**plan.shape)
+    settings = campaign.config.network
+    network = family(settings.family).build(settings, shape)
+    initialise(network, 0)
+    recipe = Recipe(
+        objective=ObjectiveConfig(condition_dropout=changes.get("dropout", 0.0)),
+        train=changes.get("train", campaign.config.train),
+        network=settings.model_dump(),
+        plan=plan,
+    )
+    parts = [Samples(dataset, dataset.split(name), "class", shape) for name in ("train", "heldout")]
+    clusters = dataset.column("clusters").read(range(len(dataset))).long() if clusters is None else clusters
+    made = dataset.column("latents").meta.producer
+    weight = changes.get("data_weight", 0.0)
+    return DistillTask(network, settings.family, *parts, clusters, recipe, teacher, weight, made, None)
+
+
+# The teacher.
+
+
+def test_the_teacher_of_a_row_is_the_expert_of_its_cluster(taught: Path) -> None:
+    """Clusters are looked up by what the islands' own data sets hold."""
+    task = task_of(taught, ClusterTeacher([Constant(0.0), Constant(1.0)]))
+    store = Store.open(taught)
+    islands = [DataSet.open(store, f"islands/{k}/data") for k in range(2)]
+    latents = [part.column("latents").read(range(len(part))).float() for part in islands]
+    batch = task.batch(range(60))
+    assert batch.clusters is not None and batch.draws is not None
+    for x0, cluster in zip(batch.x0, batch.clusters.tolist(), strict=True):
+        assert (latents[cluster] == x0).flatten(1).all(1).any()
+    assert set(batch.clusters.tolist()) == {0, 1}
+    v = task.teacher.velocity(batch.x0, batch.t, batch.cond, batch.clusters, batch.draws)
+    assert torch.equal(v, batch.clusters.float()[:, None, None, None].expand_as(v))
+
+
+def test_a_teacher_sees_the_condition_that_the_student_sees(taught: Path) -> None:
+    one, two = Constant(0.0), Constant(1.0)
+    task = task_of(taught, ClusterTeacher([one, two]), dropout=0.5)
+    batch = task.batch(range(40))
+    assert batch.cond.labels is not None and batch.clusters is not None
+    dropped = batch.cond.labels == 2
+    assert 8 < int(dropped.sum()) < 32
+    task.step(batch)
+    for number, expert_ in enumerate((one, two)):
+        (seen,) = expert_.seen  # each runs once
+        assert seen.labels is not None
+        assert torch.equal(seen.labels, batch.cond.labels[batch.clusters == number])
+
+
+def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(taught: Path) -> None:
+    """The drawn network gives 0 everywhere, so both losses are known."""
+    losses = []
+    for weight in (0.0, 0.25):
+        task = task_of(taught, ClusterTeacher([Constant(1.0), Constant(3.0)]), data_weight=weight)
+        batch = task.batch(range(30))
+        assert batch.clusters is not None
+        losses.append(task.step(batch)[0].detach())
+    teacher = (1.0 + 8.0 * batch.clusters).mean()
+    data = (batch.eps - batch.x0).square().mean()
+    assert torch.allclose(losses[0], teacher)
+    assert torch.allclose(losses[1], 0.75 * teacher + 0.25 * data)
+
+
+@pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
+def test_experts_of_any_prediction_teach_their_velocity(prediction: Prediction) -> None:
+    experts = [expert(n, CLASSES, prediction, "vp-cosine") for n in range(2)]
+    x_t, t, cond = noise(5, CLASSES), torch.linspace(0.1, 0.9, 5), conditions(5, CLASSES)
+    clusters = torch.tensor([0, 1, 1, 0, 1])
+    v = ClusterTeacher(experts).velocity(x_t, t, cond, clusters, torch.empty(5, 0))
+    for row, number in enumerate(clusters.tolist()):
+        part = slice(row, row + 1)
+        alone = experts[number].velocity(x_t[part], t[part], cond.select(part))
+        assert torch.allclose(v[part], alone, atol=1e-5)
+
+
+def test_a_routed_teacher_is_the_ensemble_as_it_is_sampled() -> None:
+    experts: list[Any] = [expert(n, CLASSES) for n in range(3)]
+    asked = Logits(router(7, 3, CLASSES))
+    ensemble = Ensemble(experts, asked)
+    x_t, t, cond = noise(6, CLASSES), torch.linspace(0.1, 1.0, 6), conditions(6, CLASSES)
+    nobody, draws = torch.zeros(6, dtype=torch.long), torch.linspace(0.05, 0.95, 6)[:, None]
+
+    def velocity(name: str) -> torch.Tensor:
+        return RoutedTeacher(ensemble, Routing.named(name)).velocity(x_t, t, cond, nobody, draws)
+
+    assert torch.allclose(velocity("full"), ensemble.velocity(x_t, t, cond), atol=1e-6)
+    likeliest = asked.logits(x_t, t, cond).argmax(1)
+    assert torch.equal(
+        velocity("top-1"), ClusterTeacher(experts).velocity(x_t, t, cond, likeliest, torch.empty(6, 0))
+    )
+    assert len(set(likeliest.tolist())) > 1
+    drawn = velocity("commit")
+    own = torch.stack([ClusterTeacher(experts).velocity(x_t, t, cond, nobody + k, draws) for k in range(3)])
+    assert ((own - drawn).abs().flatten(2).amax(2) < 1e-5).any(0).all()  # one expert for every sample
+
+
+# Training.
+
+
+@pytest.mark.slow
+def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: Path) -> None:
+    """Clusters are classes here, so the condition tells all: the student can be as good as its teachers."""
+    dataset = DataSet.open(Store.open(taught), "student/data")
+    task = task_of(
+        taught,
+        ClusterTeacher([Constant(-0.7), Constant(0.4)]),
+        read_labels(dataset),
+        steps=600,
+        batch=16,
+        train=TrainConfig(lr=3e-3, lr_schedule="cosine", log_every=1, validations=1, previews=0),
+    )
+    train(task, task.recipe, Store.open(tmp_path / "run", create=True), "student")
+    lines = metrics(tmp_path / "run")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[0] == pytest.approx(0.33, abs=0.1) and max(losses[-20:]) < 1e-3
+    checked = next(line for line in lines if "teacher_loss" in line)
+    assert checked["teacher_loss"] < 0.02  # of the averaged weights
+    assert checked["validation_loss"] > 0.5  # the data are nothing like that
+
+
+def test_a_student_that_starts_as_its_teacher_has_nothing_to_learn(copy: Path, tmp_path: Path) -> None:
+    replace_expert(copy, 1, by=0)
+    for name in ("expert:1", "average"):
+        folder = Path(shutil.copytree(copy, tmp_path / name[:6]))
+        start_anew(folder, {"start": name, "train": {"log_every": 1}})
+        train_run(Campaign.open(folder), "student")
+        losses = [line["loss"] for line in metrics(folder / "student") if "loss" in line]
+        assert losses[0] < 1e-12  # the teacher runs in other batches, so the last bits differ
+        card = read_card(Store.open(folder), "student/expert")
+        assert card.provenance["init"]["kind"] == "experts"
+        assert card.provenance["init"]["start"] == name.partition(":")[0]
+
+
+def replace_expert(folder: Path, number: int, by: int) -> None:
+    """Publish one expert's weights as another one's."""
+    target = folder / f"islands/{number}/expert"
+    shutil.rmtree(target)
+    shutil.copytree(folder / f"islands/{by}/expert", target)
+    card = json.loads((target / "card.json").read_text())
+    (target / "card.json").write_text(json.dumps({**card, "island": number}))
+
+
+def start_anew(folder: Path, student: dict[str, Any]) -> None:
+    """The same campaign with another student."""
+    shutil.rmtree(folder / "student", ignore_errors=True)
+    write_campaign(folder, {"student": {"stock": False, **student}})
+    answer = atoll("partition", folder)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_the_average_is_that_of_the_weights(copy: Path) -> None:
+    start_anew(copy, {"start": "average"})
+    train_run(Campaign.open(copy), "student")
+    laid = load_file(copy / "student/init/diffusion_pytorch_model.safetensors")
+    parts = [load_file(copy / f"islands/{k}" / WEIGHTS) for k in range(2)]
+    for name, value in laid.items():
+        assert torch.allclose(value, (parts[0][name] + parts[1][name]) / 2, atol=1e-7)
+        assert value.dtype == torch.float32
+    (copy / "student/expert/card.json").unlink()
+    replace_expert(copy, 1, by=0)
+    with pytest.raises(PartitionError, match="made from other experts"):
+        train_run(Campaign.open(copy), "student")
+
+
+def test_where_teachers_lie_changes_no_bit(copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other"))
+    train_run(Campaign.open(copy), "student")
+    train_run(
+        Campaign.open(other, ["student.residency.experts=1", "student.residency.prefetch=false"]), "student"
+    )
+    assert same_bits(copy / "student", other / "student")
+
+
+def killed(folder: Path) -> None:
+    """Start the student's training and kill it after its first checkpoint."""
+    process = start("train", "student", folder)
+    deadline, log = time.monotonic() + 120, folder / "student/run/log"
+    while not any('"commit"' in path.read_text() for path in log.glob("*.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not (folder / "student/expert/card.json").exists()
+
+
+def test_a_killed_student_goes_on_to_the_same_bits(copy: Path, tmp_path: Path) -> None:
+    start_anew(copy, {"teacher": "routed", "routing": "commit", "step_share": 4.0, "train": OFTEN})
+    reference, other = (Path(shutil.copytree(copy, tmp_path / name)) for name in ("reference", "other"))
+    train_run(Campaign.open(reference), "student")
+    killed(copy)
+    shutil.copytree(copy, other, dirs_exist_ok=True)
+    again = atoll("train", "student", copy)
+    assert again.returncode == 0 and "resumed at step" in again.stdout, again.stderr
+    assert same_bits(copy / "student", reference / "student")
+    assert metrics(copy / "student") == metrics(reference / "student")
+    # Under other teachers it does not go on.
+    replace_expert(other, 1, by=0)
+    refused_process(atoll("train", "student", other), "was made with other settings")
+
+
+def test_the_card_tells_the_teachers(copy: Path) -> None:
+    train_run(Campaign.open(copy), "student")
+    store = Store.open(copy)
+    card, cards = (
+        read_card(store, "student/expert"),
+        [read_card(store, f"islands/{k}/expert") for k in (0, 1)],
+    )
+    told = card.provenance["student"]
+    assert card.role == "student" and (card.prediction, card.schedule) == ("v", "rectified-flow")
+    assert told["teachers"] == {f"islands/{k}": cards[k].weights_sha256 for k in (0, 1)}
+    assert told["teacher"] == "cluster"
+    student = Expert.load(store, "student/expert")
+    v = student.velocity(
+        torch.zeros(2, 1, 8, 8), torch.tensor([0.2, 0.8]), Condition(labels=torch.tensor([0, 1]))
+    )
+    assert v.isfinite().all() and v.abs().max() > 0
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"teacher": "majority"}, ("student.teacher", "'cluster' or 'routed'")),
+        ({"start": "averag"}, ("unknown 'averag'", "average")),
+        ({"start": "expert:2"}, ("no expert 2", "expert:0 to expert:1")),
+        ({"routing": "oracle"}, ("oracle", "teacher: cluster")),
+        ({"routing": "top-1 every 2"}, ("every",)),
+        ({"batch_share": 0.05}, ("0.05 of train.batch, 16, is less than one",)),
+        ({"train": {"batch": 4}}, ("student.batch_share",)),
+        ({"start": "average", "network": {"depth": 2}}, ("needs equal networks", "expert 0")),
+        ({"stok": False}, ("unknown key", "stock")),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    settings: dict[str, Any], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_campaign(tmp_path / "c", {"student": {"stock": False, **settings}})
+    refused(command(capsys, "plan", folder), *words)
+
+
+def test_islands_of_their_own_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student = {"student": {"stock": False, "start": "average"}}
+    folder = write_campaign(tmp_path / "c", {**student, "islands": {1: {"network": {"depth": 2}}}})
+    refused(command(capsys, "plan", folder), "expert 1's is another", "scratch")
+
+
+def test_missing_teachers_are_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "islands/1/expert/card.json").unlink()
+    refused(command(capsys, "train", "student", copy), "not published: 1", "atoll launch")
+
+
+def test_a_routed_teacher_needs_the_router(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start_anew(copy, {"teacher": "routed"})
+    (copy / "router/expert/card.json").unlink()
+    refused(command(capsys, "train", "student", copy), "no router yet")
+
+
+def test_an_expert_in_anothers_place_does_not_teach(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(copy / "islands/1/expert")
+    shutil.copytree(copy / "islands/0/expert", copy / "islands/1/expert")
+    refused(command(capsys, "train", "student", copy), "islands/1 holds expert 0")
+
+
+def test_the_settings_of_a_student_stay(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(command(capsys, "train", "student", copy, "--set", "student.data_weight=0.5"), "data_weight")
+    refused(command(capsys, "train", "student", copy, "--set", "student.train.lr=0.5"), "student.train.lr")
+
+
+def test_defaults_cost_a_quarter_of_the_batch() -> None:
+    settings = StudentConfig()
+    assert (settings.batch(256), settings.batch(10), settings.origin()) == (64, 2, ("scratch", None))
+    assert NetworkConfig().architecture() == NetworkConfig(depth=6, heads=3, head_width=48).architecture()
