@@ -76,6 +76,7 @@ COMMANDS = [
     ["launch"],
     ["assemble"],
     ["compare"],
+    ["diagnose"],
     ["sample"],
     ["report"],
 ]
@@ -362,6 +363,7 @@ def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
     before = state(made)
     refused(run("assemble", made), "has no expert yet", "atoll launch")
     refused(run("compare", made), "has no ensemble", "atoll assemble")
+    refused(run("diagnose", made), "has no ensemble", "atoll assemble")
     refused(run("sample", made, "1", "--out", tmp_path / "a.png"), "has no ensemble", "atoll assemble")
     refused(run("sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"), "is missing")
     assert state(made) == before and not (tmp_path / "a.png").exists()
@@ -471,6 +473,7 @@ def test_help_names_every_command(option: str, run: Run) -> None:
         "status",
         "sample",
         "compare",
+        "diagnose",
         "report",
     ):
         assert f"\n  {name} " in said.out

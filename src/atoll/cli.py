@@ -348,6 +348,16 @@ def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
 
 @atoll.command()
 @CAMPAIGN
+@SETS
+def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
+    """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
+    from atoll.campaign.diagnosis import diagnose_campaign
+
+    diagnose_campaign(_open(campaign, sets))
+
+
+@atoll.command()
+@CAMPAIGN
 def report(campaign: str) -> None:
     """Write reports/index.html, one self-contained page, and reports/summary.json."""
     from atoll.report.page import write_report

@@ -1,6 +1,7 @@
 """Campaign folders written by hand: real files in a real store, numbers chosen to be told apart."""
 
 import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -186,10 +187,124 @@ class Builder:
                 self.store.put(f"reports/compare/{name}/{n:02d}.png", png(self.side, 7 * n))
         return self
 
+    def diagnose(
+        self, splits: tuple[str, ...] = ("heldout",), monolith: bool = True, **fields: Any
+    ) -> "Builder":
+        """Experts whose error on cluster j is 1 + |j - k|, a monolith at 2, a router that learns with t."""
+        times, k = [0.25, 0.75, 1.0], self.k
+        places = [(split, t) for split in splits for t in (*times, "mean")]
+        clusters = ["all", *range(k)]
+        models = {"own": 1.0, "selected": 1.5, "others": 3.0, "mixture": 1.25}
+        models |= {"monolith": 2.0} if monolith else {}
+        pairs = [
+            ("selected", "own"),
+            *([("selected", "monolith"), ("mixture", "monolith")] if monolith else []),
+        ]
+        wrong = {"t": "mean", "angle": None}
+        tables = {
+            "router": [
+                {
+                    "split": split,
+                    "t": t,
+                    "nll": 0.5 + t,
+                    "accuracy": 0.9 - 0.5 * t,
+                    "confidence": 0.95,
+                    "ece": 0.05 + 0.5 * t,
+                    "ece_chance": 0.03,
+                    "temperature": 2.0,
+                    "prior_nll": 1.3,
+                    "prior_accuracy": 0.3,
+                }
+                for split, t in itertools.product(splits, times)
+            ],
+            "errors": [
+                {"split": s, "t": t, "cluster": c, "model": m, "error": v, "se": 0.01}
+                for (s, t), c, (m, v) in itertools.product(places, clusters, models.items())
+            ],
+            "differences": [
+                {
+                    "split": s,
+                    "t": t,
+                    "cluster": c,
+                    "gap": f"{a}-{b}",
+                    "difference": models[a] - models[b],
+                    "se": 0.01,
+                }
+                for (s, t), c, (a, b) in itertools.product(places, clusters, pairs)
+            ],
+            "experts": [
+                {
+                    "split": s,
+                    "t": t,
+                    "cluster": c,
+                    "expert": e,
+                    "error": 1.5 if c == "all" else 1.0 + abs(c - e),
+                }
+                for (s, t), c, e in itertools.product(places, clusters, range(k))
+            ],
+            "missing": [
+                {"split": s, "t": t, "cluster": c, "expert": e, "loss": 0.25 if c == e else -0.05}
+                for (s, t), c, e in itertools.product(places, clusters, range(k))
+            ],
+            "disagreement": [
+                {"split": s, "t": t, "cluster": "all", **(wrong if t == "mean" else {"angle": 20 + 10 * t})}
+                for s, t in places
+            ],
+            "usage": [
+                {"strategy": n, "expert": e, "size": 1 / k, "asked": 1 / k, "used": 1 / k}
+                for n, e in itertools.product(("commit", "top-1"), range(k))
+            ],
+            "switches": [
+                {
+                    "strategy": n,
+                    "step": step,
+                    "t": t,
+                    "rate": 0.125 * (n == "top-1"),
+                    "ever": 0.4 * (n == "top-1"),
+                }
+                for n, (step, t) in itertools.product(
+                    ("commit", "top-1"), (("all", None), (1, 0.5), (2, 0.25))
+                )
+            ],
+            "nearest": [
+                {
+                    "cluster": c,
+                    "samples": 50,
+                    "suspicious": 0.06,
+                    "memorised": 0.04,
+                    "memorised_heldout": 0.0,
+                    "distance": 3.5,
+                    "distance_heldout": 4.5,
+                }
+                for c in clusters
+            ],
+            "suspicious": [{"cluster": n % k, "ratio": 0.1 * n, "why": "ratio, distance"} for n in range(2)],
+        }
+        pictures = []
+        for n in range(2):
+            keys = {name: f"reports/diagnostics/pairs/{n:02d}-{name}.png" for name in ("sample", "training")}
+            for key in keys.values():
+                self.store.put(key, png(self.side, n))
+            pictures.append({**keys, "caption": PROMPTS[n]})
+        content = {
+            "schema": 1,
+            "settings": {"splits": list(splits), "quantile": 0.01},
+            "strategies": ["commit", "top-1"],
+            "missing": [],
+            "copies": {"leaked": 0},
+            "pictures": pictures,
+            "tables": {
+                name: {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+                for name, rows in tables.items()
+            },
+        }
+        self.store.put_json("reports/diagnostics.json", content | fields)
+        return self
+
     def stages(self) -> "Builder":
         self.store.put_json("reports/stages.json", {"data ingest": 4.5, "partition": 1.25, "launch": 100.0})
         return self
 
     def whole(self) -> "Builder":
         """A finished quickstart."""
-        return self.campaign().partition().train().compare().stages()
+        return self.campaign().partition().train().compare().diagnose().stages()

@@ -14,7 +14,7 @@ from atoll.store.store import Store
 from report.campaigns import DISTANCES, PROMPTS, Builder
 from report.pages import Page
 
-SECTIONS = ["samples", "routing", "clusters", "training", "strategies", "flops", "provenance"]
+SECTIONS = ["samples", "routing", "clusters", "training", "strategies", "why", "flops", "provenance"]
 
 
 def page(builder: Builder) -> Page:
@@ -60,8 +60,9 @@ def test_every_picture_is_there_once_and_decodes(builder: Builder):
     pictures = found.pictures()
     shown = len(PROMPTS) * (len(DISTANCES) + 1)
     thumbnails, sheets = len(PROMPTS), 4
-    assert len(pictures) == shown + thumbnails + sheets
-    assert [p.size for p in pictures].count((16, 16)) == shown + thumbnails
+    pairs = 2 * 2  # suspicious samples beside their nearest training pictures
+    assert len(pictures) == shown + thumbnails + sheets + pairs
+    assert [p.size for p in pictures].count((16, 16)) == shown + thumbnails + pairs
     sizes = [(int(a["width"]), int(a["height"])) for a in found.all("img")]
     assert sizes == [p.size for p in pictures]
 
@@ -101,7 +102,7 @@ def test_a_large_campaign_takes_less_than_two_seconds(tmp_path: Path):
     losses = (1 / np.sqrt(np.arange(1, 8001))).tolist()
     for folder in [*(f"islands/{n}" for n in range(16)), "router", "monolith"]:
         builder.run(folder, losses=losses)
-    builder.compare([f"prompt {n}" for n in range(12)], steps=50)
+    builder.compare([f"prompt {n}" for n in range(12)], steps=50).diagnose(splits=("heldout", "train"))
     start = time.perf_counter()
     path = write_report(builder.store)
     assert time.perf_counter() - start < 2
@@ -120,7 +121,7 @@ def test_it_imports_neither_torch_nor_networks():
 def test_captions_are_shown_as_text(builder: Builder):
     found = page(builder.whole())
     shown = [text for text in found.texts["bdi"] if text != "camp"]
-    assert shown == [clean(prompt) for prompt in PROMPTS] * 2
+    assert shown == [clean(prompt) for prompt in [*PROMPTS * 2, *PROMPTS[:2]]]
     assert shown[1] == PROMPTS[1]
     assert shown[2] == PROMPTS[2]
     assert shown[5] == PROMPTS[5]
@@ -295,7 +296,7 @@ def test_an_island_without_held_out_rows_is_named(builder: Builder):
 
 def test_every_run_is_in_every_chart(builder: Builder):
     charts = [a["aria-label"] for a in page(builder.whole()).with_class("chart")]
-    assert len(charts) == 4
+    assert len(charts) == 4 + 7  # those of training, and those of the reasons
     for chart in charts[:2]:
         for name in ("Expert 0", "Expert 1", "Expert 2", "Expert 3", "Monolith"):
             assert name in chart
@@ -308,9 +309,35 @@ def test_another_schema_is_one_line(builder: Builder):
     builder.whole().partition(schema=2)
     with pytest.raises(PartitionError, match="schema 2, this Atoll reads 1"):
         write_report(builder.store)
-    builder.partition().compare(schema=7)
+    builder.partition().diagnose(schema=5)
+    with pytest.raises(DataError, match=r"schema 5, this Atoll reads 1.*atoll diagnose"):
+        write_report(builder.store)
+    builder.diagnose().compare(schema=7)
     with pytest.raises(DataError, match="schema 7, this Atoll reads 1"):
         write_report(builder.store)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"ece": "much"}, "router.ece is no number"), ({"nll": None}, ""), ({"-": "nll"}, "nll")],
+)
+def test_tables_of_another_form_are_one_line(builder: Builder, change: dict[str, object], words: str):
+    builder.whole()
+    found = builder.store.get_json("reports/diagnostics.json")
+    table = found["tables"]["router"]
+    for name, value in change.items():
+        place = table["columns"].index(value if name == "-" else name)
+        if name == "-":
+            table["columns"][place] = "something else"
+        else:
+            table["rows"][0][place] = value
+    builder.store.put_json("reports/diagnostics.json", found)
+    if not words:
+        page(builder)
+        return
+    with pytest.raises(DataError, match=words) as error:
+        write_report(builder.store)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +348,8 @@ def test_another_schema_is_one_line(builder: Builder):
         ("reports/compare.json", b'{"schema": 1, "rows": 5}'),
         ("reports/compare.json", b'{"schema": 1}'),
         ("reports/stages.json", b"7"),
+        ("reports/diagnostics.json", b'{"schema": 1}'),
+        ("reports/diagnostics.json", b'{"schema": 1, "settings": {"splits": []}, "tables": []}'),
         ("partition/partition.json", b'{"schema": 1, "hash": "x"}'),
         ("campaign.json", b'{"schema": 1}'),
         ("islands/0/expert/card.json", b'"x"'),
@@ -516,7 +545,7 @@ def test_an_expert_has_one_colour_everywhere(builder: Builder):
 
 def test_small_pictures_keep_their_pixels(tmp_path: Path):
     small, large = (Builder(tmp_path / str(side), side=side).whole() for side in (16, 128))
-    assert len(page(small).with_class("pixelated")) == 2
+    assert len(page(small).with_class("pixelated")) == 3
     assert page(large).with_class("pixelated") == []
 
 

@@ -12,6 +12,7 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import CompareConfig
+from atoll.evaluate.diagnostics import DiagnoseConfig
 from atoll.evaluate.metrics import EvaluateConfig
 from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
@@ -105,7 +106,7 @@ class SamplingConfig(Config):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
-UNFROZEN = ("sampling", "compare", "evaluate", "launch", "tracking")
+UNFROZEN = ("sampling", "compare", "diagnose", "evaluate", "launch", "tracking")
 """Groups that may be changed at any time."""
 
 
@@ -141,6 +142,8 @@ class CampaignConfig(Config):
     """Defaults of sampling; may be changed at any time."""
     compare: CompareConfig = CompareConfig()
     """How models are compared; may be changed at any time."""
+    diagnose: DiagnoseConfig = DiagnoseConfig()
+    """What is looked at to see why; may be changed at any time."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How one model is measured; may be changed at any time."""
     launch: LaunchConfig = LaunchConfig()
@@ -182,7 +185,7 @@ class CampaignConfig(Config):
         self._check_seed()
         if self.student is not None:
             self._check_student(self.student)
-        for name in (self.sampling.routing, *self.compare.strategies):
+        for name in (self.sampling.routing, *self.compare.strategies, *self.diagnose.strategies):
             Routing.named(name)
         return self
 

@@ -20,6 +20,7 @@ def commands(folder: str) -> list[list[str]]:
         ["partition", folder],
         ["launch", folder, "--on", "local"],
         ["compare", folder],
+        ["diagnose", folder],
         ["report", folder],
     ]
 

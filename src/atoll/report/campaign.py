@@ -209,6 +209,45 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A suspicious sample and the training picture that it is nearest to."""
+
+    caption: str
+    sample: Picture | None
+    training: Picture | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `reports/diagnostics.json` says, with the pictures beside it.
+
+    Attributes:
+        tables: rows by name of the table, as mappings.
+        splits: rows that were measured, `heldout` or `train`; the first is the one that is shown.
+        strategies: that were sampled.
+        settings: of the diagnosis.
+        missing: numbers of the experts that were not there.
+        leaked: held-out pictures that are training pictures too; None where nobody looked.
+        pairs: suspicious samples, beside what they resemble.
+    """
+
+    tables: dict[str, list[dict[str, Any]]]
+    splits: tuple[str, ...]
+    strategies: tuple[str, ...]
+    settings: dict[str, Any]
+    missing: tuple[int, ...]
+    leaked: int | None
+    pairs: tuple[Pair, ...]
+
+    def rows(self, table: str, **where: Any) -> list[dict[str, Any]]:
+        """Rows of a table that have these values; of the first split, unless another is asked for."""
+        found = self.tables.get(table, [])
+        if found and "split" in found[0]:
+            where = {"split": self.splits[0], **where}
+        return [row for row in found if all(row[name] == value for name, value in where.items())]
+
+
+@dataclass(frozen=True)
 class Campaign:
     """A campaign as far as it is.
 
@@ -224,6 +263,7 @@ class Campaign:
         seed: the run that the experts start from; None where they start without one.
         student: the run that learns from the experts; None where there is none.
         comparison: None before `atoll compare`.
+        diagnosis: None before `atoll diagnose`.
         stages: seconds by stage, where the quickstart wrote them.
     """
 
@@ -238,6 +278,7 @@ class Campaign:
     seed: Run | None
     student: Run | None
     comparison: Comparison | None
+    diagnosis: Diagnosis | None
     stages: dict[str, float] | None
 
     @property

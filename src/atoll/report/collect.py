@@ -12,11 +12,38 @@ from contextlib import contextmanager
 from typing import Any
 
 from atoll.base.errors import DataError, PartitionError, StoreError
-from atoll.report.campaign import Campaign, Card, Comparison, Measured, Partition, Picture, Plan, Run, Weights
+from atoll.report.campaign import (
+    Campaign,
+    Card,
+    Comparison,
+    Diagnosis,
+    Measured,
+    Pair,
+    Partition,
+    Picture,
+    Plan,
+    Run,
+    Weights,
+)
 from atoll.report.wording import clean, finite
 from atoll.store.store import Store
 
 SCHEMA = 1
+DIAGNOSED = {
+    "router": "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
+    "errors": "split t cluster model error se",
+    "differences": "split t cluster gap difference se",
+    "experts": "split t cluster expert error",
+    "missing": "split t cluster expert loss",
+    "disagreement": "split t cluster angle",
+    "usage": "strategy expert size asked used",
+    "switches": "strategy step t rate ever",
+    "nearest": "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
+    "suspicious": "cluster ratio why",
+}
+"""The columns of `reports/diagnostics.json` that the page shows, by table."""
+NAMES = {"split", "t", "cluster", "model", "gap", "strategy", "step", "why"}
+"""Columns that may hold a word."""
 
 
 def collect(store: Store) -> Campaign:
@@ -46,6 +73,7 @@ def collect(store: Store) -> Campaign:
         seed=_run(store, "seed", "seed", None) if store.exists("seed/island.json") else None,
         student=_run(store, "student", "student", None) if store.exists("student/island.json") else None,
         comparison=_comparison(store),
+        diagnosis=_diagnosis(store),
         stages=_stages(store),
     )
 
@@ -162,6 +190,51 @@ def _comparison(store: Store) -> Comparison | None:
             },
             default=clean(found["default"]) if found.get("default") else None,
         )
+
+
+def _diagnosis(store: Store) -> Diagnosis | None:
+    key = "reports/diagnostics.json"
+    found = _optional(store, key)
+    if found is None:
+        return None
+    with _reading(store, key):
+        if found["schema"] != SCHEMA:
+            raise DataError(
+                f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
+                "run 'atoll diagnose' again",
+            )
+        tables = {
+            str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+            for name, table in found["tables"].items()
+        }
+        _check_tables(tables)
+        return Diagnosis(
+            tables=tables,
+            splits=tuple(clean(split) for split in found["settings"]["splits"]),
+            strategies=tuple(clean(name) for name in found["strategies"]),
+            settings=dict(found["settings"]),
+            missing=tuple(int(number) for number in found["missing"]),
+            leaked=int(found["copies"]["leaked"]) if found["copies"] else None,
+            pairs=tuple(
+                Pair(
+                    clean(pair["caption"]),
+                    _picture(store, str(pair["sample"])),
+                    _picture(store, str(pair["training"])),
+                )
+                for pair in found["pictures"]
+            ),
+        )
+
+
+def _check_tables(tables: dict[str, list[dict[str, Any]]]) -> None:
+    """`ValueError` or `KeyError` where a table that the page shows is not of its form."""
+    for name, columns in DIAGNOSED.items():
+        for row in tables.get(name, []):
+            for column in columns.split():
+                value = row[column]
+                named = column in NAMES or value is None
+                if not named and (isinstance(value, bool) or not isinstance(value, int | float)):
+                    raise ValueError(f"{name}.{column} is no number")
 
 
 def _routing(traces: dict[str, Any]) -> dict[str, Weights]:

@@ -102,14 +102,14 @@ def line_chart(
         about: what the chart shows, for those who do not see it.
         guides: named horizontal lines.
     """
-    parts = [_frame(x, y)]
+    parts, names = [_frame(x, y)], []
     for name, value in guides:
         if y.low <= value <= y.high:
             height = _y(y, value)
             # Below its line where the line is at the top, so that the text stays inside.
             text_at = height + 13 if height < TOP + 14 else height - 5
-            parts.append(
-                f'<path class="guide" d="M{LEFT} {_n(height)}H{WIDTH - RIGHT}"/>'
+            parts.append(f'<path class="guide" d="M{LEFT} {_n(height)}H{WIDTH - RIGHT}"/>')
+            names.append(  # on top of the lines
                 f'<text class="note" x="{WIDTH - RIGHT}" y="{_n(text_at)}" text-anchor="end">'
                 f"{escape(name)}</text>"
             )
@@ -119,7 +119,83 @@ def line_chart(
         dots = one.points if one.dots or len(one.points) == 1 else ()
         lines += "".join(_dot(one.name, point, x, y) for point in dots)
         parts.append(f'<g class="{escape(one.style)}"><title>{escape(one.name)}</title>{lines}</g>')
-    return _svg(f"0 0 {WIDTH} {HEIGHT}", "".join(parts), about, "chart")
+    return _svg(f"0 0 {WIDTH} {HEIGHT}", "".join(parts + names), about, "chart")
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A cell of a heat map.
+
+    Attributes:
+        strength: from -1 (good) over 0 (neutral) to 1 (bad); None is an empty cell.
+        text: in the cell; left out in small maps.
+        title: for the tooltip.
+        framed: whether it has a frame.
+    """
+
+    strength: float | None
+    text: str
+    title: str
+    framed: bool = False
+
+
+def heat_map(
+    rows: Sequence[tuple[str, str]],
+    columns: Sequence[tuple[str, str]],
+    cells: Sequence[Sequence[Heat]],
+    about: str,
+    small: bool = False,
+) -> Markup:
+    """Cells in rows and columns.
+
+    Args:
+        rows: name and CSS class of the mark of every row.
+        columns: the same of every column.
+        cells: by row and column.
+        about: what it shows, for those who do not see it.
+        small: without names and texts: marks only.
+    """
+    left, top, side = (16, 16, 22) if small else (104, 26, 34)
+    wide = side if small else min(76.0, max(30.0, (620 - left) / len(columns)))
+    drawn = []
+    for number, (name, style) in enumerate(columns):
+        middle = left + wide * (number + 0.5)
+        drawn.append(_mark(middle - 5, 2 if small else 3, style, name))
+        if not small:
+            text = f'<text x="{_n(middle + 9)}" y="13" text-anchor="start">{number}</text>'
+            drawn.append(text if wide > 29 else "")
+    for number, (name, style) in enumerate(rows):
+        middle = top + side * (number + 0.5)
+        drawn.append(_mark(2, middle - 5, style, name))
+        if not small:
+            drawn.append(f'<text x="18" y="{_n(middle)}" dy="4">{escape(name)}</text>')
+        for place, cell in enumerate(cells[number]):
+            drawn.append(_heat(cell, left + wide * place, top + side * number, wide, side, small))
+    box = f"0 0 {_n(left + wide * len(columns) + 2)} {_n(top + side * len(rows) + 2)}"
+    width = left + wide * len(columns) + 2
+    return _svg(box, "".join(drawn), about, "heat", f' style="max-width:{_n(width)}px"')
+
+
+def _mark(x: float, y: float, style: str, name: str) -> str:
+    title = f"<title>{escape(name)}</title>"
+    return (
+        f'<rect class="{escape(style)} fill" x="{_n(x)}" y="{_n(y)}" width="10" height="10" rx="2">'
+        f"{title}</rect>"
+    )
+
+
+def _heat(cell: Heat, x: float, y: float, wide: float, side: float, small: bool) -> str:
+    kind = "empty" if cell.strength is None else "bad" if cell.strength > 0 else "good"
+    strength = min(1.0, abs(cell.strength or 0.0))
+    size = f'x="{_n(x + 1)}" y="{_n(y + 1)}" width="{_n(wide - 2)}" height="{_n(side - 2)}" rx="3"'
+    title = f"<title>{escape(cell.title)}</title>"
+    drawn = f'<rect class="cell {kind}" {size} fill-opacity="{_n(0.06 + 0.74 * strength)}">{title}</rect>'
+    if cell.framed:
+        drawn += f'<rect class="frame" {size}/>'
+    if cell.text and not small:
+        middle = f'x="{_n(x + wide / 2)}" y="{_n(y + side / 2)}"'
+        drawn += f'<text class="in" {middle} dy="4" text-anchor="middle">{escape(cell.text)}</text>'
+    return drawn
 
 
 def share_bar(parts: Sequence[tuple[str, str, float]], total: float, about: str) -> Markup:

@@ -6,7 +6,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atoll.report import palette, sections, wording
+from atoll.report import palette, sections, why, wording
 from atoll.report.campaign import Campaign
 from atoll.report.collect import collect
 from atoll.report.summary import summary
@@ -61,6 +61,7 @@ def render(campaign: Campaign) -> str:
         clusters=sections.clusters(campaign),
         charts=sections.charts(campaign),
         strategies=sections.strategies(campaign),
+        why=why.section(campaign),
         ledger=sections.ledger(campaign),
         provenance=sections.provenance(campaign),
         config=yaml.safe_dump(campaign.config, sort_keys=False, allow_unicode=True),

@@ -262,7 +262,8 @@ def _by_time(run: Run, values: tuple[float | None, ...]) -> list[tuple[float, fl
     return [(t, v) for t, v in zip(times(len(values)), values, strict=True) if v is not None]
 
 
-def _time_axis() -> Axis:
+def time_axis() -> Axis:
+    """The axis of t, from data to noise."""
     ends = {0.0: "0 data", 1.0: "1 noise"}
     return Axis("t", -0.02, 1.02, marks=(0.0, 0.25, 0.5, 0.75, 1.0), label=lambda t: ends.get(t, f"{t:.2g}"))
 
@@ -274,7 +275,7 @@ def _validation(runs: list[Run]) -> Markup | None:
         return None
     y = figures.linear_axis("loss", [v for one in drawn for _, v in one.points])
     names = ", ".join(one.name for one in drawn)
-    return figures.line_chart(drawn, _time_axis(), y, f"Validation loss at fixed times t: {names}")
+    return figures.line_chart(drawn, time_axis(), y, f"Validation loss at fixed times t: {names}")
 
 
 def _router_loss(campaign: Campaign) -> Markup | None:
@@ -286,7 +287,7 @@ def _router_loss(campaign: Campaign) -> Markup | None:
     y = figures.linear_axis("cross-entropy", [guess, *(v for _, v in points)], zero=True)
     line = Series("Router, cross-entropy", "router", points, dots=True)
     about = "Cross-entropy of the router at fixed times t"
-    return figures.line_chart([line], _time_axis(), y, about, [("knowing only the sizes", guess)])
+    return figures.line_chart([line], time_axis(), y, about, [("knowing only the sizes", guess)])
 
 
 def _router_accuracy(campaign: Campaign) -> Markup | None:
@@ -297,7 +298,7 @@ def _router_accuracy(campaign: Campaign) -> Markup | None:
     y = Axis("accuracy", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label=lambda v: f"{v:.0%}")
     line = Series("Router, accuracy", "router", points, dots=True)
     about = "Share of held-out rows whose cluster the router finds, at fixed times t"
-    return figures.line_chart([line], _time_axis(), y, about, [("always the largest cluster", guess)])
+    return figures.line_chart([line], time_axis(), y, about, [("always the largest cluster", guess)])
 
 
 def strategies(campaign: Campaign) -> Section | None:

@@ -1,0 +1,278 @@
+"""The diagnose stage: why the ensemble is good or bad, from what a campaign published."""
+
+import csv
+import io
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from atoll.base.console import say
+from atoll.base.errors import DataError, PartitionError
+from atoll.base.hashing import digest
+from atoll.base.pictures import png, to_images
+from atoll.base.version import code_version
+from atoll.campaign.assemble import load_ensemble, read_manifest
+from atoll.campaign.campaign import Campaign
+from atoll.data import partition as partitions
+from atoll.data.dataset import DataSet
+from atoll.data.embed import features_column
+from atoll.data.partition import Partition
+from atoll.data.samples import Samples
+from atoll.encoders.vae import autoencoder_of
+from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.ensemble.batches import Sampling
+from atoll.ensemble.card import Card, check_together
+from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import flow_scheduler
+from atoll.evaluate.diagnostics import PRACTICAL, SCHEMA, Sampled, labelled, measure, sample_traced
+from atoll.evaluate.nearest import Copies, Nearest, leaders, two_nearest
+from atoll.evaluate.streams import Table
+from atoll.evaluate.usage import by_strategy, switches, usage
+from atoll.networks.families import DataShape
+from atoll.train.parallel import own_device
+
+RESULT = "reports/diagnostics.json"
+FOLDER = "reports/diagnostics"
+_CHUNK = 4096
+
+
+def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
+    """Measure and write; what was measured of the same parts with the same settings is not measured again."""
+    store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
+    content = read_manifest(store)
+    router = read_card(store, "ensemble/router")
+    parts = content["parts"] | _baseline(campaign, router)
+    dataset, made = _data(campaign)
+    settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed}
+    key = digest({"parts": parts, "settings": settings, "data": dataset.content})
+    found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
+    if found.get("key") == key and found.get("schema") == SCHEMA:
+        say("diagnose: finished already")
+        return found
+    start, before = time.monotonic(), torch.get_num_threads()
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    try:
+        tables, about = _Diagnosis(campaign, dataset, made, router).run("monolith" in parts)
+    finally:
+        torch.set_num_threads(before)
+    result = {
+        "schema": SCHEMA,
+        "key": key,
+        "parts": parts,
+        "code": code_version(),
+        "seconds": round(time.monotonic() - start, 1),
+        "settings": settings,
+        "k": made.k,
+        "sizes": made.sizes,
+        "missing": sorted(set(range(made.k)) - set(content["experts"])),
+        **about,
+        "tables": {name: table.to_json() for name, table in tables.items()},
+    }
+    for name, table in tables.items():
+        store.put(f"{FOLDER}/{name}.csv", _csv(table))
+    store.put_json(RESULT, result)
+    return result
+
+
+def _baseline(campaign: Campaign, router: Card) -> dict[str, str]:
+    """The monolith's weights, where there is one."""
+    if not published(campaign.store, "monolith/expert"):
+        return {}
+    card = read_card(campaign.store, "monolith/expert")
+    check_together([router, card])
+    return {"monolith": card.weights_sha256}
+
+
+def _data(campaign: Campaign) -> tuple[DataSet, Partition]:
+    """Data set and partition, which belong together and hold the rows that are asked for."""
+    dataset, made, config = campaign.dataset(), partitions.load(campaign.store), campaign.config.diagnose
+    if made.about["data"] != dataset.id_hash:
+        raise PartitionError(
+            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
+        )
+    wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies else [])}
+    if "heldout" in wanted and len(dataset.split("heldout")) == 0:
+        raise DataError(
+            "the data set has no held-out rows",
+            "ingest with data.ingest.heldout above 0, or look at training rows:"
+            " --set diagnose.splits=[train] --set diagnose.conditions=train",
+        )
+    return dataset, made
+
+
+class _Diagnosis:
+    """One look at a campaign."""
+
+    def __init__(self, campaign: Campaign, dataset: DataSet, made: Partition, router: Card) -> None:
+        self.campaign, self.dataset, self.made, self.router = campaign, dataset, made, router
+        self.config, self.seed = campaign.config.diagnose, campaign.config.seed
+        self.device = own_device()
+        residency = campaign.config.sampling.residency
+        self.ensemble, _ = load_ensemble(campaign.store, residency, self.device)
+
+    def run(self, baseline: bool) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Tables by name, and what else is told."""
+        if self.ensemble.missing:
+            names = ", ".join(map(str, self.ensemble.missing))
+            say(f"  warning: experts {names} are missing and left out; their share goes to the others")
+        tables = self._measured(self._monolith() if baseline else None)
+        sampled = self._sampled()
+        about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": []}
+        if sampled:
+            tables |= self._traced(sampled)
+        if sampled and len(self.dataset.split("heldout")):
+            copies, about["copies"], pictures = self._copies(next(iter(sampled.values())))
+            tables["nearest"] = copies.by_cluster(self.made.k)
+            tables["suspicious"] = copies.suspicious(self.config.named)
+            about["pictures"] = self._show(tables["suspicious"], pictures)
+        _summarise(tables)
+        return tables, about
+
+    def _monolith(self) -> Expert:
+        found = Expert.load(self.campaign.store, "monolith/expert")
+        found.network.to(self.device)
+        return found
+
+    def _samples(self, split: str) -> Samples:
+        shape, kind = DataShape(**self.router.shape), self.campaign.config.condition
+        return Samples(self.dataset, self.dataset.split(split), kind, shape)
+
+    def _measured(self, monolith: Expert | None) -> dict[str, Table]:
+        config, found = self.config, []
+        for split in config.splits:
+            samples = self._samples(split)
+            say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
+            rows = labelled(samples, self.made.clusters, config.rows, self.seed, config.batch)
+            measured = measure(self.ensemble, monolith, rows, self.made.sizes, config, self.device)
+            found.append({name: table.led_by("split", split) for name, table in measured.items()})
+        return {name: Table.joined([one[name] for one in found]) for name in found[0]}
+
+    def _sampled(self) -> dict[str, Sampled]:
+        """Samples under every strategy that this ensemble can follow; latents of the first only."""
+        config, found = self.config, dict[str, Sampled]()
+        if not config.samples:
+            return found
+        samples, (index, _) = self._samples(config.conditions), self._asked()
+        shape = samples.shape
+        for name in config.strategies:
+            routing = Routing.named(name)
+            if routing.strategy == "top-k" and routing.k > len(self.ensemble.experts):
+                say(f"  warning: {name} is left out: there are {len(self.ensemble.experts)} experts")
+                continue
+            say(f"diagnose: {config.samples:,} pictures under {routing}, {config.steps} steps")
+            form = (shape.channels, shape.size, shape.size)
+            how = Sampling(routing, config.guidance, config.steps, self.seed, form, config.batch, self.device)
+            found[str(routing)] = sample_traced(self.ensemble, samples, index, how, keep=not found)
+        return found
+
+    def _asked(self) -> tuple[NDArray[np.int64], torch.Tensor]:
+        """Which rows' conditions are sampled, by their number in the split, and their clusters."""
+        rows = self.dataset.split(self.config.conditions)
+        order = np.random.default_rng(self.seed).permutation(len(rows))
+        index = np.resize(order, self.config.samples).astype(np.int64)
+        return index, torch.from_numpy(self.made.clusters[rows[index]])
+
+    def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
+        clusters = self._asked()[1]
+        times = [float(t) for t in flow_scheduler(self.config.steps).sigmas[:-1]]
+        return {
+            "usage": by_strategy(
+                {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
+            ),
+            "switches": by_strategy({n: switches(s.weights, times) for n, s in sampled.items()}),
+        }
+
+    def _copies(self, sampled: Sampled) -> tuple[Copies, dict[str, Any], list[Image.Image]]:
+        """Samples and held-out pictures beside their nearest training pictures."""
+        assert sampled.latents is not None
+        encoder, vae = self._extractor(), autoencoder_of(self.router.latents)
+        chunks = sampled.latents.split(self.config.batch)
+        pictures = [picture for chunk in chunks for picture in to_images(vae.decode(chunk))]
+        train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
+        say(f"diagnose: {len(pictures):,} pictures against {len(train):,} training pictures")
+        own = two_nearest(encoder.encode(pictures).numpy(), self._features(encoder, train))
+        other = self._nearest_heldout(encoder, heldout, train)
+        served = leaders(sampled.weights.numpy())
+        copies = Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
+        leaked = int(other.same.sum())
+        if leaked:
+            say(
+                f"  warning: {leaked} of {len(heldout)} held-out pictures are training pictures too: what is"
+                " measured on held-out rows flatters (see data.ingest.group)"
+            )
+        limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
+        about = {"limits": limits, "leaked": leaked, **encoder.producer()}
+        return copies, about, pictures
+
+    def _nearest_heldout(
+        self, encoder: VisionEncoder, heldout: NDArray[np.int64], train: NDArray[np.int64]
+    ) -> Nearest:
+        values = [features for _, features in self._features(encoder, heldout)]
+        return two_nearest(np.concatenate(values), self._features(encoder, train))
+
+    def _extractor(self) -> VisionEncoder:
+        config, partition = self.config, self.campaign.config.partition
+        if config.extractor is not None:
+            return vision_encoder(config.extractor, config.extractor_size)
+        return vision_encoder(partition.encoder, config.extractor_size or partition.encoder_size)
+
+    def _features(
+        self, encoder: VisionEncoder, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Features of rows' pictures in parts: from the column, where this encoder made one."""
+        name = features_column(encoder.name)
+        kept = self.dataset.column(name) if self.dataset.has_column(name) else None
+        if kept is not None and kept.meta.producer != encoder.producer():
+            kept = None
+        for first in range(0, len(rows), _CHUNK):
+            part = rows[first : first + _CHUNK]
+            if kept is not None:
+                yield part, kept.read(part).float().numpy()
+            else:
+                yield part, encoder.encode([self.dataset.image(int(row)) for row in part]).numpy()
+
+    def _show(self, suspicious: Table, pictures: list[Image.Image]) -> list[dict[str, Any]]:
+        """Write every suspicious sample and its nearest training picture; their keys and the caption."""
+        shown = []
+        for number, record in enumerate(suspicious.records()):
+            sample, row = record["sample"], record["row"]
+            assert isinstance(sample, int) and isinstance(row, int)
+            keys = {name: f"{FOLDER}/pairs/{number:02d}-{name}.png" for name in ("sample", "training")}
+            self.campaign.store.put(keys["sample"], png(pictures[sample]))
+            self.campaign.store.put(keys["training"], png(self.dataset.image(row)))
+            caption = self.dataset.take([row]).column("caption").to_pylist()[0]
+            shown.append({**keys, "caption": caption, "id": self.dataset.ids[row]})
+        return shown
+
+
+def _summarise(tables: dict[str, Table]) -> None:
+    """A few lines for whoever waits."""
+    first = tables["router"].records()[0]["split"]
+    for record in tables["router"].records():
+        if record["split"] == first:
+            say(
+                f"  t = {record['t']:<7g} router: accuracy {_f(record['accuracy'])}, NLL {_f(record['nll'])}"
+                f" (prior {_f(record['prior_nll'])}), calibration error {_f(record['ece'])}"
+            )
+    for record in tables["errors"].records():
+        if (record["split"], record["t"], record["cluster"]) == (first, "mean", "all"):
+            say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
+
+
+def _f(value: float | int | str | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _csv(table: Table) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(["" if value is None else value for value in row] for row in table.rows)
+    return text.getvalue().encode()
