@@ -35,6 +35,36 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/evaluate.py, with the environment as it was after it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    import evaluate
+
+    yield evaluate
+    for name in ("evaluate", "harness"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save")
+def test_both_sides_of_the_evaluation_benchmark_find_the_same(evaluate: Any) -> None:
+    """KID's subsets are drawn, so that it is the same where a subset is everything."""
+    setting = evaluate.Setting(count=120, width=6, batch=20, subsets=2, subset=120, neighbours=60)
+    features = evaluate.Features(setting)
+    found = {name: turn(features) for name, turn in evaluate.TURNS.items()}
+    assert found["Fréchet"] == pytest.approx(found["Fréchet, torchmetrics"], rel=1e-9)
+    assert found["KID"] == pytest.approx(evaluate.their_kid(features), rel=1e-9)
+    assert found["Fréchet"] > 0 and 0 < found["neighbours"] < 2
+    rows = list(evaluate.times(setting, 1))
+    assert [line["target"] for line in rows if line["target"]] == [
+        {"op": "<=", "value": 1.0},
+        {"op": "<=", "value": 1e-4},
+        {"op": "<=", "value": 1.0},
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
 def test_every_turn_of_the_training_loop_writes_one_checkpoint(
