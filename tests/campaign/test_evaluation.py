@@ -261,6 +261,20 @@ def test_pictures_do_not_depend_on_the_share_that_draws_them(trained: Path, net:
         assert worst <= 1, (routing, worst)
 
 
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(trained: Path, net: Path, tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        folder = Path(shutil.copytree(trained, tmp_path / str(processes)))
+        more = ["--routing", "top-1", "--metrics", "kid,coverage", "--processes", str(processes)]
+        done = atoll(*of_model(folder, net, *more))
+        assert done.returncode == 0, done.stderr
+        found.append(result(folder))
+    one, other = found
+    assert one["key"] == other["key"] and one["values"] == other["values"]
+    assert one["cost"]["processes"] == 1 and other["cost"]["processes"] == 2
+
+
 def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
     """Batches by expert change neither pictures nor traces: noise and draws belong to a picture's number."""
     campaign = Campaign.open(trained, ["evaluate.samples=20"])
