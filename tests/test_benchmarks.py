@@ -1,6 +1,8 @@
 """The benchmarks measure what they say; how fast anything is depends on the machine and is no test."""
 
+import importlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +13,32 @@ from atoll.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
+Bench = Callable[[str], Any]
 
 
 @pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/training.py."""
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Imports a file of benchmarks/ by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(loop, "Ema", loop.Ema)  # one variant replaces it
-    import training
-
-    yield training
-    for name in ("training", "harness"):
-        sys.modules.pop(name, None)
+    return bench("training")
 
 
 @pytest.fixture
-def sampling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/sampling.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import sampling
-
-    yield sampling
-    for name in ("sampling", "harness"):
-        sys.modules.pop(name, None)
+def sampling(bench: Bench) -> Any:
+    return bench("sampling")
 
 
 @pytest.fixture
-def campaigns(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/campaigns.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import campaigns
-
-    yield campaigns
-    for name in ("campaigns", "harness"):
-        sys.modules.pop(name, None)
+def campaigns(bench: Bench) -> Any:
+    return bench("campaigns")
 
 
 def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
@@ -66,14 +60,8 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
 
 
 @pytest.fixture
-def distill(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/distill.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import distill
-
-    yield distill
-    for name in ("distill", "harness"):
-        sys.modules.pop(name, None)
+def distill(bench: Bench) -> Any:
+    return bench("distill")
 
 
 def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Path) -> None:
@@ -106,14 +94,8 @@ def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Pa
 
 
 @pytest.fixture
-def mixed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/mixed.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import mixed
-
-    yield mixed
-    for name in ("mixed", "quickstart", "harness"):
-        sys.modules.pop(name, None)
+def mixed(bench: Bench) -> Any:
+    return bench("mixed")
 
 
 def summed_up(distance: float, experts: float = 100.0) -> dict[str, Any]:
@@ -133,6 +115,30 @@ def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
     assert interval["value"] == pytest.approx(1.0)
     assert interval["spread"][1] == pytest.approx(2 ** (student.ppf(0.975, 2) / 3**0.5), rel=1e-3)
     assert not mixed.table([(summed_up(1.0), summed_up(1.0, experts=110.0))])[0]["met"]
+
+
+@pytest.fixture
+def evaluate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # importing it sets them: this brings them back afterwards
+    return bench("evaluate")
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save")
+def test_both_sides_of_the_evaluation_benchmark_find_the_same(evaluate: Any) -> None:
+    """KID's subsets are drawn, so that it is the same where a subset is everything."""
+    setting = evaluate.Setting(count=120, width=6, batch=20, subsets=2, subset=120, neighbours=60)
+    features = evaluate.Features(setting)
+    found = {name: turn(features) for name, turn in evaluate.TURNS.items()}
+    assert found["Fréchet"] == pytest.approx(found["Fréchet, torchmetrics"], rel=1e-9)
+    assert found["KID"] == pytest.approx(evaluate.their_kid(features), rel=1e-9)
+    assert found["Fréchet"] > 0 and 0 < found["neighbours"] < 2
+    rows = list(evaluate.times(setting, 1))
+    assert [line["target"] for line in rows if line["target"]] == [
+        {"op": "<=", "value": 1.0},
+        {"op": "<=", "value": 1e-4},
+        {"op": "<=", "value": 1.0},
+    ]
 
 
 @pytest.mark.slow

@@ -13,11 +13,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from atoll.base.hashing import digest_tensors
+from atoll.base.pictures import to_images
 from atoll.campaign.assemble import assemble
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.evaluation import show_all
-from atoll.campaign.judged import Wanted, model
+from atoll.campaign.judged import Drawn, Wanted, model
 from atoll.campaign.runs import train_run
+from atoll.ensemble.ensemble import Ensemble, Trace
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample, starting_noise
+from atoll.evaluate.compare import CompareConfig, Models, draw
 from atoll.evaluate.pictures import share
 from helpers import atoll, command, partitioned, refused, refused_process
 from helpers_extractors import save_clip, save_dinov2, save_pictures
@@ -254,6 +259,48 @@ def test_pictures_do_not_depend_on_the_share_that_draws_them(trained: Path, net:
         assert sorted(whole) == sorted(parts) == list(range(20))
         worst = max(np.abs(whole[number] - parts[number]).max() for number in whole)
         assert worst <= 1, (routing, worst)
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(trained: Path, net: Path, tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        folder = Path(shutil.copytree(trained, tmp_path / str(processes)))
+        more = ["--routing", "top-1", "--metrics", "kid,coverage", "--processes", str(processes)]
+        done = atoll(*of_model(folder, net, *more))
+        assert done.returncode == 0, done.stderr
+        found.append(result(folder))
+    one, other = found
+    assert one["key"] == other["key"] and one["values"] == other["values"]
+    assert one["cost"]["processes"] == 1 and other["cost"]["processes"] == 2
+
+
+def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
+    """Batches by expert change neither pictures nor traces: noise and draws belong to a picture's number."""
+    campaign = Campaign.open(trained, ["evaluate.samples=20"])
+    judged = model(campaign, Wanted(steps=2, guidance=2.0, seed=4), False, torch.device("cpu")).source
+    assert isinstance(judged, Drawn) and isinstance(judged.model, Ensemble)
+    ensemble, conditions = judged.model, judged.conditions
+    models = Models({}, ensemble, judged.vae)
+    config = CompareConfig(samples=20, steps=2, guidance=2.0, batch=6)
+    for name in ("commit", "top-2", "oracle"):
+        made, plain = draw(models, name, conditions, 4, config), []
+        traces = []
+        for rows in (range(6), range(6, 12), range(12, 18), range(18, 20)):
+            labels = torch.from_numpy(conditions.clusters)[list(rows)]
+            field = ensemble.field(
+                conditions.of(rows), conditions.null(), 2.0, Routing.named(name), 4, rows, labels
+            )
+            latents = sample(field, starting_noise(4, rows, conditions.latent_shape), 2)
+            plain += to_images(judged.vae.decode(latents))
+            traces.append(field.trace)
+        expected = Trace.joined(traces)
+        assert made.trace is not None and torch.equal(made.trace.stacked(), expected.stacked())
+        assert made.trace.router_calls == expected.router_calls
+        assert made.trace.expert_calls == expected.expert_calls
+        pairs = zip(made.pictures, plain, strict=True)
+        worst = max(np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() for a, b in pairs)
+        assert worst <= 1, (name, worst)
 
 
 def test_the_clip_score_needs_clip_and_captions(

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
 
 from atoll.base.errors import DataError
 from atoll.evaluate import kernels
@@ -33,10 +35,9 @@ class Given(nn.Module):
 
 
 def test_kid_of_all_rows_agrees_with_torchmetrics() -> None:
-    torchmetrics = pytest.importorskip("torchmetrics.image.kid", reason="torchmetrics is not installed")
     x, y = drawn(0), drawn(1, shift=0.3)
     with pytest.warns(UserWarning, match="memory footprint"):
-        theirs = torchmetrics.KernelInceptionDistance(Given(), subsets=1, subset_size=60)
+        theirs = KernelInceptionDistance(Given(), subsets=1, subset_size=60)
     theirs.update(torch.from_numpy(x), real=False)
     theirs.update(torch.from_numpy(y), real=True)
     found = kid(rows(x), rows(y), subsets=1, size=60)
@@ -45,9 +46,8 @@ def test_kid_of_all_rows_agrees_with_torchmetrics() -> None:
 
 
 def test_the_frechet_distance_agrees_with_torchmetrics() -> None:
-    torchmetrics = pytest.importorskip("torchmetrics.image.fid", reason="torchmetrics is not installed")
     x, y = drawn(0, 300).astype(np.float64), drawn(1, 200, shift=0.3).astype(np.float64)
-    theirs = torchmetrics.FrechetInceptionDistance(Given()).set_dtype(torch.float64)
+    theirs = FrechetInceptionDistance(Given()).set_dtype(torch.float64)
     theirs.update(torch.from_numpy(x), real=False)
     theirs.update(torch.from_numpy(y), real=True)
     assert frechet_distance(x, y) == pytest.approx(float(theirs.compute()), rel=1e-4)

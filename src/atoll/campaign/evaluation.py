@@ -180,8 +180,7 @@ class _Evaluation:
         """Pictures of the reference, what its statistics are made of, and where they are, if they are."""
         found = reference(self.request.reference, self.request.split, self.campaign)
         if isinstance(found, Statistics):
-            _, origin = statistics.load(found.store, found.key, encoder.producer(), keep)
-            return None, origin, found
+            return None, statistics.origin_of(found.store, found.key, encoder.producer(), keep), found
         origin = Origin(
             extractor=encoder.producer(),
             name=self.request.reference or "the campaign's data",

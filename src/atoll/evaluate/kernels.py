@@ -83,7 +83,25 @@ def cmmd(
 
 
 def _polynomial(one: Tensor, other: Tensor) -> Tensor:
-    return (one @ other.T / one.shape[1] + 1) ** 3
+    return (one @ other.T).div_(one.shape[1]).add_(1).pow_(3)
+
+
+class _Chosen:
+    """Chosen rows in blocks on a device, in float64; those that fit into one block are read once."""
+
+    def __init__(self, rows: FeatureRows, index: Index, device: torch.device | str) -> None:
+        self._rows, self._index, self._device = rows, index, device
+        self._only = self._read(0) if len(index) <= BLOCK else None
+
+    def __len__(self) -> int:
+        return -(-len(self._index) // BLOCK)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self._read(number) if self._only is None else self._only
+
+    def _read(self, number: int) -> Tensor:
+        block = self._rows.read(self._index[number * BLOCK : (number + 1) * BLOCK])
+        return torch.from_numpy(block).to(self._device).double()
 
 
 def _mmd(
@@ -97,31 +115,22 @@ def _mmd(
     device: torch.device | str,
 ) -> float:
     n, m, less = len(i), len(j), int(unbiased)
-    within = [
-        _within(rows, index, kernel, unbiased, device) / (len(index) * (len(index) - less))
-        for rows, index in ((one, i), (other, j))
-    ]
-    across = sum(
-        float(kernel(_block(a, device), _block(b, device)).sum())
-        for a in one.blocks(i, BLOCK)
-        for b in other.blocks(j, BLOCK)
-    )
-    return within[0] + within[1] - 2 * across / (n * m)
+    x, y = _Chosen(one, i, device), _Chosen(other, j, device)
+    across = 0.0
+    for a in range(len(x)):
+        block = x[a]
+        across += sum(float(kernel(block, y[b]).sum()) for b in range(len(y)))
+    within = _within(x, kernel, unbiased) / (n * (n - less)), _within(y, kernel, unbiased) / (m * (m - less))
+    return sum(within) - 2 * across / (n * m)
 
 
-def _within(
-    rows: FeatureRows, index: Index, kernel: Kernel, unbiased: bool, device: torch.device | str
-) -> float:
+def _within(chosen: _Chosen, kernel: Kernel, unbiased: bool) -> float:
     """Sum of the kernel over all pairs of a set, without the diagonal where `unbiased`."""
     total = 0.0
-    for first in range(0, len(index), BLOCK):
-        block = _block(rows.read(index[first : first + BLOCK]), device)
+    for first in range(len(chosen)):
+        block = chosen[first]
         own = kernel(block, block)
         total += float(own.sum()) - (float(own.diagonal().sum()) if unbiased else 0.0)
-        for later in rows.blocks(index[first + BLOCK :], BLOCK):
-            total += 2 * float(kernel(block, _block(later, device)).sum())
+        for later in range(first + 1, len(chosen)):
+            total += 2 * float(kernel(block, chosen[later]).sum())
     return total
-
-
-def _block(rows: NDArray[np.float32], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(rows).to(device).double()

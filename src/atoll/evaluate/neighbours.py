@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import DataError
-from atoll.evaluate.features import BLOCK, FeatureRows
+from atoll.evaluate.features import FeatureRows
 
 PRECISION_K, DENSITY_K = 3, 5
+BLOCK = 1024
+"""Rows of each set whose distances are held at once, in a handful of copies."""
 
 
 def radii(rows: FeatureRows, k: int, device: torch.device | str = "cpu") -> Tensor:

@@ -61,8 +61,8 @@ def save(store: Store, prefix: str, made: FeatureSet, origin: Origin) -> str:
     return f"{prefix}/{name}.json"
 
 
-def load(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> tuple[FeatureSet, Origin]:
-    """Statistics by the key of their JSON.
+def origin_of(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> Origin:
+    """What statistics were made from, by the key of their JSON.
 
     Args:
         store: where they lie.
@@ -72,27 +72,37 @@ def load(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> 
 
     Raises:
         DataError: another schema version, another extractor, or no rows where they are needed.
-        StoreError: missing or damaged.
     """
     about, name = store.get_json(key), store.name(key)
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
         raise DataError(f"{name} has no statistics of schema {SCHEMA}", "make them again: atoll evaluate")
-    fields = {field: about.get(field) for field in Origin.model_fields}
-    origin = Origin.parse(fields, name)
+    origin = Origin.parse({field: about.get(field) for field in Origin.model_fields}, name)
     for what in ("hash", "size", "resize"):  # the hash says which one it is, whatever it was called
         theirs, own = origin.extractor.get(what), extractor[what]
         if theirs != own:
             names = f"{origin.extractor.get('name')}, {what} {_short(theirs)} instead of {_short(own)}"
             fix = "give the pictures, or statistics made by the same one"
             raise DataError(f"{name} was made by another extractor ({names})", fix)
-    if keep_rows and not about["rows"]:
+    if keep_rows and not about.get("rows"):
         raise DataError(
             f"{name} holds moments only, which tell the Fréchet distance and nothing else",
             "give the pictures instead",
         )
-    entry, folder = FileEntry.parse(about["files"][0], name), key.rpartition("/")[0]
-    check_file(store, folder or ".", entry)
-    return _read(store.path(f"{folder or '.'}/{entry.path}"), keep_rows), origin
+    return origin
+
+
+def load(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> tuple[FeatureSet, Origin]:
+    """Statistics and what they were made from; the same arguments.
+
+    Raises:
+        DataError: as `origin_of`.
+        StoreError: missing or damaged.
+    """
+    origin = origin_of(store, key, extractor, keep_rows)
+    files, folder = store.get_json(key).get("files") or [{}], key.rpartition("/")[0] or "."
+    entry = FileEntry.parse(files[0], store.name(key))
+    check_file(store, folder, entry)
+    return _read(store.path(f"{folder}/{entry.path}"), keep_rows), origin
 
 
 def _short(value: Any) -> str:

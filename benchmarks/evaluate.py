@@ -1,0 +1,240 @@
+"""Time and memory of the metrics against torchmetrics, on the same features.
+
+    python benchmarks/evaluate.py [--quick] [--pairs N] [--threads N] [--json PATH]
+
+Features are random: no metric's time depends on what they hold. Both sides are given the same batches of
+float32, samples and reference alike, and give their number; for torchmetrics the extractor hands through what
+it is given. They take turns in one process, and who goes first changes; a ratio is the median over the pairs.
+
+Memory is the peak of a process of its own, less what it had before the first batch, for a growing number of
+features. KID is timed in float64 on both sides, as Atoll computes it; torchmetrics' memory is that of
+float32, which is kinder to it. Atoll keeps the rows of KID and of neighbours in a temporary file.
+
+Full: 50,000 features of 2048, and 10,000 for neighbours. Quick: 5,000 of 512.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+THREADS = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else str(os.cpu_count() or 1)
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), THREADS)
+
+import numpy as np  # noqa: E402 (its threads are fixed when it is imported)
+import torch  # noqa: E402
+from harness import finish, median_row, row  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torchmetrics.image.fid import FrechetInceptionDistance  # noqa: E402
+from torchmetrics.image.kid import KernelInceptionDistance  # noqa: E402
+
+from atoll.evaluate.features import FeatureRows  # noqa: E402
+from atoll.evaluate.frechet import frechet_between  # noqa: E402
+from atoll.evaluate.kernels import kid  # noqa: E402
+from atoll.evaluate.moments import Moments  # noqa: E402
+from atoll.evaluate.neighbours import neighbourhoods  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    count: int = 50_000
+    width: int = 2048
+    batch: int = 500
+    subsets: int = 100
+    subset: int = 1000
+    neighbours: int = 10_000  # every pair of rows is looked at
+
+
+FULL = Setting()
+QUICK = Setting(5_000, 512, 500, 20, 500, 10_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few and narrow features: two minutes")
+    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 3, else 5)")
+    parser.add_argument("--threads", type=int, help="of the CPU; all cores by default")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
+    torch.set_num_threads(int(THREADS))
+    if options.work:
+        work = json.loads(options.work)
+        print(peak(work["turn"], Setting(**work["setting"])))
+        return
+    setting, pairs = (QUICK, options.pairs or 3) if options.quick else (FULL, options.pairs or 5)
+    started, load = time.monotonic(), os.getloadavg()
+    table = [*times(setting, pairs), *memories(setting)]
+    notes = {
+        "quick": options.quick,
+        "pairs": pairs,
+        "threads": int(THREADS),
+        "load_before": [round(part, 2) for part in load],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    finish("evaluate", table, options.json, notes)
+
+
+# Features.
+
+
+class Features:
+    """Batches of features out of a small pool, so that holding them costs no memory worth counting."""
+
+    def __init__(self, setting: Setting) -> None:
+        draws = np.random.default_rng(0)
+        rows = 2 * setting.width + setting.batch
+        basis = draws.normal(size=(setting.width,)).astype(np.float32)
+        self.pool = draws.normal(size=(rows, setting.width)).astype(np.float32) + 0.1 * basis
+        self.setting = setting
+
+    def batches(self, reference: bool) -> Iterator[NDArray[np.float32]]:
+        size, shift = self.setting.batch, np.float32(0.1 if reference else 0.0)
+        for number in range(self.setting.count // size):
+            first = number * size % (len(self.pool) - size)
+            yield self.pool[first : first + size] + shift
+
+
+class Given(nn.Module):
+    """An extractor whose pictures are features already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_features = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def moments(features: Features, reference: bool) -> Moments:
+    made = Moments(features.setting.width)
+    for batch in features.batches(reference):
+        made.add(batch)
+    return made
+
+
+def rows(features: Features, reference: bool) -> FeatureRows:
+    made = FeatureRows(features.setting.width)
+    for batch in features.batches(reference):
+        made.write(range(len(made), len(made) + len(batch)), batch)
+    return made
+
+
+def fill(metric: Any, features: Features, dtype: torch.dtype) -> None:
+    for reference in (False, True):
+        for batch in features.batches(reference):
+            metric.update(torch.from_numpy(batch).to(dtype), real=reference)
+
+
+# Turns.
+
+
+def our_frechet(features: Features) -> float:
+    return frechet_between(moments(features, False), moments(features, True))
+
+
+def their_frechet(features: Features) -> float:
+    # Sums are in float64 either way; so is the result, if it is asked for.
+    metric = FrechetInceptionDistance(Given(features.setting.width)).set_dtype(torch.float64)
+    fill(metric, features, torch.float64)
+    return float(metric.compute())
+
+
+def our_kid(features: Features) -> float:
+    setting = features.setting
+    return kid(rows(features, False), rows(features, True), setting.subsets, setting.subset).value
+
+
+def their_kid(features: Features, dtype: torch.dtype = torch.float64) -> float:
+    setting = features.setting
+    metric = KernelInceptionDistance(Given(setting.width), setting.subsets, setting.subset)
+    fill(metric, features, dtype)
+    return float(metric.compute()[0])
+
+
+def our_neighbours(features: Features) -> float:
+    return neighbourhoods(rows(features, False), rows(features, True))["density"]
+
+
+TURNS: dict[str, Callable[[Features], float]] = {
+    "Fréchet": our_frechet,
+    "Fréchet, torchmetrics": their_frechet,
+    "KID": our_kid,
+    "KID, torchmetrics": lambda features: their_kid(features, torch.float32),
+    "neighbours": our_neighbours,
+}
+
+
+def times(setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+    """Seconds of both sides, in turn, and whether they find the same."""
+    features = Features(setting)
+    case = f"{setting.count} x {setting.width}"
+    for name, one, other in (("Fréchet", our_frechet, their_frechet), ("KID", our_kid, their_kid)):
+        seconds: tuple[list[float], list[float]] = ([], [])
+        found = [0.0, 0.0]
+        small = Features(replace(setting, count=2 * max(setting.batch, setting.subset), subsets=1))
+        one(small), other(small)  # what the libraries do once
+        for pair in range(pairs):
+            for which in (1, 0) if pair % 2 else (0, 1):
+                before = time.perf_counter()
+                found[which] = (one, other)[which](features)
+                seconds[which].append(time.perf_counter() - before)
+        ratios = [a / b for a, b in zip(*seconds, strict=True)]
+        yield median_row(case, f"{name} / torchmetrics, time", ratios, target=("<=", 1.0))
+        yield median_row(case, f"{name}, time", seconds[0], "s")
+        yield median_row(case, f"{name}, torchmetrics, time", seconds[1], "s")
+        if name == "Fréchet":
+            difference = abs(found[0] - found[1]) / abs(found[1])
+            yield row(case, "Fréchet, relative difference", difference, target=("<=", 1e-4))
+
+
+def memories(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Peak memory for a fifth, a half, and all of the features."""
+    for turn in TURNS:
+        most = setting.neighbours if turn == "neighbours" else setting.count
+        peaks = []
+        for count in (most // 5, most // 2, most):
+            peaks.append(child(turn, replace(setting, count=count - count % setting.batch)))
+            yield row(f"memory at {count}", turn, peaks[-1] / 2**20, "MiB")
+        target = None if "torchmetrics" in turn else ("<=", 1.1)
+        yield row("memory", f"{turn}, at all / at a fifth", peaks[-1] / max(peaks[0], 1), target=target)
+
+
+def child(turn: str, setting: Setting) -> float:
+    """`peak` in a process of its own."""
+    work = json.dumps({"turn": turn, "setting": asdict(setting)})
+    argv = [sys.executable, __file__, "--threads", THREADS, "--work", work]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def peak(turn: str, setting: Setting) -> float:
+    """Bytes that a turn takes at most, beyond what the process had before it."""
+    least = 2 * max(setting.batch, setting.subset, 2 * 8)
+    TURNS[turn](Features(Setting(least, 8, setting.batch, 1, setting.subset)))  # what libraries take once
+    features = Features(setting)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is in use now
+    before = memory("VmRSS")
+    TURNS[turn](features)
+    return float(memory("VmHWM") - before)
+
+
+def memory(which: str) -> int:
+    """Bytes of this process by Linux's account."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{which}:")).split()[1])
+
+
+if __name__ == "__main__":
+    main()
