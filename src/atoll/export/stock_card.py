@@ -16,7 +16,7 @@ from atoll.export.model_card import (
     licences_block,
     table,
 )
-from atoll.export.stock import Stock, stock_of
+from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
 from atoll.export.stock_run import encode, unpacked
 
 
@@ -159,7 +159,10 @@ def _needs(card: Card, outside: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _remarks(card: Card) -> str:
-    lines = [f"- {remark}" for remark in stock_of(card.family).remarks] + ["- Guidance of 1 or less is none."]
+    stock = stock_of(card.family)
+    lines = [f"- {remark}" for remark in stock.remarks] + ["- Guidance of 1 or less is none."]
+    if stock.patch and card.latents["name"] == "none":
+        lines.append(f"- Without a VAE the pipeline divides `height` and `width` by {WITHOUT_VAE}.")
     if card.condition == "none":
         lines.append("- `class_labels` says how many pictures; 1000 stands for no label.")
     elif card.condition == "class":
