@@ -207,7 +207,7 @@ class CampaignConfig(Config):
         student.batch(self.train.batch)
         network, _ = self.denoiser("student")
         if student.stock:
-            check_settings(network.family, self.data.vae)
+            check_settings(network.family, self.data.vae, network.patch)
         start, number = student.origin()
         if start == "expert" and not 0 <= (number or 0) < self.partition.k:
             raise ConfigError(

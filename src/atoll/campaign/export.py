@@ -2,6 +2,7 @@
 
 import posixpath
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -145,7 +146,7 @@ def _kind(root: Path) -> str | None:
 
 
 def copy_encoders(
-    root: Path, card: Card, how: Encoders, found: dict[str, Any]
+    root: Path, card: Card, how: Encoders, found: dict[str, Any], places: Mapping[str, str] | None = None
 ) -> dict[str, list[str | None]]:
     """Write the encoders that go along; what `model_index.json` says of each of the three components.
 
@@ -154,18 +155,20 @@ def copy_encoders(
         card: says what made latents and text states.
         how: which go along.
         found: those that were loaded.
+        places: their folders, where these are not called as they are.
     """
     names = ("vae", "text_encoder", "tokenizer")
     sizes = {name: size_of(part) for name, part in found.items() if name != "tokenizer"}
     result: dict[str, list[str | None]] = {}
     for name in names:
         made = (card.latents if name == "vae" else card.text) or {"name": "none"}
-        shutil.rmtree(root / name, ignore_errors=True)
+        place = root / (places or {}).get(name, name)
+        shutil.rmtree(place, ignore_errors=True)
         result[name] = [None, None]
         size = sizes.get("vae" if name == "vae" else "text_encoder", 0)
         why = "asked for" if how == "name" else None if how == "copy" else may_be_copied(made["name"], size)
         if name in found and found[name] is not None and why is None:
-            found[name].save_pretrained(str(root / name))
+            found[name].save_pretrained(str(place))
             library = "diffusers" if name == "vae" else "transformers"
             result[name] = [library, type(found[name]).__name__]
         elif made["name"] != "none" and name != "tokenizer":

@@ -1,6 +1,7 @@
 """The export of one dense model, the student or the monolith, as a stock diffusers pipeline."""
 
 import warnings
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from atoll.campaign.export import SHOWN, ExportRequest, copy_encoders, target
 from atoll.campaign.sampling import dense
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card, read_part
+from atoll.export.conditions import text_length
 from atoll.export.encoders import by_name, check_encoders
 from atoll.export.folder import MODEL_INDEX, PICTURE, README
 from atoll.export.stock import Stock, check_card, model_index, stock_of
 from atoll.export.stock_card import stock_card
+from atoll.export.stock_run import encode, unpacked
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import to_json
 
@@ -42,13 +45,13 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     root = target(request.to, stock.pipeline)
     found = by_name(card, (), ())
-    check_card(card, found.get("vae"))
+    _, config, weights = read_part(campaign.store, prefix)
+    check_card(card, config, found.get("vae"))
     check_encoders(card, found.get("text_encoder"), found.get("vae"))
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
         raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")
-    _, config, weights = read_part(campaign.store, prefix)
     root.mkdir(parents=True, exist_ok=True)
-    parts = copy_encoders(root, card, request.encoders, found)
+    parts = copy_encoders(root, card, request.encoders, found, stock.components)
     settings, converted = stock.convert(dict(config), weights, card)
     _put(root / "transformer/config.json", to_json(settings))
     save_file(converted, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
@@ -56,14 +59,16 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     _put(root / CARD, to_json(card.model_dump()))
     index = model_index(stock, str(config["_class_name"]), parts, version("diffusers"))
     _put(root / MODEL_INDEX, to_json(index))
-    outside = _outside(card, parts, found)
+    outside = _outside(card, stock, parts, found)
     (root / PICTURE).unlink(missing_ok=True)
     if request.picture:
-        _picture(campaign, card, stock, root, {name: found[name] for name in outside})
+        given = {place: found[name] for name, place in stock.components.items() if place in outside}
+        _picture(campaign, card, stock, root, given)
     told = about(campaign, {request.model: card.weights_sha256})
     told |= {"licence": request.licence} if request.licence else {}
     there = (root / PICTURE).is_file()
-    text = stock_card(card, told, defaults(campaign), outside, picture=there, name=root.name)
+    factor = _factor(found.get("vae"))
+    text = stock_card(card, told, defaults(campaign), outside, factor=factor, picture=there, name=root.name)
     _put(root / README, text.encode())
     say(f"wrote {root}: the {request.model} as a {stock.pipeline} of diffusers; {README} says how to run it")
     return root
@@ -74,16 +79,22 @@ def _put(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def _factor(vae: Any) -> int | None:
+    """Pixels a latent pixel, as diffusers' pipelines count them; None without a VAE."""
+    return None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
+
+
 def _outside(
-    card: Card, parts: dict[str, list[str | None]], found: dict[str, Any]
+    card: Card, stock: Stock, parts: dict[str, list[str | None]], found: dict[str, Any]
 ) -> dict[str, tuple[str, str]]:
-    """Class and name of the components that have to be fetched by who runs the folder."""
+    """Class and name of the components, as the pipeline calls them, that who runs the folder has to fetch."""
     result = {}
-    for name, part in found.items():
+    for name, place in stock.components.items():
+        part = found.get(name)
         if parts.get(name, [None])[0] is None and part is not None:
             producer = card.latents if name == "vae" else card.text or {}
             kind = "AutoTokenizer" if name == "tokenizer" else type(part).__name__
-            result[name] = (kind, str(producer["name"]))
+            result[place] = (kind, str(producer["name"]))
     return result
 
 
@@ -91,24 +102,38 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
     """Load what was written as a stranger would, sample it, and write `picture.png`."""
     import diffusers
 
-    vae = card.latents["name"] != "none"
-    more = given if vae or "vae" not in stock.components else {**given, "vae": None}
+    absent = [*stock.empty] + ["vae"] * ("vae" in stock.components and card.latents["name"] == "none")
     diffusers.utils.logging.disable_progress_bar()
     kind = getattr(diffusers, stock.pipeline)
-    pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **more)
+    pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
     pipe.set_progress_bar_config(disable=True)
-    arguments = stock.arguments(card, vae, defaults(campaign))
-    if "prompt" in arguments:
-        arguments["prompt"] = prompts(campaign, SHOWN) or [""]
-    else:
-        labels = arguments["class_labels"] if card.condition == "none" else range(card.shape["classes"])
-        arguments["class_labels"] = [labels[n % len(labels)] for n in range(SHOWN)]
-    count = len(arguments.get("prompt", arguments.get("class_labels", [])))
+    count, arguments = _asked(campaign, card, stock, pipe)
     generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
     with warnings.catch_warnings():
         # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
         images = pipe(generator=generators, **arguments).images
-    pictures = to_images(images) if isinstance(images, torch.Tensor) else list(images)
-    sheet = grid(pictures, columns=4, scale=max(1, 128 // pictures[0].width))
+    if isinstance(images, torch.Tensor):
+        images = to_images(unpacked(images, card.shape["size"]) if stock.patch else images)
+    sheet = grid(list(images), columns=4, scale=max(1, 128 // images[0].width))
     (root / PICTURE).write_bytes(png(sheet))
+
+
+def _asked(campaign: Campaign, card: Card, stock: Stock, pipe: Any) -> tuple[int, dict[str, Any]]:
+    """How many pictures, and the arguments of the call, the pipeline made ready for it."""
+    arguments = stock.arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign))
+    if card.condition != "text":
+        labels = arguments["class_labels"] if card.condition == "none" else range(card.shape["classes"])
+        return SHOWN, {**arguments, "class_labels": [labels[n % len(labels)] for n in range(SHOWN)]}
+    texts = prompts(campaign, SHOWN) or [""]
+    if stock.joint is None:
+        return len(texts), {**arguments, "prompt": texts}
+    if pipe.vae is not None and not card.latents["shift"]:
+        pipe.vae.register_to_config(shift_factor=0.0)
+    if stock.joint.attention:
+        module, name = stock.joint.attention
+        pipe.transformer.set_attn_processor(getattr(import_module(module), name)())
+    pipe.transformer.register_forward_pre_hook(stock.joint.hide, with_kwargs=True)
+    tokenizer, tower = (getattr(pipe, stock.components[name]) for name in ("tokenizer", "text_encoder"))
+    states = encode(pipe, tokenizer, tower, texts, text_length(card))
+    return len(texts), {**arguments, **states}

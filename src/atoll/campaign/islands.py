@@ -162,8 +162,11 @@ class _Plans:
         student = self.campaign.config.student
         if role == "student" and student is not None:
             if student.stock:
-                family = self.campaign.config.denoiser(role)[0].family
-                check_data(family, parts[0].column("latents").meta.producer, self.shape.classes)
+                network, made = (
+                    self.campaign.config.denoiser(role)[0],
+                    parts[0].column("latents").meta.producer,
+                )
+                check_data(network.family, made, self.shape.classes, network.patch)
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
         _write_clusters(whole, parts, self.made)

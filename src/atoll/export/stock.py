@@ -1,9 +1,11 @@
 """A single model as a stock diffusers pipeline, which runs where there is no Atoll.
 
 diffusers' pipelines of DiT and PixArt want a scheduler that scales its input, which its flow-matching ones do
-not. `DPMSolverMultistepScheduler` of first order does, and on flow sigmas its step is Euler's.
+not. `DPMSolverMultistepScheduler` of first order does, and on flow sigmas its step is Euler's. Those of SD3
+and Flux run Euler itself, but read padding: `stock_run` has what hides it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from atoll.base.errors import ConfigError
 from atoll.ensemble.card import Card
 from atoll.export.conditions import text_length
+from atoll.export.stock_run import picture_first, text_first
 
 Weights = Mapping[str, Tensor]
 CLASSES = 1000
@@ -27,6 +30,34 @@ DPM = {
 }
 
 
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+WITHOUT_VAE = 8
+"""Factor between pictures and latents that diffusers' pipelines assume where there is no VAE."""
+DPM_REMARK = (
+    "`DPMSolverMultistepScheduler` takes the place of a flow-matching scheduler, which this pipeline does not"
+    " run; its step is Euler's. It rounds times to thousandths."
+)
+PADDING_REMARK = (
+    "Padding is hidden from the network, as in training; the pipeline by itself would show it. `encode` makes"
+    " it zeros, and the hook tells the attention so. The vector of a whole text, which the pipeline wants"
+    " too, is zeros, as in training. Prompts that are too long are cut without an error."
+)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What a pipeline whose attention reads text and picture together is given from outside.
+
+    Attributes:
+        hide: a hook before each call of the network, which hides padding.
+        attention: module and class of an attention of diffusers that knows masks; None if the network's own
+            does.
+    """
+
+    hide: Callable[[Any, Any, Any], Any]
+    attention: tuple[str, str] | None = None
+
+
 @dataclass(frozen=True)
 class Stock:
     """How diffusers' own pipeline of a family runs a model of velocities.
@@ -35,19 +66,31 @@ class Stock:
         pipeline: the class.
         scheduler: content of `scheduler_config.json`.
         needs_vae: whether there has to be one.
-        shifts: whether latents may be shifted.
-        components: names of its parts beside transformer and scheduler.
+        shifts: whether latents may be shifted; such a pipeline decodes with the VAE's `shift_factor`, which
+            may then not be None.
+        components: the pipeline's names of VAE, text encoder and tokenizer.
         convert: config and weights as the pipeline takes them, exactly the same network.
-        arguments: of a call, from the card, whether there is a VAE, and the campaign's defaults.
+        arguments: of a call, from the card, pixels a latent pixel (None: there is no VAE), and the campaign's
+            defaults.
+        remarks: what its users should know.
+        empty: names of parts that it wants, and that no model here has.
+        classes: most class labels, None if any number.
+        patch: side of the patches that it makes itself, None if the network does.
+        joint: set where it cannot encode texts itself.
     """
 
     pipeline: str
     scheduler: Mapping[str, Any]
     needs_vae: bool
     shifts: bool
-    components: tuple[str, ...]
+    components: Mapping[str, str]
     convert: Callable[[dict[str, Any], Weights, Card], tuple[dict[str, Any], dict[str, Tensor]]]
-    arguments: Callable[[Card, bool, Mapping[str, Any]], dict[str, Any]]
+    arguments: Callable[[Card, int | None, Mapping[str, Any]], dict[str, Any]]
+    remarks: tuple[str, ...]
+    empty: tuple[str, ...] = ()
+    classes: int | None = None
+    patch: int | None = None
+    joint: Joint | None = None
 
 
 def stock_of(family: str) -> Stock:
@@ -59,12 +102,13 @@ def stock_of(family: str) -> Stock:
     return STOCK[family]
 
 
-def check_settings(family: str, vae: str) -> None:
+def check_settings(family: str, vae: str, patch: int) -> None:
     """Refuse a model that no stock pipeline runs, as far as settings tell.
 
     Args:
         family: of the network.
         vae: name of the autoencoder, or `none`.
+        patch: side of the network's patches.
 
     Raises:
         ConfigError: says what is in the way.
@@ -75,38 +119,48 @@ def check_settings(family: str, vae: str) -> None:
             f"a stock {stock.pipeline} needs a VAE, and data.vae is none",
             "set data.vae, or student.stock=false for a student that only Atoll runs",
         )
+    if stock.patch not in (None, patch):
+        raise ConfigError(
+            f"a stock {stock.pipeline} makes patches of {stock.patch}, and the network's are of {patch}",
+            f"set patch: {stock.patch}, or student.stock=false for a student that only Atoll runs",
+        )
 
 
-def check_data(family: str, latents: Mapping[str, Any], classes: int) -> None:
+def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int) -> None:
     """The same as far as the data tell.
 
     Args:
         family: of the network.
         latents: what made the latents.
         classes: number of class labels.
+        patch: side of the network's patches.
     """
-    check_settings(family, str(latents["name"]))
+    check_settings(family, str(latents["name"]), patch)
     stock, shift = stock_of(family), float(latents.get("shift", 0.0))
     if shift and not stock.shifts:
         raise ConfigError(
             f"a stock {stock.pipeline} takes no shifted latents, and {latents['name']} shifts by {shift:g}",
             "use another VAE, or student.stock=false for a student that only Atoll runs",
         )
-    if classes > CLASSES and family == "dit":
+    if stock.classes is not None and classes > stock.classes:
         raise ConfigError(
-            f"a stock {stock.pipeline} knows {CLASSES} classes, and there are {classes}",
+            f"a stock {stock.pipeline} knows {stock.classes} classes, and there are {classes}",
             "use fewer, or student.stock=false for a student that only Atoll runs",
         )
 
 
-def check_card(card: Card, vae: Any) -> None:
+def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
     """The same once the model is trained, and of models that were trained for something else.
 
     Args:
         card: of the model.
+        config: of its network.
         vae: the autoencoder, or None.
     """
-    check_data(card.family, card.latents, card.shape["classes"])
+    patch = int(config["patch_size"])
+    if stock_of(card.family).patch is not None:  # the network takes whole patches for its channels
+        patch = math.isqrt(config["in_channels"] // card.shape["channels"])
+    check_data(card.family, card.latents, card.shape["classes"], patch)
     if (card.prediction, card.schedule) != ("v", "rectified-flow"):
         raise ConfigError(
             f"this {card.role} predicts {card.prediction} on {card.schedule}, a stock pipeline wants a flow",
@@ -128,7 +182,8 @@ def model_index(stock: Stock, transformer: str, parts: Mapping[str, Any], versio
         parts: library and class of the other components that have a folder.
         version: of diffusers.
     """
-    others = {name: list(parts.get(name, (None, None))) for name in stock.components}
+    others = {place: list(parts.get(name, (None, None))) for name, place in stock.components.items()}
+    others |= {place: [None, None] for place in stock.empty}
     return {
         "_class_name": stock.pipeline,
         "_diffusers_version": version,
@@ -164,13 +219,13 @@ def _common(defaults: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_labels(card: Card, vae: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _of_labels(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if card.condition == "none":
         return {"class_labels": [CLASSES], **_common(defaults), "guidance_scale": 1.0}
     return {"class_labels": [0], **_common(defaults)}
 
 
-def _of_text(card: Card, vae: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _of_text(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "prompt": ["a prompt"],
         **_common(defaults),
@@ -178,7 +233,33 @@ def _of_text(card: Card, vae: bool, defaults: Mapping[str, Any]) -> dict[str, An
         "clean_caption": False,
         "use_resolution_binning": False,
     }
-    return found if vae else {**found, "output_type": "latent"}
+    return found if factor else {**found, "output_type": "latent"}
+
+
+def _of_states(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """SD3's. Its own grid of times ends at 1/1000, so it is given another."""
+    steps = int(defaults["num_inference_steps"])
+    found = {
+        "sigmas": [1 - n / steps for n in range(steps)],
+        "guidance_scale": float(defaults["guidance_scale"]),
+    }
+    return found if factor else {**found, "output_type": "latent"}
+
+
+def _of_tokens(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Flux's, whose guidance by two calls has a name of its own, and which knows no size."""
+    side = card.shape["size"] * (factor or WITHOUT_VAE)
+    found = {
+        "height": side,
+        "width": side,
+        "num_inference_steps": int(defaults["num_inference_steps"]),
+        "true_cfg_scale": float(defaults["guidance_scale"]),
+    }
+    return found if factor else {**found, "output_type": "latent"}
+
+
+def _named(number: str = "") -> dict[str, str]:
+    return {"vae": "vae", "text_encoder": f"text_encoder{number}", "tokenizer": f"tokenizer{number}"}
 
 
 STOCK: dict[str, Stock] = {
@@ -187,17 +268,59 @@ STOCK: dict[str, Stock] = {
         DPM,
         needs_vae=False,
         shifts=False,
-        components=("vae", "text_encoder", "tokenizer"),
+        components=_named(),
         convert=_as_it_is,
         arguments=_of_text,
+        remarks=(
+            DPM_REMARK,
+            "The pipeline turns prompts into lower case, and cuts them without an error.",
+        ),
     ),
     "dit": Stock(
         "DiTPipeline",
         DPM,
         needs_vae=True,
         shifts=False,
-        components=("vae",),
+        components={"vae": "vae"},
         convert=_all_classes,
         arguments=_of_labels,
+        remarks=(DPM_REMARK,),
+        classes=CLASSES,
+    ),
+    "sd3": Stock(
+        "StableDiffusion3Pipeline",
+        EULER,
+        needs_vae=False,
+        shifts=True,
+        components=_named("_3"),
+        convert=_as_it_is,
+        arguments=_of_states,
+        remarks=(
+            PADDING_REMARK,
+            "`sigmas` are the times of Euler's steps: the grid of `num_inference_steps` ends at 1/1000.",
+            "The attention of this network takes a mask and forgets it; that of HunyuanVideo computes the"
+            " same with one.",
+        ),
+        empty=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        joint=Joint(
+            picture_first,
+            ("diffusers.models.transformers.transformer_hunyuan_video", "HunyuanVideoAttnProcessor2_0"),
+        ),
+    ),
+    "flux": Stock(
+        "FluxPipeline",
+        EULER,
+        needs_vae=False,
+        shifts=True,
+        components=_named("_2"),
+        convert=_as_it_is,
+        arguments=_of_tokens,
+        remarks=(
+            PADDING_REMARK,
+            "Guidance is `true_cfg_scale`; the network was not made for `guidance_scale`.",
+        ),
+        empty=("text_encoder", "tokenizer"),
+        patch=2,
+        joint=Joint(text_first),
     ),
 }

@@ -1,9 +1,11 @@
 """README.md of a stock diffusers pipeline: how it is run, and where it comes from."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from atoll.ensemble.card import Card
+from atoll.export.conditions import text_length
 from atoll.export.model_card import (
     PAPER,
     count,
@@ -14,7 +16,8 @@ from atoll.export.model_card import (
     licences_block,
     table,
 )
-from atoll.export.stock import stock_of
+from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
+from atoll.export.stock_run import encode, unpacked
 
 
 def stock_card(
@@ -23,6 +26,7 @@ def stock_card(
     defaults: Mapping[str, Any],
     outside: Mapping[str, tuple[str, str]],
     *,
+    factor: int | None,
     picture: bool,
     name: str,
 ) -> str:
@@ -33,6 +37,7 @@ def stock_card(
         about: what it does not say, as for `model_card.model_card`.
         defaults: `num_inference_steps` and `guidance_scale` of the snippet.
         outside: class and name of the encoders that the folder does not hold.
+        factor: pixels a latent pixel, None without a VAE.
         picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
     """
@@ -41,7 +46,7 @@ def stock_card(
     if picture:
         blocks.append("![Samples](picture.png)")
     blocks += [
-        "## Use\n\n" + _needs(card, outside) + "\n\n" + snippet(card, defaults, outside, name),
+        "## Use\n\n" + _needs(card, outside) + "\n\n" + snippet(card, defaults, outside, factor, name),
         _remarks(card),
         "## Training\n\n" + _training(card, about),
         "## Data and partition\n\n" + data_block(card, about),
@@ -54,7 +59,11 @@ def stock_card(
 
 
 def snippet(
-    card: Card, defaults: Mapping[str, Any], outside: Mapping[str, tuple[str, str]], name: str
+    card: Card,
+    defaults: Mapping[str, Any],
+    outside: Mapping[str, tuple[str, str]],
+    factor: int | None,
+    name: str,
 ) -> str:
     """A program that loads the folder and writes one picture.
 
@@ -62,27 +71,61 @@ def snippet(
         card: of the model.
         defaults: steps and guidance.
         outside: class and name of the encoders that the folder does not hold.
+        factor: pixels a latent pixel, None without a VAE.
         name: of the folder, from where the program runs.
     """
-    stock, vae = stock_of(card.family), card.latents["name"] != "none"
-    lines = ["import torch"]
-    classes = sorted({kind for part, (kind, _) in outside.items() if part == "vae"})
-    lines.append(f"from diffusers import {', '.join([*classes, stock.pipeline])}")
-    if others := sorted({kind for part, (kind, _) in outside.items() if part != "vae"}):
-        lines.append(f"from transformers import {', '.join(others)}")
+    stock = stock_of(card.family)
     given = [f'{part}={kind}.from_pretrained("{where}")' for part, (kind, where) in outside.items()]
-    given += ["vae=None"] if not vae and "vae" in stock.components else []
-    lines += ["", f"pipe = {stock.pipeline}.from_pretrained({', '.join([_quoted(name), *given])})"]
-    call = stock.arguments(card, vae, defaults)
-    lines += ["result = pipe("]
-    lines += [f"    {key}={_quoted(value)}," for key, value in call.items()]
+    given += [f"{part}=None" for part in stock.empty]
+    given += ["vae=None"] if factor is None and "vae" in stock.components else []
+    lines = [*_imports(stock, outside), "", f"pipe = {stock.pipeline}.from_pretrained("]
+    lines += [f"    {part}," for part in (_quoted(name), *given)] + [")"]
+    if factor and stock.shifts and not card.latents["shift"]:
+        lines.append("pipe.vae.register_to_config(shift_factor=0.0)")
+    lines += _texts(stock, card)
+    call = stock.arguments(card, factor, defaults)
+    lines += ["result = pipe("] + (["    **texts,"] if stock.joint else [])
+    lines += [f"    {key}={_value(key, value)}," for key, value in call.items()]
     lines += ["    generator=torch.Generator().manual_seed(0),", ")"]
+    latents = "result.images"
+    if stock.patch and factor is None:
+        lines += ["", "", inspect.getsource(unpacked), ""]
+        latents = f"unpacked(result.images, {card.shape['size']})"
     if call.get("output_type") == "latent":
-        lines.append("images = pipe.image_processor.postprocess(result.images)")
+        lines.append(f"images = pipe.image_processor.postprocess({latents})")
     else:
         lines.append("images = result.images")
     lines.append('images[0].save("picture.png")')
     return "\n".join(["```python", *lines, "```"])
+
+
+def _imports(stock: Stock, outside: Mapping[str, tuple[str, str]]) -> list[str]:
+    classes = sorted({kind for part, (kind, _) in outside.items() if part == "vae"})
+    lines = ["import torch", f"from diffusers import {', '.join([*classes, stock.pipeline])}"]
+    if stock.joint and stock.joint.attention:
+        lines.append("from {} import {}".format(*stock.joint.attention))
+    if others := sorted({kind for part, (kind, _) in outside.items() if part != "vae"}):
+        lines.append(f"from transformers import {', '.join(others)}")
+    return ["from typing import Any", "", *lines] if stock.joint else lines
+
+
+def _texts(stock: Stock, card: Card) -> list[str]:
+    """Texts for a pipeline that does not encode them itself."""
+    if stock.joint is None:
+        return []
+    hide, places = stock.joint.hide, stock.components
+    lines = ["", "", inspect.getsource(encode), "", inspect.getsource(hide), ""]
+    if stock.joint.attention:
+        lines.append(f"pipe.transformer.set_attn_processor({stock.joint.attention[1]}())")
+    lines.append(f"pipe.transformer.register_forward_pre_hook({hide.__name__}, with_kwargs=True)")
+    encoders = f"pipe.{places['tokenizer']}, pipe.{places['text_encoder']}"
+    return [*lines, f'texts = encode(pipe, {encoders}, ["a prompt"], length={text_length(card)})']
+
+
+def _value(key: str, value: Any) -> str:
+    if key == "sigmas":
+        return f"[1 - n / {len(value)} for n in range({len(value)})]"
+    return _quoted(value)
 
 
 def _quoted(value: Any) -> str:
@@ -116,14 +159,10 @@ def _needs(card: Card, outside: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _remarks(card: Card) -> str:
-    scheduler = stock_of(card.family).scheduler["_class_name"]
-    lines = [
-        f"- `{scheduler}` takes the place of a flow-matching scheduler, which this pipeline does not run; its"
-        " step is Euler's. It rounds times to thousandths.",
-        "- Guidance of 1 or less is none.",
-    ]
-    if card.condition == "text":
-        lines.append("- The pipeline turns prompts into lower case, and cuts them without an error.")
+    stock = stock_of(card.family)
+    lines = [f"- {remark}" for remark in stock.remarks] + ["- Guidance of 1 or less is none."]
+    if stock.patch and card.latents["name"] == "none":
+        lines.append(f"- Without a VAE the pipeline divides `height` and `width` by {WITHOUT_VAE}.")
     if card.condition == "none":
         lines.append("- `class_labels` says how many pictures; 1000 stands for no label.")
     elif card.condition == "class":
