@@ -23,7 +23,7 @@ demo: $(BASE)
 	$(BIN)/atoll quickstart
 
 test: $(DEV)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(DEV)
 	$(BIN)/ruff check
