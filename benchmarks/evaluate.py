@@ -62,7 +62,7 @@ QUICK = Setting(5_000, 512, 500, 20, 500, 10_000)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few and narrow features: two minutes")
-    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 3, else 5)")
+    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 2, else 5)")
     parser.add_argument("--threads", type=int, help="of the CPU; all cores by default")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
@@ -73,7 +73,7 @@ def main() -> None:
         work = json.loads(options.work)
         print(peak(work["turn"], Setting(**work["setting"])))
         return
-    setting, pairs = (QUICK, options.pairs or 3) if options.quick else (FULL, options.pairs or 5)
+    setting, pairs = (QUICK, options.pairs or 2) if options.quick else (FULL, options.pairs or 5)
     started, load = time.monotonic(), os.getloadavg()
     table = [*times(setting, pairs), *memories(setting)]
     notes = {
