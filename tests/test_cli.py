@@ -365,7 +365,9 @@ def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
     refused(run("compare", made), "has no ensemble", "atoll assemble")
     refused(run("diagnose", made), "has no ensemble", "atoll assemble")
     refused(run("sample", made, "1", "--out", tmp_path / "a.png"), "has no ensemble", "atoll assemble")
-    refused(run("sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"), "has no monolith yet")
+    refused(
+        run("sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"), "has no monolith yet"
+    )
     assert state(made) == before and not (tmp_path / "a.png").exists()
 
 

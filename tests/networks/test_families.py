@@ -206,40 +206,56 @@ def test_time_is_scaled_by_a_thousand(shape: DataShape) -> None:
     assert seen["t"].tolist() == [250.0]
 
 
-def flux(network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None) -> torch.Tensor:
+# Flux and SD3, whose text runs through the same attention as the picture.
+
+
+def joint(
+    name: str, network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None
+) -> torch.Tensor:
     x = noise(B) if x is None else x
-    return family("flux").predict(network, x, torch.linspace(0, 1, len(x)), cond)
+    return family(name).predict(network, x, torch.linspace(0, 1, len(x)), cond)
 
 
-def test_flux_takes_time_as_it_is_and_its_class_scales_it() -> None:
-    network, seen = denoiser(0, name="flux"), {}
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+JOINT = pytest.mark.parametrize(("name", "pooled"), [("flux", 768), ("sd3", 2048)])
+
+
+@JOINT
+def test_the_time_embedding_is_given_thousandths(name: str, pooled: int) -> None:
+    """Flux takes t as it is and its class scales it; SD3 is told 1000 t."""
+    network, seen = denoiser(0, name=name), {}
     embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
     embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
-    family("flux").predict(network, noise(1), torch.tensor([0.25]), conditions(1))
+    family(name).predict(network, noise(1), torch.tensor([0.25]), conditions(1))
     assert seen["t"].tolist() == [250.0]
 
 
-def test_flux_without_a_pooled_text_gets_zeros() -> None:
-    network, cond = denoiser(0, name="flux"), conditions(B)
-    zeros = Condition(text=cond.text, mask=cond.mask, pooled=torch.zeros(B, 768))
-    assert torch.equal(flux(network, cond), flux(network, zeros))
-    ones = Condition(text=cond.text, mask=cond.mask, pooled=torch.ones(B, 768))
-    assert float((flux(network, cond) - flux(network, ones)).abs().max()) > 1e-3
+@JOINT
+def test_without_a_pooled_text_it_gets_zeros(name: str, pooled: int) -> None:
+    network, cond = denoiser(0, name=name), conditions(B)
+    zeros = Condition(text=cond.text, mask=cond.mask, pooled=torch.zeros(B, pooled))
+    assert torch.equal(joint(name, network, cond), joint(name, network, zeros))
+    ones = Condition(text=cond.text, mask=cond.mask, pooled=torch.ones(B, pooled))
+    assert apart(joint(name, network, cond), joint(name, network, ones)) > 1e-3
 
 
-def test_padding_is_nothing_to_flux() -> None:
-    """Its class has no mask: left alone, a picture would depend on the longest prompt of its batch."""
-    network, cond = denoiser(0, name="flux", depth=2), conditions(B)
+@JOINT
+def test_padding_is_nothing(name: str, pooled: int) -> None:
+    """Flux's class has no mask and SD3's forgets it: left alone, a picture would depend on its neighbours."""
+    network, cond = denoiser(0, name=name, depth=2), conditions(B)
     assert cond.text is not None and cond.mask is not None
-    first = flux(network, cond)
+    first = joint(name, network, cond)
     longer = Condition(
         text=torch.nn.functional.pad(cond.text, (0, 0, 0, 4), value=9.0),
         mask=torch.nn.functional.pad(cond.mask, (0, 4)),
     )
-    torch.testing.assert_close(flux(network, longer), first, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joint(name, network, longer), first, rtol=1e-5, atol=1e-5)
     unmasked = Condition(text=longer.text, mask=torch.ones_like(longer.mask))
-    assert float((flux(network, unmasked) - first).abs().max()) > 1e-3
-    assert float((flux(network, conditions(B, seed=1)) - first).abs().max()) > 1e-3
+    assert apart(joint(name, network, unmasked), first) > 1e-3
+    assert apart(joint(name, network, conditions(B, seed=1)), first) > 1e-3
 
 
 def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
@@ -249,7 +265,7 @@ def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
     config = NetworkConfig.parse({**TINY, "patch": 2, "family": "flux"}, "")
     network = family("flux").build(config, TEXT)
     network.register_forward_pre_hook(lambda module, args, kw: seen.update(x=args[0], **kw), with_kwargs=True)
-    out = flux(network, conditions(2), x)
+    out = joint("flux", network, conditions(2), x)
     assert out.shape == x.shape
     assert torch.equal(seen["x"], FluxPipeline._pack_latents(x, 2, 3, 8, 16))
     places = FluxPipeline._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32)
@@ -261,43 +277,7 @@ def test_patches_of_flux_come_back_where_they_were() -> None:
     network = family("flux").build(NetworkConfig.parse({**TINY, "family": "flux"}, ""), TEXT)
     network.forward = lambda tokens, **rest: type("Output", (), {"sample": tokens})  # type: ignore[method-assign]
     x = noise(2)
-    assert torch.equal(flux(network, conditions(2), x), x)
-
-
-def sd3(network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None) -> torch.Tensor:
-    x = noise(B) if x is None else x
-    return family("sd3").predict(network, x, torch.linspace(0, 1, len(x)), cond)
-
-
-def test_time_of_sd3_is_scaled_by_a_thousand() -> None:
-    network, seen = denoiser(0, name="sd3"), {}
-    embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
-    embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
-    family("sd3").predict(network, noise(1), torch.tensor([0.25]), conditions(1))
-    assert seen["t"].tolist() == [250.0]
-
-
-def test_sd3_without_a_pooled_text_gets_zeros() -> None:
-    network, cond = denoiser(0, name="sd3"), conditions(B)
-    zeros = Condition(text=cond.text, mask=cond.mask, pooled=torch.zeros(B, 2048))
-    assert torch.equal(sd3(network, cond), sd3(network, zeros))
-    ones = Condition(text=cond.text, mask=cond.mask, pooled=torch.ones(B, 2048))
-    assert float((sd3(network, cond) - sd3(network, ones)).abs().max()) > 1e-3
-
-
-def test_padding_is_nothing_to_sd3() -> None:
-    """diffusers' own attention takes a mask and forgets it, so a picture would depend on its neighbours."""
-    network, cond = denoiser(0, name="sd3", depth=2), conditions(B)
-    assert cond.text is not None and cond.mask is not None
-    first = sd3(network, cond)
-    longer = Condition(
-        text=torch.nn.functional.pad(cond.text, (0, 0, 0, 4), value=9.0),
-        mask=torch.nn.functional.pad(cond.mask, (0, 4)),
-    )
-    torch.testing.assert_close(sd3(network, longer), first, rtol=1e-5, atol=1e-5)
-    unmasked = Condition(text=longer.text, mask=torch.ones_like(longer.mask))
-    assert float((sd3(network, unmasked) - first).abs().max()) > 1e-3
-    assert float((sd3(network, conditions(B, seed=1)) - first).abs().max()) > 1e-3
+    assert torch.equal(joint("flux", network, conditions(2), x), x)
 
 
 @pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
@@ -310,7 +290,7 @@ def test_sd3_without_padding_is_diffusers_own_computation(dual: bool) -> None:
     network = random_weights(family("sd3").load(arguments), 0)
     text = torch.randn(B, 5, 12, generator=torch.Generator().manual_seed(0))
     cond, x = Condition(text=text, mask=torch.ones(B, 5, dtype=torch.bool)), noise(B)
-    ours = sd3(network, cond, x)
+    ours = joint("sd3", network, cond, x)
     network.set_attn_processor(JointAttnProcessor2_0())  # type: ignore[operator]
     times = torch.linspace(0, 1, B) * 1000
     theirs = network(x, text, torch.zeros(B, 2048), times).sample
@@ -320,17 +300,17 @@ def test_sd3_without_padding_is_diffusers_own_computation(dual: bool) -> None:
 def test_sd3_takes_the_sides_that_it_has_positions_for() -> None:
     network = denoiser(0, name="sd3")
     wide = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
-    out = sd3(network, conditions(2), wide)
+    out = joint("sd3", network, conditions(2), wide)
     assert out.shape == wide.shape and float(out.std()) > 0.01
     for height, width in ((8, 12), (6, 8), (8, 10)):  # too large, or cut to a smaller picture without a word
         with pytest.raises(ConfigError, match=f"takes no latents of {height}x{width}: .* of 4 up to 8"):
-            sd3(network, conditions(2), torch.zeros(2, 3, height, width))
+            joint("sd3", network, conditions(2), torch.zeros(2, 3, height, width))
 
 
 def test_a_variance_that_sd3_predicts_too_is_cut() -> None:
     config = NetworkConfig.parse({**TINY, "family": "sd3"}, "")
     network = family("sd3").load(family("sd3").arguments(config, TEXT) | {"out_channels": 6})
-    assert sd3(random_weights(network, 0), conditions(B)).shape == (B, 3, 8, 8)
+    assert joint("sd3", random_weights(network, 0), conditions(B)).shape == (B, 3, 8, 8)
 
 
 def test_shapes_that_would_go_wrong_silently_are_refused() -> None:
@@ -356,9 +336,9 @@ def test_conditions_that_a_family_cannot_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="flux heads are 5 wide"):
         family("flux").build(NetworkConfig(family="flux", head_width=5, patch=2), TEXT)
     with pytest.raises(ConfigError, match="Flux was called without text states"):
-        flux(denoiser(0, name="flux"), Condition())
+        joint("flux", denoiser(0, name="flux"), Condition())
     with pytest.raises(ConfigError, match="SD3 was called without text states"):
-        sd3(denoiser(0, name="sd3"), Condition())
+        joint("sd3", denoiser(0, name="sd3"), Condition())
     with pytest.raises(ConfigError, match="the dit family takes no text"):
         family("dit").build(NetworkConfig(family="dit"), TEXT)
     with pytest.raises(ConfigError, match="PixArt was called without text states"):

@@ -1,17 +1,16 @@
 """The compare stage: load what a campaign published, measure it, write `reports/`."""
 
-import os
 import time
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.assemble import MANIFEST, load_ensemble
 from atoll.campaign.campaign import Campaign
@@ -47,12 +46,8 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
             store.put_json(RESULT, found := {**found, "parts": parts})
         return found
     start = time.monotonic()
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    try:
+    with using_threads(config.threads):
         result = _measure(campaign, config, ensemble, router, dense)
-    finally:
-        torch.set_num_threads(before)
     result = {
         "schema": SCHEMA,
         "key": key,

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png, to_images
+from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
@@ -56,12 +56,9 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
     if found.get("key") == key and found.get("schema") == SCHEMA:
         say("diagnose: finished already")
         return found
-    start, before = time.monotonic(), torch.get_num_threads()
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    try:
+    start = time.monotonic()
+    with using_threads(config.threads):
         tables, about = _Diagnosis(campaign, dataset, made, router).run("monolith" in parts)
-    finally:
-        torch.set_num_threads(before)
     result = {
         "schema": SCHEMA,
         "key": key,

@@ -17,6 +17,7 @@ import torch
 from atoll.base.config import set_value
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.judged import Judged, Statistics, Wanted, folder, model, reference
@@ -102,14 +103,10 @@ def evaluate(campaign: Campaign | None, request: Request, argv: Sequence[str] = 
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = campaign.config.evaluate if campaign is not None else _alone(request.sets)
     store = campaign.store if campaign is not None else Store.open(request.out, create=True)
-    before = torch.get_num_threads()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // processes))
-    try:
-        with joined(ParallelConfig()) as world:
-            return _Evaluation(campaign, request, config, store, world).run()
-    finally:
-        torch.set_num_threads(before)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // processes)
+    with using_threads(threads), joined(ParallelConfig()) as world:
+        return _Evaluation(campaign, request, config, store, world).run()
 
 
 def _spread(argv: Sequence[str], processes: int) -> None:

@@ -154,17 +154,21 @@ def _about(value: Any) -> dict[str, Any] | None:
     return dict(value) if value else None
 
 
+def _check_schema(store: Store, key: str, found: dict[str, Any], command: str) -> None:
+    if found["schema"] != SCHEMA:
+        raise DataError(
+            f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
+            f"run '{command}' again",
+        )
+
+
 def _comparison(store: Store) -> Comparison | None:
     key = "reports/compare.json"
     found = _optional(store, key)
     if found is None:
         return None
     with _reading(store, key):
-        if found["schema"] != SCHEMA:
-            raise DataError(
-                f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
-                "run 'atoll compare' again",
-            )
+        _check_schema(store, key, found, "atoll compare")
         rows = tuple(
             Measured(
                 str(row["name"]),
@@ -198,11 +202,7 @@ def _diagnosis(store: Store) -> Diagnosis | None:
     if found is None:
         return None
     with _reading(store, key):
-        if found["schema"] != SCHEMA:
-            raise DataError(
-                f"{store.name(key)} has schema {found['schema']}, this Atoll reads {SCHEMA}",
-                "run 'atoll diagnose' again",
-            )
+        _check_schema(store, key, found, "atoll diagnose")
         tables = {
             str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
             for name, table in found["tables"].items()
