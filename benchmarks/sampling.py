@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.batches import Sampling, sample_batches
+from atoll.ensemble.batches import Sampling, sample_batches, sample_single
 from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
 from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.residency import Residency, ResidentExperts
@@ -100,11 +101,11 @@ def main() -> None:
         print(peak(Setting(**work["setting"]), work["routing"], Path(work["folder"])))
         return
     pairs, started, load = options.pairs or (3 if options.quick else 7), time.monotonic(), os.getloadavg()
-    table = everything("CPU", CPU_QUICK if options.quick else CPU, pairs, options.threads)
+    table = told(everything("CPU", CPU_QUICK if options.quick else CPU, pairs, options.threads))
     if torch.cuda.is_available():
         setting = GPU_QUICK if options.quick else GPU
-        table += everything("GPU", setting, pairs, options.threads)
-        table += against_monolith("GPU, batch 1", replace(setting, batch=1), pairs)
+        table += told(everything("GPU", setting, pairs, options.threads))
+        table += told(against_monolith("GPU, batch 1", replace(setting, batch=1), pairs))
     notes = {
         "quick": options.quick,
         "pairs": pairs,
@@ -115,13 +116,20 @@ def main() -> None:
     finish("sampling", table, options.json, notes)
 
 
-def everything(name: str, setting: Setting, pairs: int, threads: int) -> list[dict[str, Any]]:
+def everything(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[dict[str, Any]]:
     """All that is measured on one device."""
-    return [
-        *against_monolith(name, setting, pairs),
-        *number_of_experts(name, setting, pairs),
-        *one_resident(name, setting, pairs, threads),
-    ]
+    yield from against_monolith(name, setting, pairs)
+    yield from number_of_experts(name, setting, pairs)
+    yield from one_resident(name, setting, pairs, threads)
+
+
+def told(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines, each said when it is there: the whole takes many minutes."""
+    kept = []
+    for line in lines:
+        print(f"  {line['case']}: {line['metric']} {line['value']:.4g}", flush=True)
+        kept.append(line)
+    return kept
 
 
 # Parts with random weights.
@@ -157,10 +165,10 @@ def router(setting: Setting) -> Router:
     )
 
 
-def network(setting: Setting) -> nn.Module:
+def network(setting: Setting, dtype: torch.dtype | None = None) -> nn.Module:
     """An expert's network."""
     made = family("pixart").build(setting.network, setting.shape)
-    nn.Module.to(made, setting.device, setting.dtype)  # diffusers' own warns of nothing
+    nn.Module.to(made, setting.device, dtype or setting.dtype)  # diffusers' own warns of nothing
     return made.eval().requires_grad_(False)
 
 
@@ -176,7 +184,7 @@ def stored(setting: Setting, folder: Path) -> list[StoredExpert]:
     paths = [folder / f"{number}.safetensors" for number in range(setting.k)]
     for path in paths:
         if not path.exists():
-            weights = network(replace(setting, device="cpu")).to(setting.dtype).state_dict()
+            weights = network(replace(setting, device="cpu"), setting.dtype).state_dict()
             save_file(weights, path)
     return [StoredExpert(config, "pixart", "v", "rectified-flow", FileWeights(path)) for path in paths]
 
@@ -249,8 +257,8 @@ def one_batch(ensemble: Ensemble, setting: Setting, routing: str, keep: list[Tra
     return turn
 
 
-def many_batches(ensemble: Ensemble, setting: Setting, routing: str) -> Turn:
-    """Several batches of an ensemble, ordered by expert."""
+def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Turn:
+    """Several batches of an ensemble, ordered by expert, or of one network."""
     cond, null, _ = start(setting)
     shape = (setting.shape.channels, setting.latents, setting.latents)
     sampling = Sampling(
@@ -261,9 +269,12 @@ def many_batches(ensemble: Ensemble, setting: Setting, routing: str) -> Turn:
         return cond.select(torch.tensor([number % setting.batch for number in rows], device=setting.device))
 
     def turn() -> None:
-        ensemble.router.calls = 0  # type: ignore[attr-defined]
-        for _ in sample_batches(ensemble, own, null, BATCHES * setting.batch, sampling):
-            pass
+        count = BATCHES * setting.batch
+        if isinstance(model, Ensemble):
+            model.router.calls = 0  # type: ignore[attr-defined]
+            deque(sample_batches(model, own, null, count, sampling), maxlen=0)
+        else:
+            deque(sample_single(model, own, null, count, sampling), maxlen=0)
 
     return turn
 
@@ -299,6 +310,9 @@ def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[s
         done = traces[0].router_flops + traces[0].expert_flops
         yield row(case, f"{routing} / monolith, operations", done / alone)
     yield median_row(case, "monolith, time of a step", [s / setting.steps for s in theirs], "s")
+    turns = many_batches(ensemble, setting, "commit"), many_batches(expert(setting), setting, "commit")
+    ordered = f"commit / monolith, {BATCHES} batches by expert, time"
+    yield median_row(case, ordered, ratios(*paired(*turns, pairs)), target=("<=", TARGETS["commit"]))
     for routing in SHARES:
         yield row(case, f"router's share, {routing}, 50 steps", router_share(setting, cost, routing))
 

@@ -3,10 +3,10 @@
 import ast
 import importlib
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,15 +183,21 @@ def test_importing_the_package_imports_nothing_heavy():
     assert run(sys.executable, "-c", code).stdout.strip() == ""
 
 
-def test_help_answers_in_half_a_second():
+def test_help_takes_half_a_second_of_the_processor():
+    """Not of the clock: other tests run beside it."""
+
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["atoll"]
     module, function = script.split(":")
     argv = [sys.executable, "-c", f"from {module} import {function}; {function}()", "--help"]
     seconds = []
     for _ in range(7):
-        start = time.perf_counter()
+        before = spent()
         result = run(*argv)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(spent() - before)
         assert result.returncode == 0, result.stderr
         assert "Usage:" in result.stdout
     assert statistics.median(seconds) < 0.5, seconds

@@ -97,15 +97,15 @@ def test_a_change_of_a_figure_changes_the_page(builder: Builder):
     assert Path(write_report(builder.store)).read_bytes() != before
 
 
-def test_a_large_campaign_takes_less_than_two_seconds(tmp_path: Path):
+def test_a_large_campaign_takes_less_than_two_seconds_of_the_processor(tmp_path: Path):
     builder = Builder(tmp_path / "camp", k=16, side=64).campaign().partition()
     losses = (1 / np.sqrt(np.arange(1, 8001))).tolist()
     for folder in [*(f"islands/{n}" for n in range(16)), "router", "monolith"]:
         builder.run(folder, losses=losses)
     builder.compare([f"prompt {n}" for n in range(12)], steps=50).diagnose(splits=("heldout", "train"))
-    start = time.perf_counter()
+    start = time.process_time()  # not the clock's: other tests run beside it
     path = write_report(builder.store)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert Path(path).stat().st_size < 3e6
 
 
