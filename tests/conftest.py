@@ -1,8 +1,13 @@
 """Set before anything of the package is imported: no model hub, one thread, types checked at run time."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+
+# What a shell starts in its background ignores Ctrl-C, and processes of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Child processes inherit these. Sums on a CPU depend on the number of threads, so bits do too.
 os.environ.update(
