@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 
@@ -122,13 +121,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Answer:
     An exception that the entry point would not catch comes out of here, so a traceback fails the test.
     """
     capsys.readouterr()
-    code = 0
-    try:
-        cli._guard(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except click.exceptions.Exit as ended:
-        code = ended.exit_code
+    code = cli.ended(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
     captured = capsys.readouterr()
     return Answer(code, captured.out, captured.err)
 

@@ -12,7 +12,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, Hearsay
-from atoll.train.leaving import ends_with_run
+from atoll.train.leaving import end, ends_with_run
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
@@ -407,27 +407,37 @@ alike is told by the first, a collective that fails by whoever made it fail. `to
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
     ends_with_run()
-    _guard(lambda: atoll.main(standalone_mode=False))
+    end(ended(lambda: atoll.main(standalone_mode=False)))
 
 
-def _guard(run: Callable[[], Any]) -> None:
+def ended(run: Callable[[], Any]) -> int:
+    """Run a command and tell its errors.
+
+    Returns:
+        The exit code.
+    """
     try:
         run()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
     except AtollError as error:
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, Hearsay)))
         click.echo(f"error: {error}", err=True)
-        sys.exit(getattr(error, "exit_code", 2))
+        return int(getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
-        sys.exit(2)
+        return 2
     except click.ClickException as error:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
-        sys.exit(2)
+        return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)
-        sys.exit(130)
+        return 130
+    return 0
 
 
 def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from atoll.base.errors import DataError
+from atoll.train.leaving import abandon
 
 POLL = 0.2  # seconds between looks at whether the run was told to leave
+PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
 
 
 class Ahead:
@@ -36,7 +38,9 @@ class Ahead:
 
     def __exit__(self, *exc: object) -> None:
         self._stopped.set()
-        self._thread.join(timeout=2.0)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            abandon(self._thread)
 
     def take(self, told: Sequence[object]) -> list[Any] | None:
         """The next step's batches; None if the run is told to leave before they are there.

@@ -1,9 +1,13 @@
 """SIGTERM and SIGINT are noted, not obeyed at once: the loop saves and leaves between two steps."""
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from atoll.base.errors import AtollError
 
@@ -11,6 +15,7 @@ INTERRUPTED = 75
 """Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _process = {"ends": False}
+_abandoned: list[threading.Thread] = []
 
 
 class Interrupted(AtollError):
@@ -41,3 +46,21 @@ def leaving() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if told and _process["ends"] else handler)
+
+
+def abandon(thread: threading.Thread) -> None:
+    """Wait no longer for a daemon thread that does not end; `end` will know of it."""
+    _abandoned.append(thread)
+
+
+def end(code: int) -> NoReturn:
+    """End this process with a code.
+
+    Below an abandoned thread that still works, Python must not take itself down: torch aborts the process
+    when the thread comes back into it.
+    """
+    if not any(thread.is_alive() for thread in _abandoned):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
