@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.batches import Sampling, sample_batches, sample_single
+from atoll.ensemble.batches import Sampling, draw_batches
 from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
 from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.residency import Residency, ResidentExperts
@@ -248,13 +248,19 @@ def one_batch(ensemble: Ensemble, setting: Setting, routing: str, keep: list[Tra
     rows = range(setting.batch)
 
     def turn() -> None:
-        ensemble.router.calls = 0  # type: ignore[attr-defined]
+        start_anew(ensemble)
         field = ensemble.field(cond, null, GUIDANCE, Routing.named(routing), 0, rows)
         sample(field, noise, setting.steps)
         if keep is not None:
             keep[:] = [field.trace]
 
     return turn
+
+
+def start_anew(ensemble: Ensemble) -> None:
+    """Let every turn hear the same opinions."""
+    assert isinstance(ensemble.router, Opinions)
+    ensemble.router.calls = 0
 
 
 def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Turn:
@@ -269,12 +275,9 @@ def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Tu
         return cond.select(torch.tensor([number % setting.batch for number in rows], device=setting.device))
 
     def turn() -> None:
-        count = BATCHES * setting.batch
         if isinstance(model, Ensemble):
-            model.router.calls = 0  # type: ignore[attr-defined]
-            deque(sample_batches(model, own, null, count, sampling), maxlen=0)
-        else:
-            deque(sample_single(model, own, null, count, sampling), maxlen=0)
+            start_anew(model)
+        deque(draw_batches(model, own, null, BATCHES * setting.batch, sampling), maxlen=0)
 
     return turn
 

@@ -356,7 +356,7 @@ def test_weights_that_hold_nan_are_no_black_pictures(
 
 def test_models_that_are_not_there(letters: Path, net: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(command(capsys, *of_model(letters, net, "--model", "monolit")), "did you mean 'monolith'?")
-    refused(command(capsys, *of_model(letters, net, "--model", "student")), "has no published student")
+    refused(command(capsys, *of_model(letters, net, "--model", "student")), "has no student yet")
     refused(command(capsys, *of_model(letters, net, "--routing", "top1")), "top1")
     refused(command(capsys, *of_model(letters, net, "--guidance", "nan")), "--guidance nan")
     refused(command(capsys, "evaluate", letters, "--list"), "has no results")

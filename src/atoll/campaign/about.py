@@ -5,6 +5,7 @@ from typing import Any
 
 from atoll.base.errors import AtollError
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.dense import DENSE
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.ensemble.expert import published, read_card
 
@@ -78,8 +79,7 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
         return None
     found = campaign.store.get_json(COMPARISON)
     measured = found.get("parts", {})
-    dense = ("monolith", "student")
-    asked = parts if set(parts) <= set(dense) else measured.keys() - set(dense)
+    asked = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
     if {name: measured.get(name) for name in asked} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")

@@ -65,12 +65,13 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
     adapter = _family(found, campaign.config.condition)
     prediction, curve = _objective(found, wanted)
     shape = DataShape(**plan.shape)
-    latents, text = _producers(DataSet.open(store, "data"))
+    latents, text = DataSet.open(store, "data").producers()
     _check_shape(found, adapter, shape)
     _check_vae(found, latents)
     flops = _forward(found, adapter, shape)
     network = _built(found, adapter)
     weights = whole(network, found)
+    weights_hash = digest_tensors(weights)
     card = Card(
         role="expert",
         island=wanted.island,
@@ -88,8 +89,8 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
         batch=0,
         train_flops=0.0,
         forward_flops=flops,
-        weights_sha256=digest_tensors(weights),
-        provenance=_provenance(found, weights),
+        weights_sha256=weights_hash,
+        provenance=_provenance(found, weights_hash),
     )
     _publish(store, filled(network, weights), weights, card)
     _tell(wanted, card)
@@ -212,13 +213,8 @@ def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _producers(dataset: DataSet) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    text = dataset.column("text").meta.producer if dataset.has_column("text") else None
-    return dataset.column("latents").meta.producer, text
-
-
-def _provenance(found: Checkpoint, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    origin = {"name": found.name, "class": found.class_name, "weights_sha256": digest_tensors(weights)}
+def _provenance(found: Checkpoint, weights_hash: str) -> dict[str, Any]:
+    origin = {"name": found.name, "class": found.class_name, "weights_sha256": weights_hash}
     return {
         "atoll": code_version(),
         "torch": torch.__version__,

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from atoll.base.config import set_value
-from atoll.base.errors import ConfigError, DataError, StoreError
+from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.version import code_version
 from atoll.campaign.config import UNFROZEN, CampaignConfig
+from atoll.data import partition as partitions
 from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.partition import Partition
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
 from atoll.train.settings import PRACTICAL
@@ -100,6 +102,15 @@ class Campaign:
         except Absent:
             raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
         return DataSet.open(store)
+
+    def clustered(self) -> tuple[DataSet, Partition]:
+        """Data set and partition; `PartitionError` if they do not belong together."""
+        dataset, made = self.dataset(), partitions.load(self.store)
+        if made.about["data"] != dataset.id_hash:
+            raise PartitionError(
+                f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
+            )
+        return dataset, made
 
     def has_dataset(self) -> bool:
         """Whether there is a finished data set."""

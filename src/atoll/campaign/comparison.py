@@ -1,42 +1,42 @@
 """The compare stage: load what a campaign published, measure it, write `reports/`."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError, PartitionError
+from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.assemble import MANIFEST, load_ensemble
+from atoll.campaign.assemble import MANIFEST, load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.dense import dense_cards, load_dense
 from atoll.campaign.seed import seed_finished
-from atoll.data import partition as partitions
 from atoll.data.samples import Samples
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import vision_encoder
-from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.ensemble import Ensemble, Trace
-from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Trace
+from atoll.ensemble.expert import read_card
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import SCHEMA, CompareConfig, Conditions, Judge, Models, compare, drawn_conditions
 from atoll.networks.families import DataShape
 
 RESULT = "reports/compare.json"
-DENSE = ("monolith", "student")
 
 
 def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated."""
     store, config = campaign.store, campaign.config.compare
-    ensemble, router = load_ensemble(store)
-    config = _possible(config, ensemble)
-    dense = _dense(campaign, router)
-    parts = store.get_json(MANIFEST)["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
+    content, router = read_manifest(store), read_card(store, "ensemble/router")
+    config = _possible(config, content["k"], content["experts"])
+    dense = dense_cards(campaign, router)
+    parts = content["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
     settings = {"config": config.model_dump(), "default": campaign.config.sampling.routing}
     key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
@@ -47,7 +47,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
         return found
     start = time.monotonic()
     with using_threads(config.threads):
-        result = _measure(campaign, config, ensemble, router, dense)
+        result = _measure(campaign, config, router, dense)
     result = {
         "schema": SCHEMA,
         "key": key,
@@ -60,12 +60,12 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     return result
 
 
-def _possible(config: CompareConfig, ensemble: Ensemble) -> CompareConfig:
-    """The same without strategies that this ensemble cannot follow, which is said."""
-    kept, experts = [], len(ensemble.experts)
+def _possible(config: CompareConfig, experts: int, present: Sequence[int]) -> CompareConfig:
+    """The same without strategies that an ensemble of these experts cannot follow, which is said."""
+    kept = []
     for name in config.strategies:
         routing = Routing.named(name)
-        if routing.strategy == "oracle" and ensemble.missing:
+        if routing.strategy == "oracle" and len(present) < experts:
             say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
         elif routing.strategy == "top-k" and routing.k > experts:
             say(f"  warning: {name} is left out: there are {experts} experts")
@@ -74,26 +74,14 @@ def _possible(config: CompareConfig, ensemble: Ensemble) -> CompareConfig:
     return config.model_copy(update={"strategies": kept})
 
 
-def _dense(campaign: Campaign, router: Card) -> dict[str, Card]:
-    """Cards of the single models that are published."""
-    there = [name for name in DENSE if published(campaign.store, f"{name}/expert")]
-    cards = {name: read_card(campaign.store, f"{name}/expert") for name in there}
-    check_together([router, *cards.values()])
-    return cards
-
-
 def _measure(
-    campaign: Campaign, config: CompareConfig, ensemble: Ensemble, router: Card, dense: dict[str, Card]
+    campaign: Campaign, config: CompareConfig, router: Card, dense: dict[str, Card]
 ) -> dict[str, Any]:
     store, seed = campaign.store, campaign.config.seed
-    dataset = campaign.dataset()
-    made = partitions.load(store)
-    if made.about["data"] != dataset.id_hash:
-        raise PartitionError(
-            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
-        )
+    dataset, made = campaign.clustered()
     experts = [read_card(store, f"ensemble/experts/{n}") for n in store.get_json(MANIFEST)["experts"]]
-    singles = {name: Expert.load(store, f"{name}/expert") for name in dense}
+    ensemble, _ = load_ensemble(store)
+    singles = {name: load_dense(campaign, name) for name in dense}
     vae = autoencoder_of(router.latents)
     models = Models(singles, ensemble, vae)
 

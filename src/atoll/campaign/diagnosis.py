@@ -1,7 +1,5 @@
 """The diagnose stage: why the ensemble is good or bad, from what a campaign published."""
 
-import csv
-import io
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +10,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from atoll.base.console import say
-from atoll.base.errors import DataError, PartitionError
+from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png, to_images
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
-from atoll.data import partition as partitions
+from atoll.campaign.dense import dense_cards, load_dense
 from atoll.data.dataset import DataSet
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
@@ -27,13 +25,13 @@ from atoll.data.samples import Samples
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.ensemble.batches import Sampling
-from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.card import Card
+from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler
 from atoll.evaluate.diagnostics import PRACTICAL, SCHEMA, Sampled, labelled, measure, sample_traced
 from atoll.evaluate.nearest import Copies, Nearest, leaders, two_nearest
-from atoll.evaluate.streams import Table
+from atoll.evaluate.streams import Table, to_csv
 from atoll.evaluate.usage import by_strategy, switches, usage
 from atoll.networks.families import DataShape
 from atoll.train.parallel import own_device
@@ -48,7 +46,8 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
     content = read_manifest(store)
     router = read_card(store, "ensemble/router")
-    parts = content["parts"] | _baseline(campaign, router)
+    baseline = dense_cards(campaign, router, ("monolith",))
+    parts = content["parts"] | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, made = _data(campaign)
     settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
@@ -58,7 +57,7 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
         return found
     start = time.monotonic()
     with using_threads(config.threads):
-        tables, about = _Diagnosis(campaign, dataset, made, router).run("monolith" in parts)
+        tables, about = _Diagnosis(campaign, dataset, made, router).run(bool(baseline))
     result = {
         "schema": SCHEMA,
         "key": key,
@@ -73,27 +72,14 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
         "tables": {name: table.to_json() for name, table in tables.items()},
     }
     for name, table in tables.items():
-        store.put(f"{FOLDER}/{name}.csv", _csv(table))
+        store.put(f"{FOLDER}/{name}.csv", to_csv(table.columns, table.rows))
     store.put_json(RESULT, result)
     return result
 
 
-def _baseline(campaign: Campaign, router: Card) -> dict[str, str]:
-    """The monolith's weights, where there is one."""
-    if not published(campaign.store, "monolith/expert"):
-        return {}
-    card = read_card(campaign.store, "monolith/expert")
-    check_together([router, card])
-    return {"monolith": card.weights_sha256}
-
-
 def _data(campaign: Campaign) -> tuple[DataSet, Partition]:
     """Data set and partition, which belong together and hold the rows that are asked for."""
-    dataset, made, config = campaign.dataset(), partitions.load(campaign.store), campaign.config.diagnose
-    if made.about["data"] != dataset.id_hash:
-        raise PartitionError(
-            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
-        )
+    (dataset, made), config = campaign.clustered(), campaign.config.diagnose
     wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies else [])}
     if "heldout" in wanted and len(dataset.split("heldout")) == 0:
         raise DataError(
@@ -119,7 +105,8 @@ class _Diagnosis:
         if self.ensemble.missing:
             names = ", ".join(map(str, self.ensemble.missing))
             say(f"  warning: experts {names} are missing and left out; their share goes to the others")
-        tables = self._measured(self._monolith() if baseline else None)
+        monolith = load_dense(self.campaign, "monolith", self.device) if baseline else None
+        tables = self._measured(monolith)
         sampled = self._sampled()
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": []}
         if sampled:
@@ -131,11 +118,6 @@ class _Diagnosis:
             about["pictures"] = self._show(tables["suspicious"], pictures)
         _summarise(tables)
         return tables, about
-
-    def _monolith(self) -> Expert:
-        found = Expert.load(self.campaign.store, "monolith/expert")
-        found.network.to(self.device)
-        return found
 
     def _samples(self, split: str) -> Samples:
         shape, kind = DataShape(**self.router.shape), self.campaign.config.condition
@@ -265,11 +247,3 @@ def _summarise(tables: dict[str, Table]) -> None:
 
 def _f(value: float | int | str | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-def _csv(table: Table) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(["" if value is None else value for value in row] for row in table.rows)
-    return text.getvalue().encode()

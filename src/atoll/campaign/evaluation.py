@@ -1,7 +1,5 @@
 """The evaluate stage: one model or one folder of pictures, measured under a protocol that is written down."""
 
-import csv
-import io
 import json
 import os
 import subprocess
@@ -248,7 +246,7 @@ class _Evaluation:
         return result
 
     def _written(self, key: str, result: Result) -> Result:
-        self.store.put(f"{key}.csv", to_csv(table([result], COMPARED).rows))
+        self.store.put(f"{key}.csv", table([result], COMPARED).to_csv())
         self.store.put_json(f"{key}.json", result.to_json())
         _show(result)
         say(f"wrote {self.store.name(key)}.json")
@@ -294,15 +292,6 @@ def _bring(world: World, part: FeatureSet, rank: int) -> None:
             part.rows.write(chosen.numpy(), block.numpy())
 
 
-def to_csv(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Rows of a table as CSV; what is unknown is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
 def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
     """The table of all results of a campaign, with warnings where their protocols differ; also as CSV.
 
@@ -318,5 +307,5 @@ def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
         raise DataError(f"{store.location} has no results", "make one: atoll evaluate")
     found = [Result.read(store.get_json(key), store.name(key)) for key in keys]
     made = table(sorted(found, key=lambda result: str(result.subject["name"])), compared)
-    store.put(f"{REPORTS}/table.csv", to_csv(made.rows))
+    store.put(f"{REPORTS}/table.csv", made.to_csv())
     return made.text()

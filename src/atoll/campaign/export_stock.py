@@ -15,8 +15,8 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.about import about, prompts
 from atoll.campaign.assemble import defaults
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.dense import dense
 from atoll.campaign.export import SHOWN, ExportRequest, copy_encoders, target
-from atoll.campaign.sampling import dense
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card, read_part
 from atoll.export.conditions import text_length

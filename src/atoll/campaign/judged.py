@@ -11,18 +11,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from atoll.base.errors import ConfigError, DataError, StoreError, nearest
+from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.pictures import to_images
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import FROZEN, YAML, Campaign
-from atoll.data import partition as partitions
+from atoll.campaign.dense import DENSE, load_dense
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import Conditions, drawn_batches, drawn_conditions
 from atoll.evaluate.pictures import Batch, Folder, Rows
@@ -30,7 +30,7 @@ from atoll.networks.families import DataShape
 from atoll.store.location import is_url
 from atoll.store.store import Store
 
-SINGLE = ("monolith", "student", "seed")
+SINGLE = (*DENSE, "seed")
 """Networks beside the ensemble that may be judged, where they are published."""
 TO_8_BITS = "nearest of 256 levels of [-1, 1]"
 
@@ -171,24 +171,15 @@ def _network(
         return ensemble, router, parts
     if name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, ["ensemble", *SINGLE]))
-    if not published(campaign.store, f"{name}/expert"):
-        raise StoreError(
-            f"{campaign.store.location} has no published {name}", f"train it: atoll train {name}"
-        )
-    card = read_card(campaign.store, f"{name}/expert")
-    network = Expert.load(campaign.store, f"{name}/expert")
-    network.network.to(device)
-    return network, card, {name: card.weights_sha256}
+    network = load_dense(campaign, name, device)
+    assert network.card is not None
+    return network, network.card, {name: network.card.weights_sha256}
 
 
 def _conditions(
     campaign: Campaign, card: Card, split: Literal["heldout", "train"], count: int, seed: int
 ) -> Conditions:
-    dataset, made = campaign.dataset(), partitions.load(campaign.store)
-    if made.about["data"] != dataset.id_hash:
-        raise DataError(
-            f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
-        )
+    dataset, made = campaign.clustered()
     samples = Samples(dataset, dataset.split(split), campaign.config.condition, DataShape(**card.shape))
     if not len(samples):
         raise DataError(f"the data set has no {split} rows", "choose others: evaluate.conditions")

@@ -90,7 +90,7 @@ def _train_denoiser(
     objective = config.objective_of(plan.island)
     recipe = Recipe(objective=objective, train=training, network=settings.model_dump(), plan=plan)
     rows, heldout = _splits(campaign, dataset, shape)
-    made = _producers(dataset)
+    made = dataset.producers()
     task = (
         _student_task(campaign, network, rows, heldout, recipe, cards, made)
         if plan.role == "student"
@@ -133,7 +133,7 @@ def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: St
     rows, heldout = _splits(campaign, dataset, shape)
     clusters = _clusters(dataset)
     train(
-        RouterTask(network, rows, heldout, clusters, recipe, own.pure_noise, *_producers(dataset)),
+        RouterTask(network, rows, heldout, clusters, recipe, own.pure_noise, *dataset.producers()),
         recipe,
         store,
         "router",
@@ -160,11 +160,6 @@ def _splits(campaign: Campaign, dataset: DataSet, shape: DataShape) -> tuple[Sam
 def _clusters(dataset: DataSet) -> torch.Tensor:
     """Cluster of every row."""
     return dataset.column("clusters").read(range(len(dataset))).long()
-
-
-def _producers(dataset: DataSet) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    text = dataset.column("text").meta.producer if dataset.has_column("text") else None
-    return dataset.column("latents").meta.producer, text
 
 
 def parse_role(role: str, island: int | None, k: int) -> None:

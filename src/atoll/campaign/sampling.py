@@ -11,16 +11,17 @@ from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.base.console import say
-from atoll.base.errors import AtollError, ConfigError, StoreError
+from atoll.base.errors import AtollError, ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
+from atoll.campaign.dense import dense, load_dense
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
-from atoll.ensemble.batches import Sampling, sample_batches, sample_single
+from atoll.ensemble.batches import Sampling, draw_batches
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
 from atoll.train.parallel import own_device
 
@@ -85,12 +86,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         return cond.select(torch.tensor([row // request.count for row in rows], device=sampling.device))
 
     vae, drawn = autoencoder_of(card.latents), dict[int, Image.Image]()
-    batches = (
-        sample_batches(model, conditions, null, total, sampling)
-        if isinstance(model, Ensemble)
-        else sample_single(model, conditions, null, total, sampling)
-    )
-    for batch in batches:
+    for batch in draw_batches(model, conditions, null, total, sampling):
         drawn |= dict(zip(batch.rows, to_images(vae.decode(batch.latents.cpu())), strict=True))
     pictures = [drawn[row] for row in range(total)]
     scale = max(1, 64 // pictures[0].width)
@@ -115,17 +111,7 @@ def _model(campaign: Campaign, name: str) -> Ensemble | Expert:
     device = own_device()
     if name == "ensemble":
         return load_ensemble(campaign.store, campaign.config.sampling.residency, device)[0]
-    single = Expert.load(campaign.store, dense(campaign, name))
-    single.network.to(device)
-    return single
-
-
-def dense(campaign: Campaign, name: str) -> str:
-    """Folder of the monolith or the student; `StoreError` if it is not published."""
-    folder = f"{name}/expert"
-    if not published(campaign.store, folder):
-        raise StoreError(f"{campaign.store.location} has no {name} yet", f"train it: atoll train {name}")
-    return folder
+    return load_dense(campaign, name, device)
 
 
 def _conditions(card: Card, request: Request) -> tuple[Condition, Condition, list[str]]:

@@ -163,6 +163,11 @@ class DataSet:
             return False
         return True
 
+    def producers(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What made the latents, and what made the text states, where there are any."""
+        text = self.column("text").meta.producer if self.has_column("text") else None
+        return self.column("latents").meta.producer, text
+
     def column(self, name: str) -> Column:
         """A complete column.
 

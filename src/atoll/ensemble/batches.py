@@ -124,6 +124,20 @@ def sample_single(
         yield Drawn(rows, sample(field, sampling.noise(rows), sampling.steps), None)
 
 
+def draw_batches(
+    model: Ensemble | Denoiser,
+    conditions: Callable[[Sequence[int]], Condition],
+    null: Condition,
+    count: int,
+    sampling: Sampling,
+    labels: Int[Tensor, "N"] | None = None,
+) -> Iterator[Drawn]:
+    """The one or the other, by what the model is."""
+    if isinstance(model, Ensemble):
+        return sample_batches(model, conditions, null, count, sampling, labels)
+    return sample_single(model, conditions, null, count, sampling)
+
+
 @torch.inference_mode()
 def _choose(
     ensemble: Ensemble,

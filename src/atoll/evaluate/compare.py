@@ -22,7 +22,7 @@ from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.batches import Drawn as Batch
-from atoll.ensemble.batches import Sampling, sample_batches, sample_single
+from atoll.ensemble.batches import Sampling, draw_batches
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
@@ -114,11 +114,8 @@ def drawn_batches(
     def of(rows: Sequence[int]) -> Condition:
         return conditions.of(rows).to(sampling.device)
 
-    null = conditions.null().to(sampling.device)
-    if isinstance(model, Ensemble):
-        labels = torch.from_numpy(conditions.clusters)
-        return sample_batches(model, of, null, count, sampling, labels)
-    return sample_single(model, of, null, count, sampling)
+    null, labels = conditions.null().to(sampling.device), torch.from_numpy(conditions.clusters)
+    return draw_batches(model, of, null, count, sampling, labels)
 
 
 class Conditions:

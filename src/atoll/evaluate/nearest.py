@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
+from atoll.evaluate.moments import finite
 from atoll.evaluate.streams import Cell, Table
 
 F64 = NDArray[np.float64]
@@ -68,12 +69,12 @@ def two_nearest(
     Raises:
         DataError: NaN or infinity among the features, or an empty reference.
     """
-    own = _finite(queries)
+    own = finite(queries)
     distances = np.full((len(own), 2), np.inf)
     rows = np.full((len(own), 2), -1, dtype=np.int64)
     seen = 0
     for numbers, features in reference:
-        values = _finite(features)
+        values = finite(features)
         seen += len(values)
         for first in range(0, len(own), _QUERIES):
             part = slice(first, first + _QUERIES)
@@ -185,13 +186,6 @@ def _part(found: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
 
 def _number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _finite(features: NDArray[np.floating]) -> F64:
-    values = np.asarray(features, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise DataError("the features hold NaN or infinity", "look at the pictures they were made from")
-    return values
 
 
 def leaders(weights: Sequence[F64] | F64) -> I64:

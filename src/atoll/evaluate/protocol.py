@@ -10,6 +10,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.evaluate.metrics import METRICS, Value
+from atoll.evaluate.streams import to_csv
 
 SCHEMA = 1
 
@@ -123,6 +124,10 @@ class Table:
     warnings: list[str]
     notes: list[str]
     rows: list[dict[str, Any]]
+
+    def to_csv(self) -> bytes:
+        """The rows as CSV."""
+        return to_csv(self.rows[0], [row.values() for row in self.rows])
 
     def text(self) -> str:
         """Table, warnings and notes."""

@@ -1,7 +1,9 @@
 """Means and standard errors of values that come in batches: memory does not grow with the rows."""
 
+import csv
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,15 @@ class Table:
     def led_by(self, column: str, value: Cell) -> "Table":
         """The same with one more column in front, of one value."""
         return Table((column, *self.columns), [[value, *row] for row in self.rows])
+
+
+def to_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
+    """A table as CSV; what there is no value of is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue().encode()
 
 
 class Means:
