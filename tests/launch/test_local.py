@@ -180,6 +180,7 @@ def test_a_job_starts_when_those_that_it_needs_are_finished(tmp_path: Path) -> N
 RANKS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
+from atoll.train.leaving import end
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")
@@ -190,8 +191,8 @@ if dist.get_rank() == 0:
 while sys.argv[1] == "wait" and not told:
     time.sleep(0.05)
 time.sleep(0.5 if told else 0)
-dist.destroy_process_group()  # as training does: left to the interpreter's end, gloo's threads may abort it
-sys.exit(75 if told else int(sys.argv[1]))
+dist.destroy_process_group()
+end(75 if told else int(sys.argv[1]))
 """
 
 
@@ -246,7 +247,7 @@ def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tm
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert process.returncode != 0 and "KeyboardInterrupt" in err
-    deadline = time.monotonic() + 5  # whoever inherits them may need a moment to bury them
+    deadline = time.monotonic() + 30  # whoever inherits them may need a moment to bury them
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)

@@ -64,10 +64,10 @@ def state(number: str) -> str:
     return done.stdout.strip()
 
 
-def until(true: Callable[[], object], what: str, seconds: float = 120) -> None:
+def until(true: Callable[[], object], what: str, seconds: float = 120, log: Path = Path(os.devnull)) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, f"{what}\n{call('squeue', '--long')}"
+        assert time.monotonic() < deadline, f"{what}\n{call('squeue', '--long')}\n{log.read_text()}"
         time.sleep(0.05)
 
 
@@ -171,7 +171,8 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
 
 
 RANKS = """
-import os, signal, sys, time, torch, torch.distributed as dist
+import os, signal, time, torch, torch.distributed as dist
+from atoll.train.leaving import end
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")
@@ -185,9 +186,10 @@ while os.environ.get("SLURM_RESTART_COUNT") is None:  # the second time it finis
     dist.all_reduce(leave, op=dist.ReduceOp.MAX)
     if leave:
         print(f"rank {rank} leaves", flush=True)
-        sys.exit(75)
+        end(75)
     time.sleep(0.1)
 print(f"rank {rank} finished", flush=True)
+end(0)
 """
 
 
@@ -203,7 +205,7 @@ def test_two_nodes_meet_are_warned_together_and_come_back(site: None, tmp_path: 
     )
     call("scancel", "--batch", "--signal=USR1", number)
     at_once(number, tmp_path)
-    until(lambda: not state(number), f"the job stays: {output.read_text()}")
+    until(lambda: not state(number), "the job stays", log=output)
     text = output.read_text()
     assert text.count(" leaves\n") == 2 and "queued again to go on" in text, text
     assert text.count("of 2, restart 1") == 2 and text.count(" finished\n") == 2, text

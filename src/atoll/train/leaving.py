@@ -56,10 +56,11 @@ def abandon(thread: threading.Thread) -> None:
 def end(code: int) -> NoReturn:
     """End this process with a code.
 
-    Below an abandoned thread that still works, Python must not take itself down: torch aborts the process
-    when the thread comes back into it.
+    Python does not take itself down below threads that may come back into it, which aborts the process: an
+    abandoned one that still works, and in a process of several those in which gloo gives tensors back.
     """
-    if not any(thread.is_alive() for thread in _abandoned):
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and not any(thread.is_alive() for thread in _abandoned):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
