@@ -70,6 +70,19 @@ def test_the_same_options_give_the_same_rows() -> None:
     assert [row.id for row in rows(first, 10, 20)] == [row.id for row in rows(first)][10:20]
 
 
+def test_no_picture_is_in_two_groups() -> None:
+    found = rows(GlyphSource(GlyphOptions(characters="basic")))
+    pictures: dict[bytes, set[str]] = {}
+    for row in found:
+        assert row.image is not None and row.group is not None
+        pictures.setdefault(row.image.tobytes(), set()).add(row.group)
+    assert {len(groups) for groups in pictures.values()} == {1}
+    group = {row.caption: row.group for row in found}
+    one = {group[f"{script} capital letter a, sans"] for script in ("latin", "cyrillic")}
+    assert one == {group["greek capital letter alpha, sans"]} == {"U+0041"}
+    assert group["latin capital letter b, sans"] != "U+0041"
+
+
 def test_a_limit_is_spread_over_alphabets_and_faces() -> None:
     found = rows(GlyphSource(GlyphOptions(limit=400)))
     assert len(found) == 400

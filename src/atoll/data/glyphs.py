@@ -2,14 +2,14 @@
 
 Every picture is dark on light, centred, and scaled so that it fits; small signs are enlarged, but a small
 letter stays smaller than its capital. The caption is the character's Unicode name and the face, such as
-"greek small letter alpha, serif bold". The group is the character, so that no character is both trained
-on and held out.
+"greek small letter alpha, serif bold". The group is the character with those that look like it in one of the
+faces (Latin, Greek and Cyrillic A are one), so that no picture is both trained on and held out.
 """
 
 import logging
 import unicodedata
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -122,7 +122,8 @@ class GlyphSource:
     def describe(self) -> dict[str, Any]:
         """Name, fingerprint (type faces and characters) and licence."""
         files = {face: sha256(_folder().joinpath(f"{face}.ttf").read_bytes()) for face in self.faces}
-        content = [files, [list(glyph) for glyph in self.glyphs], CANVAS, _LARGEST, _SMALLEST, _SIZE]
+        glyphs = [[*glyph, self._groups[glyph.code]] for glyph in self.glyphs]
+        content = [files, glyphs, CANVAS, _LARGEST, _SMALLEST, _SIZE]
         return {
             "name": "glyphs",
             "fingerprint": digest(content),
@@ -136,11 +137,32 @@ class GlyphSource:
             yield Record(
                 id=f"{glyph.code:05x}-{glyph.face}",
                 key=f"{glyph.face}.ttf U+{glyph.code:04X}",
-                image=render(glyph.face, chr(glyph.drawn)),
+                image=self._picture(glyph),
                 caption=f"{unicodedata.name(chr(glyph.code)).lower()}, {FACES[glyph.face]}",
                 label=labels[glyph.face],
-                group=f"U+{glyph.code:04X}",
+                group=f"U+{self._groups[glyph.code]:04X}",
             )
+
+    @cached_property
+    def _groups(self) -> dict[int, int]:
+        """The smallest character of the group of every character."""
+        found = {glyph.code: glyph.code for glyph in self.glyphs}
+        first: dict[bytes, int] = {}
+
+        def smallest(code: int) -> int:
+            while found[code] != code:
+                code = found[code]
+            return code
+
+        for glyph in self.glyphs:
+            alike = first.setdefault(self._picture(glyph).tobytes(), glyph.code)
+            one, other = sorted((smallest(glyph.code), smallest(alike)))
+            found[other] = one
+        return {code: smallest(code) for code in found}
+
+    @staticmethod
+    def _picture(glyph: _Glyph) -> Image.Image:
+        return render(glyph.face, chr(glyph.drawn))
 
     def _limited(self, glyphs: list[_Glyph]) -> list[_Glyph]:
         order = {face: number for number, face in enumerate(self.faces)}
