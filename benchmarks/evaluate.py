@@ -25,22 +25,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-THREADS = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else str(os.cpu_count() or 1)
-os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), THREADS)
+import numpy as np
+import torch
+from harness import finish, median_row, row
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
 
-import numpy as np  # noqa: E402 (its threads are fixed when it is imported)
-import torch  # noqa: E402
-from harness import finish, median_row, row  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torchmetrics.image.fid import FrechetInceptionDistance  # noqa: E402
-from torchmetrics.image.kid import KernelInceptionDistance  # noqa: E402
-
-from atoll.evaluate.features import FeatureRows  # noqa: E402
-from atoll.evaluate.frechet import frechet_between  # noqa: E402
-from atoll.evaluate.kernels import kid  # noqa: E402
-from atoll.evaluate.moments import Moments  # noqa: E402
-from atoll.evaluate.neighbours import neighbourhoods  # noqa: E402
+from atoll.evaluate.features import FeatureRows
+from atoll.evaluate.frechet import frechet_between
+from atoll.evaluate.kernels import kid
+from atoll.evaluate.moments import Moments
+from atoll.evaluate.neighbours import neighbourhoods
 
 
 @dataclass(frozen=True)
@@ -63,23 +61,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few and narrow features: two minutes")
     parser.add_argument("--pairs", type=int, help="turns of each side (quick: 2, else 5)")
-    parser.add_argument("--threads", type=int, help="of the CPU; all cores by default")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of the CPU; every core by default"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
-    torch.set_num_threads(int(THREADS))
+    torch.set_num_threads(options.threads)
+    threadpool_limits(options.threads)
     if options.work:
         work = json.loads(options.work)
         print(peak(work["turn"], Setting(**work["setting"])))
         return
     setting, pairs = (QUICK, options.pairs or 2) if options.quick else (FULL, options.pairs or 5)
     started, load = time.monotonic(), os.getloadavg()
-    table = [*times(setting, pairs), *memories(setting)]
+    table = [*times(setting, pairs), *memories(setting, options.threads)]
     notes = {
         "quick": options.quick,
         "pairs": pairs,
-        "threads": int(THREADS),
+        "threads": options.threads,
         "load_before": [round(part, 2) for part in load],
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -199,22 +200,22 @@ def times(setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
             yield row(case, "Fréchet, relative difference", difference, target=("<=", 1e-4))
 
 
-def memories(setting: Setting) -> Iterator[dict[str, Any]]:
+def memories(setting: Setting, threads: int) -> Iterator[dict[str, Any]]:
     """Peak memory for a fifth, a half, and all of the features."""
     for turn in TURNS:
         most = setting.neighbours if turn == "neighbours" else setting.count
         peaks = []
         for count in (most // 5, most // 2, most):
-            peaks.append(child(turn, replace(setting, count=count - count % setting.batch)))
+            peaks.append(child(turn, replace(setting, count=count - count % setting.batch), threads))
             yield row(f"memory at {count}", turn, peaks[-1] / 2**20, "MiB")
         target = None if "torchmetrics" in turn else ("<=", 1.1)
         yield row("memory", f"{turn}, at all / at a fifth", peaks[-1] / max(peaks[0], 1), target=target)
 
 
-def child(turn: str, setting: Setting) -> float:
+def child(turn: str, setting: Setting, threads: int) -> float:
     """`peak` in a process of its own."""
     work = json.dumps({"turn": turn, "setting": asdict(setting)})
-    argv = [sys.executable, __file__, "--threads", THREADS, "--work", work]
+    argv = [sys.executable, __file__, "--threads", str(threads), "--work", work]
     done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.splitlines()[-1])
 

@@ -117,16 +117,10 @@ def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
     assert not mixed.table([(summed_up(1.0), summed_up(1.0, experts=110.0))])[0]["met"]
 
 
-@pytest.fixture
-def evaluate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")  # importing it sets them: this brings them back afterwards
-    return bench("evaluate")
-
-
 @pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save")
-def test_both_sides_of_the_evaluation_benchmark_find_the_same(evaluate: Any) -> None:
+def test_both_sides_of_the_evaluation_benchmark_find_the_same(bench: Bench) -> None:
     """KID's subsets are drawn, so that it is the same where a subset is everything."""
+    evaluate = bench("evaluate")
     setting = evaluate.Setting(count=120, width=6, batch=20, subsets=2, subset=120, neighbours=60)
     features = evaluate.Features(setting)
     found = {name: turn(features) for name, turn in evaluate.TURNS.items()}
