@@ -1,0 +1,98 @@
+"""What a stranger needs to make the data of `examples/`."""
+
+import importlib.util
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+RED = (255, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "examples/emoji/prepare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def picture(side: int, suffix: str) -> bytes:
+    """Red in the upper half, nothing below."""
+    made = Image.new("RGBA", (side, side))
+    made.paste(RED, (0, 0, side, side // 2))
+    content = io.BytesIO()
+    made.save(content, suffix, **({"lossless": True} if suffix == "WEBP" else {}))
+    return content.getvalue()
+
+
+def package(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(f"package/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def packages(folder: Path, prepare: ModuleType) -> None:
+    """One hand in two skin tones, and a sign that Fluent spells without its selector."""
+    hand: dict[str, Any] = {"name": "WAVING HAND SIGN", "category": "People & Body", "subcategory": "hands"}
+    hand |= {"unified": "1F44B", "skin_variations": {"1F3FB": {"unified": "1F44B-1F3FB"}}}
+    sign = {"name": None, "short_name": "Sign", "category": "Symbols", "subcategory": "gender"}
+    emoji = json.dumps([hand, {**sign, "unified": "26A7-FE0F"}]).encode()
+    codes = ("1f44b", "1f44b-1f3fb", "26a7-fe0f")
+    for style in ("google", "twitter"):
+        drawn = {f"img/{style}/64/{code}.png": picture(64, "PNG") for code in codes}
+        sheets = {f"img/{style}/sheets/64.png": b"not a picture of one"}
+        package(folder / prepare.PACKAGES[style], {"emoji.json": emoji, **drawn, **sheets})
+    drawn = {f"assets/{code}.webp": picture(256, "WEBP") for code in ("1f44b", "26a7", "23-fe0f-20e3")}
+    package(folder / prepare.PACKAGES["fluent3d"], drawn)
+    about = {"hexcode": "1F44B", "annotation": "Waving Hand", "group": "people-body", "subgroups": "hands"}
+    other = {**about, "hexcode": "E000", "annotation": "atoll", "group": "extras-openmoji"}
+    rectangle = b'<rect width="72" height="36" fill="red"/>'
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 72">' + rectangle + b"</svg>"
+    drawn = {f"color/svg/{code}.svg": svg for code in ("1F44B", "E000")}
+    listed = {"data/openmoji.json": json.dumps([about, other]).encode()}
+    package(folder / prepare.PACKAGES["openmoji"], listed | drawn)
+
+
+def test_four_packages_become_four_parquet_files(
+    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages(tmp_path, prepare)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path), str(tmp_path / "out")])
+    prepare.main()
+    rows = {path.stem: pq.read_table(path).to_pylist() for path in (tmp_path / "out").glob("*")}
+    assert {style: [row["codepoints"] for row in found] for style, found in rows.items()} == {
+        "google": ["1f44b", "1f44b-1f3fb", "26a7-fe0f"],
+        "twitter": ["1f44b", "1f44b-1f3fb", "26a7-fe0f"],
+        "fluent3d": ["1f44b", "26a7"],
+        "openmoji": ["1f44b", "e000"],
+    }
+    assert [row["concept"] for row in rows["google"]] == ["waving hand sign", "waving hand sign", "sign"]
+    assert rows["fluent3d"][1]["caption"] == "sign, fluent3d style"
+    assert [row["category"] for row in rows["openmoji"]] == ["People & Body", "Extras"]
+    for row in (row for found in rows.values() for row in found):
+        seen = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))
+        assert seen.shape == (64, 64, 3)
+        assert (seen[:28] == RED).all() and (seen[36:] == 255).all(), row["id"]
+
+
+def test_packages_that_are_missing_are_named(
+    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    assert ended.value.code == 2 and not (tmp_path / "out").exists()
+    assert "openmoji-17.0.0.tgz; fetch them with npm pack" in capsys.readouterr().err
