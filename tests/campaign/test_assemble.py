@@ -14,7 +14,7 @@ from atoll.campaign.assemble import assemble, load_ensemble
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.runs import train_run
 from atoll.ensemble.expert import Expert, read_part, write_part
-from atoll.ensemble.residency import Residency
+from atoll.ensemble.settings import Residency
 from atoll.networks.families import DataShape
 from atoll.store.store import Store
 from helpers import partitioned

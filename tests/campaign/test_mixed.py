@@ -16,7 +16,7 @@ from atoll.campaign.assemble import load_ensemble
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.comparison import compare_campaign
 from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.residency import Residency
+from atoll.ensemble.settings import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine

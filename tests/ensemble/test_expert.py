@@ -10,7 +10,8 @@ from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.ensemble.card import Card, check_together
 from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
-from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.residency import ResidentExperts
+from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.flow.objective import noisy, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, VPCosine

@@ -18,9 +18,10 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.ensemble.batches import Sampling, by_expert, sample_batches
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import WEIGHTS, Expert
-from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import sample
+from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
 from atoll.store.store import Store
 from ensemble.stores import on_disk, publish

@@ -14,8 +14,9 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.ensemble.ensemble import Ensemble
 from atoll.evaluate.alignment import Alignment
 from atoll.evaluate.calibration import TEMPERATURES, Calibration
-from atoll.evaluate.diagnostics import DiagnoseConfig, Rows, measure
+from atoll.evaluate.diagnostics import Rows, measure
 from atoll.evaluate.nearest import Copies, Nearest, leaders, two_nearest
+from atoll.evaluate.settings import DiagnoseConfig
 from atoll.evaluate.streams import Means, Table
 from atoll.evaluate.usage import switched, switches, usage
 from atoll.flow.objective import noisy

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.evaluate.metrics import EvaluateConfig, Value, check_counts, label, parse
+from atoll.evaluate.metrics import Value, check_counts, label, parse
 from atoll.evaluate.protocol import Protocol, Result, make_result, table
+from atoll.evaluate.settings import EvaluateConfig
 
 PLAIN: dict[str, Any] = {
     "extractor": "net",

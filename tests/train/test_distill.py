@@ -26,9 +26,9 @@ from atoll.flow.prediction import Prediction
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.init import initialise
 from atoll.store.store import Store
-from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, StudentConfig, Teacher
+from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train
-from atoll.train.settings import Recipe, RunPlan, TrainConfig
+from atoll.train.settings import Recipe, RunPlan, StudentConfig, TrainConfig
 from helpers import (
     WEIGHTS,
     atoll,

@@ -15,7 +15,7 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import run_folder
+from atoll.campaign.layout import run_folder
 from atoll.data.dataset import DataSet
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import filled, published, write_part

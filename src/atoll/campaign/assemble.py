@@ -14,9 +14,10 @@ from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card, read_part
-from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler
+from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.bank import INDEX as EXPERTS
 from atoll.export.bank import index, listed

@@ -8,7 +8,7 @@ from atoll.ensemble.routing import Routing
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.flops import Flops, count
 from atoll.networks.router import Router
-from atoll.train.distill import StudentConfig
+from atoll.train.settings import StudentConfig
 
 
 @dataclass(frozen=True)

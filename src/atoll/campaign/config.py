@@ -9,19 +9,16 @@ from atoll.base.errors import ConfigError
 from atoll.data.ingest import IngestConfig
 from atoll.data.partition import PartitionConfig
 from atoll.data.samples import ConditionKind
-from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
+from atoll.ensemble.settings import Residency
 from atoll.evaluate.compare import CompareConfig
-from atoll.evaluate.diagnostics import DiagnoseConfig
-from atoll.evaluate.metrics import EvaluateConfig
-from atoll.export.stock import check_settings
+from atoll.evaluate.settings import DiagnoseConfig, EvaluateConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
 from atoll.networks.families import NetworkConfig, family
 from atoll.store.location import resolve
-from atoll.train.distill import StudentConfig
-from atoll.train.settings import TrainConfig
+from atoll.train.settings import StudentConfig, TrainConfig
 from atoll.train.track import TrackingConfig
 
 
@@ -207,6 +204,8 @@ class CampaignConfig(Config):
         student.batch(self.train.batch)
         network, _ = self.denoiser("student")
         if student.stock:
+            from atoll.export.stock import check_settings  # it knows diffusers' pipelines
+
             check_settings(network.family, self.data.vae, network.patch)
         start, number = student.origin()
         if start == "expert" and not 0 <= (number or 0) < self.partition.k:

@@ -23,10 +23,11 @@ from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder
 from atoll.evaluate import reference as statistics
 from atoll.evaluate.features import BLOCK, FeatureSet
-from atoll.evaluate.metrics import PAIRWISE, Comparison, EvaluateConfig, check_counts, parse, settings_of
+from atoll.evaluate.metrics import PAIRWISE, Comparison, check_counts, parse, settings_of
 from atoll.evaluate.pictures import Folder, Rows, Source, share, take_in
 from atoll.evaluate.protocol import Protocol, Result, make_result, result_key, table
 from atoll.evaluate.reference import Origin
+from atoll.evaluate.settings import EvaluateConfig
 from atoll.store.store import Store
 from atoll.train.parallel import ParallelConfig, World, joined
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from atoll.base.errors import AtollError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import made_by, run_folder, wanted_columns
+from atoll.campaign.layout import made_by, run_folder, wanted_columns
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
 from atoll.encoders.text import text_size

@@ -1,7 +1,6 @@
 """The partition stage: cut the data set and give every run a folder with all it needs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.config import CampaignConfig
+from atoll.campaign.layout import made_by, run_folder, wanted_columns
 from atoll.campaign.start import Checkpoints, start_of
 from atoll.data import partition as partitions
 from atoll.data.columns import write_column
@@ -25,11 +24,6 @@ from atoll.networks.families import DataShape, NetworkConfig, family, parameter_
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
 from atoll.train.settings import RunPlan
-
-
-def run_folder(role: str, island: int | None = None) -> str:
-    """Folder of a run inside the campaign."""
-    return f"islands/{island}" if role == "expert" else role
 
 
 def make_islands(campaign: Campaign) -> Partition:
@@ -65,14 +59,6 @@ def make_islands(campaign: Campaign) -> Partition:
     return made
 
 
-def runs_of(config: CampaignConfig) -> list[tuple[str, int | None]]:
-    """Role and island of all runs that a campaign wants, those first that others start from."""
-    found: list[tuple[str, int | None]] = [("seed", None)] if config.budget.seed else []
-    found += [("expert", number) for number in range(config.partition.k)]
-    found += [("router", None)] + ([("monolith", None)] if config.monolith else [])
-    return found + ([("student", None)] if config.student is not None else [])
-
-
 def _add_student(campaign: Campaign, made: Partition) -> None:
     """The student's folder, in a campaign that was partitioned without one."""
     store, config = campaign.store, campaign.config
@@ -97,25 +83,6 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
     network: Router = Router(**router_arguments(campaign.config, shape))
     initialise(network, campaign.config.seed)
     return network
-
-
-def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
-    """Columns that the campaign needs, and what its settings say of their producer."""
-    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
-    if config.condition == "text":
-        wanted["text"] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
-    if config.partition.method == "kmeans":
-        encoder, size = config.partition.encoder, config.partition.encoder_size
-        wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
-    return wanted
-
-
-def made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
-    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
-    if not dataset.has_column(column):
-        return False
-    producer = dataset.column(column).meta.producer
-    return all(producer.get(key) == value for key, value in asked.items())
 
 
 def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:

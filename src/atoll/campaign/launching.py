@@ -8,7 +8,7 @@ from atoll.base.console import say
 from atoll.campaign.assemble import assemble
 from atoll.campaign.campaign import Campaign, is_loose
 from atoll.campaign.config import CampaignConfig
-from atoll.campaign.islands import run_folder, runs_of
+from atoll.campaign.layout import run_folder, runs_of
 from atoll.campaign.seed import hand_over, seed_finished
 from atoll.campaign.stages import finished, prepare
 from atoll.launch import local, sky, slurm

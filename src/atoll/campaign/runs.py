@@ -11,7 +11,8 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import initial_network, initial_router, run_folder
+from atoll.campaign.islands import initial_network, initial_router
+from atoll.campaign.layout import run_folder
 from atoll.campaign.seed import hand_over
 from atoll.campaign.start import start
 from atoll.campaign.student import lay_start, load_teacher, settings_of_student, teachers

@@ -5,7 +5,8 @@ from pathlib import Path
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import made_by, make_islands, run_folder, wanted_columns
+from atoll.campaign.islands import make_islands
+from atoll.campaign.layout import made_by, run_folder, wanted_columns
 from atoll.campaign.start import check_checkpoints
 from atoll.data.dataset import DataSet
 from atoll.data.embed import embed, features_column

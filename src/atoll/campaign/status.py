@@ -13,7 +13,7 @@ from typing import Any, Literal
 from atoll.base.errors import AtollError, StoreError
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.expected import stored_bytes
-from atoll.campaign.islands import run_folder, runs_of
+from atoll.campaign.layout import run_folder, runs_of
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import Entry

@@ -10,7 +10,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import resident
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import run_folder
+from atoll.campaign.layout import run_folder
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel, published, read_card, read_part
@@ -18,8 +18,8 @@ from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, wr
 from atoll.ensemble.routing import Routing
 from atoll.networks.checkpoint import compare, take_over
 from atoll.store.store import Store
-from atoll.train.distill import ClusterTeacher, RoutedTeacher, StudentConfig, Teacher
-from atoll.train.settings import RunPlan
+from atoll.train.distill import ClusterTeacher, RoutedTeacher, Teacher
+from atoll.train.settings import RunPlan, StudentConfig
 
 
 def settings_of_student(campaign: Campaign) -> StudentConfig:

@@ -6,7 +6,6 @@ assignment streams. faiss does the k-means.
 
 from collections.abc import Iterable, Iterator
 
-import faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,6 +72,8 @@ def stream(chunks: Iterable[NDArray[np.floating]], centroids: Features) -> Itera
 
 
 def _kmeans(features: Features, k: int, seed: int, redo: int) -> Features:
+    import faiss
+
     points = np.ascontiguousarray(features, dtype=np.float32)
     quiet = max(1, len(points) // k)  # no warning for few points, no silent subsampling of many
     machine = faiss.Kmeans(

@@ -7,24 +7,21 @@ alone, and is the same at every time and for every model, so what is compared di
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.config import Config
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
 from atoll.data.samples import Samples
 from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.routing import Routing
 from atoll.evaluate.alignment import Alignment
 from atoll.evaluate.calibration import Calibration
+from atoll.evaluate.settings import DiagnoseConfig
 from atoll.evaluate.streams import Table
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
@@ -32,59 +29,6 @@ from atoll.flow.schedule import RectifiedFlow
 SCHEMA = 1
 PRACTICAL = {"batch", "threads"}
 """Settings that change no number."""
-Split = Literal["heldout", "train"]
-
-
-class DiagnoseConfig(Config):
-    """What `atoll diagnose` looks at."""
-
-    splits: list[Split] = Field(default=["heldout"], min_length=1)
-    """Rows that errors and the router are measured on: held-out ones, training ones, or each."""
-    rows: int = Field(default=1000, ge=1)
-    """Most rows of each split, drawn by the campaign's seed."""
-    times: list[float] = Field(default=[*((i + 0.5) / 8 for i in range(8)), 1.0], min_length=1)
-    """Times t in (0, 1], where 1 is noise. Means over time leave out t = 1, where `commit` asks."""
-    batch: int = Field(default=128, ge=1)
-    """Rows measured, and pictures sampled, at once; it does not change them."""
-    bins: int = Field(default=15, ge=1)
-    """Bins of confidence for the calibration error."""
-    strategies: list[str] = ["commit", "top-1"]
-    """Routing strategies whose use of experts is traced. Copies are looked for in samples of the first."""
-    samples: int = Field(default=500, ge=0)
-    """Pictures sampled under each; 0 leaves out usage, switches and copies."""
-    conditions: Split = "heldout"
-    """Rows whose captions or labels are sampled. At training captions a good model resembles what it saw."""
-    steps: int = Field(default=20, ge=1)
-    """Sampling steps."""
-    guidance: float = Field(default=2.0, ge=0)
-    """Guidance scale."""
-    extractor: str | None = None
-    """Vision encoder that looks for copies; by default the partition's, whose features are there already."""
-    extractor_size: int | None = Field(default=None, ge=8)
-    """Side in pixels that it sees; its own default if not set."""
-    quantile: float = Field(default=0.01, gt=0, lt=1)
-    """Samples nearer to a training picture than all but this share of held-out ones are suspicious."""
-    named: int = Field(default=12, ge=0)
-    """Most suspicious samples that are named and shown."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads; 0 uses all cores."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for t in self.times:
-            if not 0 < t <= 1:
-                raise ConfigError(f"diagnose.times: t = {t:g}", "give times above 0, at most 1")
-        if sorted(set(self.times)) != self.times:
-            raise ConfigError("diagnose.times do not rise", "give each time once, in rising order")
-        if len(set(self.splits)) < len(self.splits):
-            raise ConfigError("diagnose.splits names one twice", "give each once")
-        for name in self.strategies:
-            if Routing.named(name).strategy == "oracle":
-                raise ConfigError(
-                    "diagnose.strategies: oracle is told the cluster, so there is nothing to trace",
-                    "leave it out",
-                )
-        return self
 
 
 @dataclass(frozen=True)

@@ -2,53 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.evaluate.features import FeatureSet
 from atoll.evaluate.frechet import Projection, frechet_between, must_be_regular
 from atoll.evaluate.kernels import CMMD_SCALE, CMMD_SIGMA, Spread, cmmd, kid
 from atoll.evaluate.neighbours import DENSITY_K, PRECISION_K, neighbourhoods
+from atoll.evaluate.settings import EvaluateConfig
 
 NEIGHBOURS = ("precision", "recall", "density", "coverage")
 METRICS = ("frechet", "kid", "cmmd", *NEIGHBOURS, "clip-score")
 PAIRWISE = ("kid", "cmmd", *NEIGHBOURS)
 """Those that need every picture's features, and not their moments alone."""
-
-
-class EvaluateConfig(Config):
-    """How a model or a folder of pictures is measured."""
-
-    metrics: str = "frechet,kid,precision,recall,density,coverage"
-    """Names separated by commas; `all` takes every one that the extractor allows."""
-    extractor: str = "efficientnet-lite2"
-    """Network whose features are compared: another one than the partition's."""
-    extractor_size: int | None = Field(default=None, ge=8)
-    """Side in pixels that it sees; its own if not set."""
-    conditions: Literal["heldout", "train"] = "heldout"
-    """Rows whose captions or labels are sampled."""
-    samples: int = Field(default=1000, ge=2)
-    """Pictures drawn from a model."""
-    batch: int = Field(default=250, ge=1)
-    """Pictures at once; work is spread over processes by batches."""
-    components: int | None = Field(default=None, ge=0)
-    """Principal components of the reference that the Fréchet distance is taken in; 0 takes all dimensions.
-    By default all of Inception's and 64 of any other's."""
-    kid_subsets: int = Field(default=100, ge=1)
-    """Random subsets of KID."""
-    kid_size: int = Field(default=1000, ge=2)
-    """Pictures of a subset; as many as there are if that is less."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads of a process; 0 shares all cores among the processes."""
-
-    def components_of(self, kind: str, width: int) -> int:
-        """Dimensions that the Fréchet distance is taken in."""
-        chosen = (0 if kind == "inception" else 64) if self.components is None else self.components
-        return min(chosen, width) or width
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import Expert
-from atoll.ensemble.residency import Residency
+from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
 from atoll.export.parts import check_part, load_part, save_part

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.residency import Residency, ResidentExperts
+from atoll.ensemble.residency import ResidentExperts
+from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 
 

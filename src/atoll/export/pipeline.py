@@ -23,9 +23,9 @@ from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble, RoutedField, Trace
 from atoll.ensemble.expert import RouterModel
-from atoll.ensemble.residency import Residency
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import check_flow, set_times, walk
+from atoll.ensemble.settings import Residency
 from atoll.export.bank import Chosen, ExpertBank, check_router
 from atoll.export.conditions import Asked, conditions
 from atoll.export.encoders import by_name, check_encoders

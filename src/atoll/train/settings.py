@@ -1,11 +1,14 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
+from atoll.base.errors import ConfigError, nearest
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.settings import Residency
 from atoll.flow.objective import ObjectiveConfig
 from atoll.store.lease import LeaseConfig
 from atoll.train.guard import GuardConfig
@@ -146,3 +149,68 @@ class Recipe(Config):
         for name in PRACTICAL:
             del tree["train"][name]
         return tree
+
+
+Start = Literal["scratch", "average", "expert"]
+
+
+class StudentConfig(Config):
+    """The student. Without settings it costs a third of the monolith: 3F + F at a quarter of the batch."""
+
+    teacher: Literal["cluster", "routed"] = "cluster"
+    """`cluster`: the expert of the sample's own cluster. `routed`: the ensemble, by the router's weights."""
+    routing: str = "top-1"
+    """Routing strategy of the `routed` teacher."""
+    batch_share: float = Field(default=0.25, gt=0)
+    """Samples per step, as a share of `train.batch`."""
+    step_share: float = Field(default=1.0, gt=0)
+    """Steps, as a share of the monolith's."""
+    start: str = "scratch"
+    """`scratch` (as the monolith starts), `average` (of the experts' weights) or `expert:K`."""
+    data_weight: float = Field(default=0.0, ge=0, lt=1)
+    """Weight of the loss against the data; the rest is that against the teacher."""
+    network: dict[str, Any] = {}
+    """Network settings in place of the campaign's."""
+    train: dict[str, Any] = {}
+    """Training settings in place of the campaign's."""
+    stock: bool = True
+    """Whether it must run in a stock diffusers pipeline; if it could not, that is told before training."""
+    residency: Residency = Residency()
+    """Device memory for the teachers; may be changed at any time. Without limits all are loaded."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.origin()
+        routing = Routing.named(self.routing)
+        if routing.strategy == "oracle":
+            raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
+        if routing.every != 1:
+            raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
+        if "batch" in self.train:
+            raise ConfigError(
+                "student.train.batch: the student's batch is a share of train.batch",
+                "set student.batch_share",
+            )
+        return self
+
+    def origin(self) -> tuple[Start, int | None]:
+        """Where the weights come from, and the expert's number if it is one."""
+        word, _, number = self.start.partition(":")
+        if word == "expert" and number.isdecimal():
+            return "expert", int(number)
+        if self.start == "scratch":
+            return "scratch", None
+        if self.start == "average":
+            return "average", None
+        raise ConfigError(
+            f"student.start: unknown {self.start!r}", nearest(self.start, ("scratch", "average", "expert:0"))
+        )
+
+    def batch(self, monolith: int) -> int:
+        """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
+        if monolith * self.batch_share < 1:
+            raise ConfigError(
+                f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one",
+                "raise one of them",
+            )
+        return round(monolith * self.batch_share)

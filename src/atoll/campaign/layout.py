@@ -1,0 +1,39 @@
+"""Which runs and columns a campaign wants, and what its folders are called."""
+
+from typing import Any
+
+from atoll.campaign.config import CampaignConfig
+from atoll.data.dataset import DataSet
+from atoll.data.embed import features_column
+
+
+def run_folder(role: str, island: int | None = None) -> str:
+    """Folder of a run inside the campaign."""
+    return f"islands/{island}" if role == "expert" else role
+
+
+def runs_of(config: CampaignConfig) -> list[tuple[str, int | None]]:
+    """Role and island of all runs that a campaign wants, those first that others start from."""
+    found: list[tuple[str, int | None]] = [("seed", None)] if config.budget.seed else []
+    found += [("expert", number) for number in range(config.partition.k)]
+    found += [("router", None)] + ([("monolith", None)] if config.monolith else [])
+    return found + ([("student", None)] if config.student is not None else [])
+
+
+def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
+    """Columns that the campaign needs, and what its settings say of their producer."""
+    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
+    if config.condition == "text":
+        wanted["text"] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+    if config.partition.method == "kmeans":
+        encoder, size = config.partition.encoder, config.partition.encoder_size
+        wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
+    return wanted
+
+
+def made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
+    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
+    if not dataset.has_column(column):
+        return False
+    producer = dataset.column(column).meta.producer
+    return all(producer.get(key) == value for key, value in asked.items())
