@@ -165,6 +165,19 @@ def test_one_more_strategy_costs_one_more_drawing(
     assert [row["strategy"] for row in table(folder, "pairs")][::6] == ["top-1", "commit"]
 
 
+def test_damaged_samples_are_drawn_again(
+    folder: Path, capsys: pytest.CaptureFixture[str], draws: list[Any]
+) -> None:
+    compare(capsys, folder)
+    before = (folder / "reports/compare/pairs.csv").read_bytes()
+    for path in (folder / "reports/compare/points").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:50])
+    (folder / "reports/compare.json").unlink()
+    draws.clear()
+    assert compare(capsys, folder).code == 0 and len(draws) == 3
+    assert (folder / "reports/compare/pairs.csv").read_bytes() == before
+
+
 # Guidance.
 
 
@@ -340,6 +353,16 @@ def test_the_curve_is_drawn_once_and_its_ends_are_those_of_the_table(
     assert compare(capsys, folder, "compare.curve=true", "compare.curve_samples=12").code == 0
     assert {count for _, _, count in draws} == {12} and len(draws) == 12
     assert (folder / "reports/compare/reach.csv").read_text().startswith("model,target,train_flops")
+
+
+def test_the_page_shows_what_was_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(capsys, folder, "compare.curve=true", "compare.guidances=[1]").code == 0
+    assert command(capsys, "report", folder).code == 0
+    page = (folder / "reports/index.html").read_text()
+    for words in ("Distance by guidance", "Distance by training FLOPs", "more alike", ">precision<"):
+        assert words in page
+    told = json.loads((folder / "reports/summary.json").read_text())["compared"]
+    assert told["reach"] == table(folder, "reach") and told["pairs"] == table(folder, "pairs")
 
 
 def test_a_damaged_milestone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

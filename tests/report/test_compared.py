@@ -10,6 +10,7 @@ from atoll.base.errors import DataError
 from atoll.report.collect import collect
 from atoll.report.compared import section
 from atoll.report.page import write_report
+from atoll.report.summary import summary
 from report.campaigns import PROMPTS, Builder
 from report.pages import Page
 
@@ -120,6 +121,16 @@ def test_pairs_of_the_default_strategy_are_shown_with_their_numbers(builder: Bui
     assert "Left the monolith, right commit, from the same noise." in found.text()
     builder.store.delete("reports/compare/monolith/00.png")
     assert len([a for a in page(builder).all("img") if a["alt"].startswith("Monolith: ")]) == 1
+
+
+def test_the_summary_has_the_tables(builder: Builder):
+    assert "compared" not in summary(collect(builder.whole().store))
+    made = summary(collect(whole(builder).store))["compared"]
+    assert [(row["model"], row["guidance"], row["ratio"]) for row in made["best"]] == [
+        ("monolith", 3.0, None),
+        ("commit", 1.0, 0.842),
+    ]
+    assert made["reach"][0]["of_monolith"] == 0.9375
 
 
 def test_hostile_names_are_text(builder: Builder):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
@@ -37,7 +38,10 @@ class Points:
             return row, None
         if not self.store.exists(f"{key}.safetensors"):
             return None
-        return row, Kept.read(load_tensors(self.store.get(f"{key}.safetensors")))
+        try:
+            return row, Kept.read(load_tensors(self.store.get(f"{key}.safetensors")))
+        except SafetensorError:
+            return None  # damaged: it is measured again
 
     def put(self, what: Mapping[str, Any], row: Row, samples: Kept | None) -> None:
         """Keep a point; its JSON is written last."""

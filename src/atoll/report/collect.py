@@ -205,7 +205,7 @@ def _comparison(store: Store) -> Comparison | None:
                 for name in ("data", *(row.name for row in rows))
             },
             default=clean(found["default"]) if found.get("default") else None,
-            tables=_tables(found.get("tables") or {}, COMPARED),
+            tables=_tables(_without_nan(found.get("tables") or {}), COMPARED),
         )
 
 
@@ -237,7 +237,7 @@ def _diagnosis(store: Store) -> Diagnosis | None:
 def _tables(found: dict[str, Any], forms: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Tables as rows by column; `ValueError` or `KeyError` where one that the page shows has another form."""
     tables = {
-        str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+        clean(name): [dict(zip(table["columns"], map(_cell, row), strict=True)) for row in table["rows"]]
         for name, table in found.items()
     }
     for name, columns in forms.items():
@@ -248,6 +248,10 @@ def _tables(found: dict[str, Any], forms: dict[str, str]) -> dict[str, list[dict
                 if not named and (isinstance(value, bool) or not isinstance(value, int | float)):
                     raise ValueError(f"{name}.{column} is no number")
     return tables
+
+
+def _cell(value: Any) -> Any:
+    return clean(value) if isinstance(value, str) else value
 
 
 def _routing(traces: dict[str, Any]) -> dict[str, Weights]:

@@ -57,7 +57,11 @@ def _guidance(compared: Comparison) -> Section:
     paths = {name: sorted(_line(rows, name, lambda r: finite(r["guidance"]))) for name in names}
     lines = [Series(_shown(name), styles[name], path, dots=True) for name, path in paths.items()]
     lines = [one for one in lines if one.points]
-    best = [{**row, "name": _shown(str(row["model"]))} for row in compared.tables.get("best", [])]
+    best = [
+        {**row, "name": _shown(str(row["model"]))}
+        for row in compared.tables.get("best", [])
+        if row["guidance"] is not None
+    ]
     edge = any(row["edge"] for row in best)
     return {"chart": _chart(lines), "legend": _legend(lines), "best": best, "edge": edge}
 
