@@ -22,7 +22,7 @@ from atoll.campaign.runs import train_run
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import sample, starting_noise
-from atoll.evaluate.compare import CompareConfig, Models, draw
+from atoll.evaluate.compare import CompareConfig, draw
 from atoll.evaluate.pictures import share
 from helpers import atoll, command, partitioned, refused, refused_process
 from helpers_extractors import save_clip, save_dinov2, save_pictures
@@ -281,10 +281,9 @@ def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
     judged = model(campaign, Wanted(steps=2, guidance=2.0, seed=4), False, torch.device("cpu")).source
     assert isinstance(judged, Drawn) and isinstance(judged.model, Ensemble)
     ensemble, conditions = judged.model, judged.conditions
-    models = Models({}, ensemble, judged.vae)
     config = CompareConfig(samples=20, steps=2, guidance=2.0, batch=6)
     for name in ("commit", "top-2", "oracle"):
-        made, plain = draw(models, name, conditions, 4, config), []
+        made, plain = draw(ensemble, judged.vae, name, conditions, 4, config), []
         traces = []
         for rows in (range(6), range(6, 12), range(12, 18), range(18, 20)):
             labels = torch.from_numpy(conditions.clusters)[list(rows)]

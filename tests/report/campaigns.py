@@ -187,6 +187,75 @@ class Builder:
                 self.store.put(f"reports/compare/{name}/{n:02d}.png", png(self.side, 7 * n))
         return self
 
+    def beyond(self, **change: Any) -> "Builder":
+        """A comparison with sweeps, pairs and a curve. `change` replaces tables; None leaves one out."""
+        found = self.store.get_json("reports/compare.json")
+        for row in found["rows"]:
+            row |= {"precision": 0.625, "recall": 0.375}
+        found["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
+        swept = {"monolith": (21.0, 20.0, 19.0), "commit": (16.0, 18.0, 17.0)}
+        courses = {"seed": (0.0, 0.25, (60.0, 40.0)), "monolith": (0.0, 1.0, (40.0, 20.0))}
+        courses |= {"commit": (0.25, 0.75, (30.0, 18.0))}
+        tables: dict[str, Any] = {
+            "pairs": [
+                {
+                    "strategy": name,
+                    "space": space,
+                    "partner": partner,
+                    "pairs": 500,
+                    "mean": mean,
+                    "low": mean - 0.01,
+                    "high": mean + 0.01,
+                    "effect": None if partner == "same noise" else 1.75,
+                    "higher": None if partner == "same noise" else 0.96,
+                }
+                for name, space in itertools.product(("top-1", "commit"), ("pixels", "features"))
+                for partner, mean in (("same noise", 0.81), ("same cluster", 0.32), ("any", -0.14))
+            ],
+            "guidance": [
+                {"model": n, "guidance": s, "distance": d, "precision": 0.5, "recall": 0.5}
+                for n, distances in swept.items()
+                for s, d in zip((1.0, 2.0, 3.0), distances, strict=True)
+            ],
+            "best": [
+                {"model": n, "guidance": s, "distance": d, "precision": 0.5, "recall": None}
+                | {"edge": edge, "ratio": ratio}
+                for n, s, d, edge, ratio in (
+                    ("monolith", 3.0, 19.0, "high", None),
+                    ("commit", 1.0, 16.0, "low", 0.842),
+                )
+            ],
+            "curve": [
+                {
+                    "model": n,
+                    "share": (place + 1) / 2,
+                    "train_flops": 1e12 * (start + length * (place + 1) / 2),
+                    "of_monolith": start + length * (place + 1) / 2,
+                    "distance": d,
+                    "precision": None,
+                    "recall": None,
+                }
+                for n, (start, length, distances) in courses.items()
+                for place, d in enumerate(distances)
+            ],
+            "reach": [
+                {
+                    "model": "commit",
+                    "target": 20.0,
+                    "train_flops": 9.375e11,
+                    "of_monolith": 0.9375,
+                    "how": "between points",
+                }
+            ],
+        } | change
+        found["tables"] = {
+            name: {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+            for name, rows in tables.items()
+            if rows
+        }
+        self.store.put_json("reports/compare.json", found)
+        return self
+
     def diagnose(
         self, splits: tuple[str, ...] = ("heldout",), monolith: bool = True, **fields: Any
     ) -> "Builder":

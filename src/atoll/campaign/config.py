@@ -182,7 +182,8 @@ class CampaignConfig(Config):
         self._check_seed()
         if self.student is not None:
             self._check_student(self.student)
-        for name in (self.sampling.routing, *self.compare.strategies, *self.diagnose.strategies):
+        asked = (*self.compare.strategies, *(self.compare.sweep or ()), *self.diagnose.strategies)
+        for name in (self.sampling.routing, *asked):
             Routing.named(name)
         return self
 

@@ -1,34 +1,32 @@
 """Monolith, student and ensemble side by side: same conditions, same noise, every strategy."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atoll.base.condition import Condition
 from atoll.base.config import Config
-from atoll.base.console import say
-from atoll.base.errors import DataError
+from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.base.rng import generator
-from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
-from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.batches import Drawn as Batch
 from atoll.ensemble.batches import Sampling, draw_batches
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
-from atoll.evaluate.frechet import Projection, frechet_distance
 
 SCHEMA = 1
+BEYOND = ("guidances", "sweep", "curve", "curve_samples")
+"""Settings of what is measured beyond the table of models; they decide nothing in it."""
 
 
 class CompareConfig(Config):
@@ -58,23 +56,22 @@ class CompareConfig(Config):
     """Captions to show side by side; training captions are added up to `shown`."""
     shown: int = Field(default=12, ge=1)
     """How many prompts are shown."""
+    guidances: list[Annotated[float, Field(ge=0)]] = []
+    """Further guidance scales that the monolith and `sweep` are measured at; none by default."""
+    sweep: list[str] | None = None
+    """Strategies of the guidance sweep and of the curve; by default the campaign's own and `top-1`."""
+    curve: bool = False
+    """Whether distances over training FLOPs are measured, at the checkpoints that `train.milestones` kept."""
+    curve_samples: int | None = Field(default=None, ge=2)
+    """Pictures drawn at each point of the curve; `samples` if not set, so that its ends are known."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 uses all cores."""
 
-
-@dataclass
-class Models:
-    """What is compared.
-
-    Attributes:
-        dense: single networks by name: the monolith, the student.
-        ensemble: experts and router.
-        vae: turns latents into pictures.
-    """
-
-    dense: Mapping[str, Expert]
-    ensemble: Ensemble
-    vae: Autoencoder
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sweep is not None and not self.sweep:
+            raise ConfigError("compare.sweep names no strategy", "name one, or leave it out for the defaults")
+        return self
 
 
 @dataclass(frozen=True)
@@ -86,17 +83,31 @@ class Drawn:
     seconds: float
 
 
-def draw(models: Models, name: str, conditions: "Conditions", seed: int, config: CompareConfig) -> Drawn:
-    """Sample one model or strategy (`monolith`, `student`, or the name of a routing) at given conditions.
+def draw(
+    model: Ensemble | Expert,
+    vae: Autoencoder,
+    routing: str | None,
+    conditions: "Conditions",
+    seed: int,
+    config: CompareConfig,
+) -> Drawn:
+    """Sample one network, or the ensemble under a routing strategy, at given conditions.
 
     Noise and routing draws of picture i depend on `(seed, i)` alone, so all models start alike.
+
+    Args:
+        model: what is drawn from.
+        vae: turns latents into pictures.
+        routing: name of the strategy; None for one network.
+        conditions: one for each picture.
+        seed: of noise and routing.
+        config: steps, guidance and batch.
     """
     start, found, traces = time.monotonic(), dict[int, Image.Image](), []
-    model: Ensemble | Expert = models.dense.get(name, models.ensemble)
-    routing = Routing.named("full" if name in models.dense else name)  # does not count for one network
-    sampling = Sampling(routing, config.guidance, config.steps, seed, conditions.latent_shape, config.batch)
+    strategy = Routing.named(routing or "full")  # does not count for one network
+    sampling = Sampling(strategy, config.guidance, config.steps, seed, conditions.latent_shape, config.batch)
     for batch in drawn_batches(model, conditions, len(conditions), sampling):
-        found |= dict(zip(batch.rows, to_images(models.vae.decode(batch.latents)), strict=True))
+        found |= dict(zip(batch.rows, to_images(vae.decode(batch.latents)), strict=True))
         if batch.trace is not None:
             traces.append(batch.trace)
     trace = None
@@ -135,6 +146,10 @@ class Conditions:
     def __len__(self) -> int:
         return len(self.index)
 
+    def first(self, count: int) -> "Conditions":
+        """Those of the first pictures."""
+        return Conditions(self.samples, self.index[:count], self.clusters[:count])
+
     def of(self, rows: Sequence[int]) -> Condition:
         """Conditions of some pictures."""
         return self.samples.conditions(self.index[list(rows)])
@@ -156,97 +171,13 @@ def drawn_conditions(samples: Samples, clusters: NDArray[np.int64], count: int, 
     return Conditions(samples, index, clusters[samples.rows[index]])
 
 
-@dataclass
-class Judge:
-    """The extractor, its fixed components, and the reference it compares with."""
-
-    encoder: VisionEncoder
-    projection: Projection
-    reference: NDArray[np.float64]
-
-    @property
-    def components(self) -> int:
-        """Number of principal components in use."""
-        return int(self.projection.axes.shape[1])
-
-    @classmethod
-    def make(cls, encoder: VisionEncoder, dataset: DataSet, config: CompareConfig, seed: int) -> "Judge":
-        """Components from training pictures; the reference is every held-out picture."""
-        train, heldout = dataset.split("train"), dataset.split("heldout")
-        order = torch.randperm(len(train), generator=generator(seed, "judge")).numpy()
-        rows = np.sort(train[order[: config.fit_rows]])
-        components = min(config.components, min(len(heldout), config.samples, len(rows)) // 2)
-        if components < 1:
-            raise DataError(
-                f"{len(heldout)} held-out rows cannot judge", "hold out more: data.ingest.heldout"
-            )
-        projection = Projection.fit(_features(encoder, dataset, rows), components)
-        return cls(encoder, projection, projection(_features(encoder, dataset, heldout)))
-
-    def distance(self, pictures: Sequence[Image.Image]) -> float:
-        """Fréchet distance of pictures to the reference."""
-        return frechet_distance(self.projection(self.encoder.encode(pictures).numpy()), self.reference)
-
-    def noise_floor(self, dataset: DataSet, count: int, seed: int) -> float:
-        """Distance of real training pictures: what a perfect model would be given."""
-        train = dataset.split("train")
-        order = torch.randperm(len(train), generator=generator(seed, "floor")).numpy()
-        rows = np.sort(train[order[:count]])
-        return frechet_distance(self.projection(_features(self.encoder, dataset, rows)), self.reference)
-
-
-def _features(encoder: VisionEncoder, dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    chunks = [rows[i : i + 256] for i in range(0, len(rows), 256)]
-    found = [encoder.encode([dataset.image(int(row)) for row in chunk]).numpy() for chunk in chunks]
-    return np.concatenate(found) if found else np.empty((0, encoder.width), dtype=np.float32)
-
-
-def compare(
-    models: Models,
-    conditions: Conditions,
-    shown: Conditions,
-    judge: Judge,
-    config: CompareConfig,
-    seed: int,
-    keep: Callable[[str, list[Image.Image], Trace | None], None],
-) -> list[dict[str, Any]]:
-    """Draw from every model and measure.
-
-    Args:
-        models: what is compared.
-        conditions: of the measured pictures.
-        shown: of the pictures to look at.
-        judge: measures.
-        config: strategies and numbers.
-        seed: of noise and routing.
-        keep: called with name, shown pictures and their trace.
-
-    Returns:
-        One row per model: name, distance, GFLOPs per step, experts per step, share of the router, seconds.
-    """
-    names = [*models.dense, *config.strategies]
-    rows = []
-    for name in names:
-        drawn = draw(models, name, conditions, seed, config)
-        few = draw(models, name, shown, seed + 1, config)
-        keep(name, few.pictures, few.trace)
-        row = {"name": name, "distance": judge.distance(drawn.pictures), "seconds": round(drawn.seconds, 1)}
-        row |= _cost(models, name, drawn, len(conditions), config)
-        rows.append(row)
-        say(
-            f"  {name:<14} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
-            f" (router {row['router_share']:.1%})   {drawn.seconds:.0f} s"
-        )
-    return rows
-
-
-def _cost(models: Models, name: str, drawn: Drawn, count: int, config: CompareConfig) -> dict[str, float]:
+def cost(model: Ensemble | Expert, drawn: Drawn, config: CompareConfig) -> dict[str, float]:
     """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
-    single = models.dense.get(name)
-    flops = single.card.forward_flops if single is not None and single.card is not None else 0.0
+    card = model.card if isinstance(model, Expert) else None
+    flops = card.forward_flops if card is not None else 0.0
     experts, router, routing = 1.0, 0.0, 0.0
     if drawn.trace is not None:
-        each, branches = count * config.steps, 2 if config.guidance != 1.0 else 1
+        each, branches = len(drawn.pictures) * config.steps, 2 if config.guidance != 1.0 else 1
         experts, router = drawn.trace.expert_calls / (each * branches), drawn.trace.router_calls / each
         routing = drawn.trace.router_flops / each
         flops = drawn.trace.expert_flops / (each * branches) + routing  # experts may differ in size
@@ -254,5 +185,5 @@ def _cost(models: Models, name: str, drawn: Drawn, count: int, config: CompareCo
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,
         "router_calls_per_step": router,
-        "router_share": routing / flops,
+        "router_share": routing / flops if flops else 0.0,
     }

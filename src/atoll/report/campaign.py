@@ -161,6 +161,8 @@ class Measured:
     gflops: float | None
     experts: float | None
     router: float | None
+    precision: float | None = None
+    recall: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Comparison:
         routing: weights `[step][picture][expert]` by strategy, from noise to data.
         pictures: by strategy, `monolith`, `student` or `data`: one per prompt, None where it is missing.
         default: the strategy that the campaign samples with; None if the file does not say.
+        tables: what was measured beyond, rows by name of the table, as mappings; empty in earlier files.
     """
 
     rows: tuple[Measured, ...]
@@ -184,6 +187,7 @@ class Comparison:
     routing: dict[str, Weights]
     pictures: dict[str, tuple[Picture | None, ...]]
     default: str | None
+    tables: dict[str, list[dict[str, Any]]]
 
     def row(self, name: str) -> Measured | None:
         """The row of this name."""

@@ -42,7 +42,18 @@ DIAGNOSED = {
     "suspicious": "cluster ratio why",
 }
 """The columns of `reports/diagnostics.json` that the page shows, by table."""
-NAMES = {"split", "t", "cluster", "model", "gap", "strategy", "step", "why"}
+COMPARED = {
+    "pairs": "strategy space partner pairs mean low high effect higher",
+    "guidance": "model guidance distance precision recall",
+    "best": "model guidance distance edge ratio",
+    "curve": "model share train_flops of_monolith distance precision recall",
+    "reach": "model target train_flops of_monolith how",
+}
+"""The same of `reports/compare.json`."""
+NAMES = {
+    *("split", "t", "cluster", "model", "gap", "strategy", "step", "why"),
+    *("space", "partner", "edge", "how"),
+}
 """Columns that may hold a word."""
 
 
@@ -174,6 +185,7 @@ def _comparison(store: Store) -> Comparison | None:
                 str(row["name"]),
                 *(finite(row.get(name)) for name in ("distance", "seconds", "gflops_per_step")),
                 *(finite(row.get(name)) for name in ("experts_per_step", "router_calls_per_step")),
+                *(finite(row.get(name)) for name in ("precision", "recall")),
             )
             for row in found["rows"]
         )
@@ -193,6 +205,7 @@ def _comparison(store: Store) -> Comparison | None:
                 for name in ("data", *(row.name for row in rows))
             },
             default=clean(found["default"]) if found.get("default") else None,
+            tables=_tables(_without_nan(found.get("tables") or {}), COMPARED),
         )
 
 
@@ -203,13 +216,8 @@ def _diagnosis(store: Store) -> Diagnosis | None:
         return None
     with _reading(store, key):
         _check_schema(store, key, found, "atoll diagnose")
-        tables = {
-            str(name): [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-            for name, table in found["tables"].items()
-        }
-        _check_tables(tables)
         return Diagnosis(
-            tables=tables,
+            tables=_tables(found["tables"], DIAGNOSED),
             splits=tuple(clean(split) for split in found["settings"]["splits"]),
             strategies=tuple(clean(name) for name in found["strategies"]),
             settings=dict(found["settings"]),
@@ -226,15 +234,24 @@ def _diagnosis(store: Store) -> Diagnosis | None:
         )
 
 
-def _check_tables(tables: dict[str, list[dict[str, Any]]]) -> None:
-    """`ValueError` or `KeyError` where a table that the page shows is not of its form."""
-    for name, columns in DIAGNOSED.items():
+def _tables(found: dict[str, Any], forms: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Tables as rows by column; `ValueError` or `KeyError` where one that the page shows has another form."""
+    tables = {
+        clean(name): [dict(zip(table["columns"], map(_cell, row), strict=True)) for row in table["rows"]]
+        for name, table in found.items()
+    }
+    for name, columns in forms.items():
         for row in tables.get(name, []):
             for column in columns.split():
                 value = row[column]
                 named = column in NAMES or value is None
                 if not named and (isinstance(value, bool) or not isinstance(value, int | float)):
                     raise ValueError(f"{name}.{column} is no number")
+    return tables
+
+
+def _cell(value: Any) -> Any:
+    return clean(value) if isinstance(value, str) else value
 
 
 def _routing(traces: dict[str, Any]) -> dict[str, Weights]:

@@ -100,7 +100,7 @@ def line_chart(
         x: horizontal axis.
         y: vertical axis.
         about: what the chart shows, for those who do not see it.
-        guides: named horizontal lines.
+        guides: horizontal lines with their names, which may be empty.
     """
     parts, names = [_frame(x, y)], []
     for name, value in guides:
@@ -109,10 +109,9 @@ def line_chart(
             # Below its line where the line is at the top, so that the text stays inside.
             text_at = height + 13 if height < TOP + 14 else height - 5
             parts.append(f'<path class="guide" d="M{LEFT} {_n(height)}H{WIDTH - RIGHT}"/>')
-            names.append(  # on top of the lines
-                f'<text class="note" x="{WIDTH - RIGHT}" y="{_n(text_at)}" text-anchor="end">'
-                f"{escape(name)}</text>"
-            )
+            if name:  # on top of the lines
+                place = f'x="{WIDTH - RIGHT}" y="{_n(text_at)}" text-anchor="end"'
+                names.append(f'<text class="note" {place}>{escape(name)}</text>')
     for one in series:
         lines = f'<path class="raw" d="{_path(one.raw, x, y)}"/>' if len(one.raw) > 1 else ""
         lines += f'<path class="line" d="{_path(one.points, x, y)}"/>' if len(one.points) > 1 else ""

@@ -6,7 +6,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atoll.report import palette, sections, why, wording
+from atoll.report import compared, palette, sections, why, wording
 from atoll.report.campaign import Campaign
 from atoll.report.collect import collect
 from atoll.report.summary import summary
@@ -61,6 +61,7 @@ def render(campaign: Campaign) -> str:
         clusters=sections.clusters(campaign),
         charts=sections.charts(campaign),
         strategies=sections.strategies(campaign),
+        beyond=compared.section(campaign),
         why=why.section(campaign),
         ledger=sections.ledger(campaign),
         provenance=sections.provenance(campaign),
@@ -74,6 +75,7 @@ def _filters() -> dict[str, Any]:
         "significant": wording.significant,
         "ratio": wording.ratio,
         "percent": wording.percent,
+        "decimals": wording.decimals,
         "flops": wording.flops,
         "time": wording.seconds,
         "short": wording.short_hash,

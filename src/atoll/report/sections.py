@@ -308,7 +308,8 @@ def strategies(campaign: Campaign) -> Section | None:
         return None
     floor = finite(compared.metric.get("real_training_pictures"))
     longest = max([row.distance or 0.0 for row in compared.rows] + [floor or 0.0]) or 1.0
-    best = compared.best
+    best, real = compared.best, compared.metric.get("neighbours")
+    real = real if isinstance(real, dict) else {}
     rows = [
         {
             "row": row,
@@ -327,6 +328,9 @@ def strategies(campaign: Campaign) -> Section | None:
         "count": compared.metric.get("samples"),
         "metric": _metric(compared.metric),
         "favours": bool(compared.metric.get("same_features_as_partition")),
+        "neighbours": any(row.precision is not None for row in compared.rows),
+        "k": real.get("k"),
+        "real": {name: finite(real.get(f"real_{name}")) for name in ("precision", "recall")},
         "has_baseline": compared.row("monolith") is not None,
         "oracle": any(row.name == "oracle" for row in compared.rows),
     }

@@ -41,6 +41,7 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         if compared
         else {},
         "metric": compared.metric if compared else None,
+        **({"compared": compared.tables} if compared and compared.tables else {}),
         "unfinished": [run.name.lower() for run in campaign.runs if not run.finished],
     }
 

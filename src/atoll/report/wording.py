@@ -52,6 +52,11 @@ def percent(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{100 * value:.{digits}f}%"
 
 
+def decimals(value: float | None, digits: int = 2) -> str:
+    """`0.77`, `−0.03`: a number about 1."""
+    return NONE if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
 def flops(value: float | None, like: float | None = None) -> str:
     """`1.27 TFLOPs`: operations in all, not per second.
 
