@@ -183,6 +183,12 @@ def test_importing_the_package_imports_nothing_heavy():
     assert run(sys.executable, "-c", code).stdout.strip() == ""
 
 
+def test_looking_at_a_campaign_imports_no_models():
+    heavy = "{'diffusers', 'transformers', 'faiss'} & set(sys.modules)"
+    result = run(sys.executable, "-c", f"import sys, atoll.campaign.status_text; print({heavy})")
+    assert result.stdout == "set()\n", result.stdout + result.stderr
+
+
 def test_help_takes_half_a_second_of_the_processor():
     """Not of the clock: other tests run beside it."""
 

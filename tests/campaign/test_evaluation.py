@@ -22,8 +22,9 @@ from atoll.campaign.runs import train_run
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import sample, starting_noise
-from atoll.evaluate.compare import CompareConfig, draw
+from atoll.evaluate.compare import draw
 from atoll.evaluate.pictures import share
+from atoll.evaluate.settings import CompareConfig
 from helpers import atoll, command, partitioned, refused, refused_process
 from helpers_extractors import save_clip, save_dinov2, save_pictures
 

@@ -20,6 +20,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def size(number: float) -> str:
+    """Bytes in decimal units."""
+    for unit, name in ((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:g} B"
+
+
 class Progress:
     """A bar on a terminal, a line now and then elsewhere.
 

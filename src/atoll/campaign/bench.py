@@ -20,9 +20,10 @@ from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
-from atoll.evaluate.compare import CompareConfig, Conditions, cost, draw, drawn_conditions
+from atoll.evaluate.compare import Conditions, cost, draw, drawn_conditions
 from atoll.evaluate.judge import Judge
 from atoll.evaluate.pairs import Kept
+from atoll.evaluate.settings import CompareConfig
 from atoll.networks.families import DataShape
 
 

@@ -26,8 +26,9 @@ from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
 from atoll.ensemble.routing import Routing
-from atoll.evaluate.compare import BEYOND, SCHEMA, CompareConfig, Conditions
+from atoll.evaluate.compare import SCHEMA, Conditions
 from atoll.evaluate.pairs import Kept, pair_table
+from atoll.evaluate.settings import BEYOND, CompareConfig
 from atoll.evaluate.streams import to_csv
 from atoll.evaluate.sweeps import BASE
 

@@ -11,8 +11,7 @@ from atoll.data.partition import PartitionConfig
 from atoll.data.samples import ConditionKind
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
-from atoll.evaluate.compare import CompareConfig
-from atoll.evaluate.settings import DiagnoseConfig, EvaluateConfig
+from atoll.evaluate.settings import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig

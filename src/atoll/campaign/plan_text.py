@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from atoll.base.console import size
 from atoll.campaign.plan import OVERHEAD, Plan, RunCost
 
 
@@ -123,14 +124,6 @@ def count(number: float) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:g}"
-
-
-def size(number: float) -> str:
-    """Bytes in decimal units."""
-    for unit, name in ((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:g} B"
 
 
 def gib(number: float) -> str:

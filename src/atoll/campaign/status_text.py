@@ -6,10 +6,9 @@ import sys
 import textwrap
 import time
 
-from atoll.base.console import say
+from atoll.base.console import say, size
 from atoll.base.errors import StoreError
 from atoll.campaign.campaign import Campaign
-from atoll.campaign.plan_text import size
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
 
 WIDTH = 100

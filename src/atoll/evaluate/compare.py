@@ -3,17 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field, model_validator
 
 from atoll.base.condition import Condition
-from atoll.base.config import Config
-from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.base.rng import generator
 from atoll.data.samples import Samples
@@ -23,55 +19,9 @@ from atoll.ensemble.batches import Sampling, draw_batches
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
+from atoll.evaluate.settings import CompareConfig
 
 SCHEMA = 1
-BEYOND = ("guidances", "sweep", "curve", "curve_samples")
-"""Settings of what is measured beyond the table of models; they decide nothing in it."""
-
-
-class CompareConfig(Config):
-    """How models of a campaign are compared."""
-
-    strategies: list[str] = ["commit", "top-1", "top-2", "full", "oracle"]
-    """Routing strategies of the ensemble."""
-    conditions: Literal["heldout", "train"] = "heldout"
-    """Rows whose captions or labels are sampled; the reference is the held-out pictures either way."""
-    samples: int = Field(default=1000, ge=2)
-    """Pictures drawn from each."""
-    steps: int = Field(default=20, ge=1)
-    """Sampling steps."""
-    guidance: float = Field(default=2.0, ge=0)
-    """Guidance scale."""
-    batch: int = Field(default=250, ge=1)
-    """Pictures sampled at once; it does not change them."""
-    extractor: str = "efficientnet-lite2"
-    """Vision encoder whose features are compared: another one than the partition's."""
-    extractor_size: int = Field(default=64, ge=8)
-    """Side in pixels that it sees."""
-    components: int = Field(default=64, ge=1)
-    """Most principal components that the distance is taken in; half the pictures at hand if that is less."""
-    fit_rows: int = Field(default=2000, ge=2)
-    """Training pictures that fix the components."""
-    prompts: list[str] = []
-    """Captions to show side by side; training captions are added up to `shown`."""
-    shown: int = Field(default=12, ge=1)
-    """How many prompts are shown."""
-    guidances: list[Annotated[float, Field(ge=0)]] = []
-    """Further guidance scales that the monolith and `sweep` are measured at; none by default."""
-    sweep: list[str] | None = None
-    """Strategies of the guidance sweep and of the curve; by default the campaign's own and `top-1`."""
-    curve: bool = False
-    """Whether distances over training FLOPs are measured, at the checkpoints that `train.milestones` kept."""
-    curve_samples: int | None = Field(default=None, ge=2)
-    """Pictures drawn at each point of the curve; `samples` if not set, so that its ends are known."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads; 0 uses all cores."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.sweep is not None and not self.sweep:
-            raise ConfigError("compare.sweep names no strategy", "name one, or leave it out for the defaults")
-        return self
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from atoll.base.errors import DataError
 from atoll.base.rng import generator
 from atoll.data.dataset import DataSet
 from atoll.encoders.vision import VisionEncoder
-from atoll.evaluate.compare import CompareConfig
 from atoll.evaluate.features import FeatureRows, FeatureSet
 from atoll.evaluate.frechet import Projection, frechet_distance
 from atoll.evaluate.moments import F64
 from atoll.evaluate.neighbours import DENSITY_K, PRECISION_K, neighbourhoods
+from atoll.evaluate.settings import CompareConfig
 
 F32 = NDArray[np.float32]
 

@@ -24,9 +24,7 @@ from atoll.flow.schedule import schedule
 from atoll.networks.families import family
 from atoll.store.store import Store
 from atoll.train.publish import card_of
-from atoll.train.settings import Recipe
-
-VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
+from atoll.train.settings import VALIDATION_TIMES, Recipe
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.networks.router import Router
 from atoll.store.store import Store
-from atoll.train.expert import VALIDATION_TIMES, Batch, draw_batch, held_out
+from atoll.train.expert import Batch, draw_batch, held_out
 from atoll.train.publish import card_of
-from atoll.train.settings import Recipe
+from atoll.train.settings import VALIDATION_TIMES, Recipe
 
 
 class RouterTask:

@@ -14,6 +14,7 @@ from atoll.store.lease import LeaseConfig
 from atoll.train.guard import GuardConfig
 from atoll.train.parallel import ParallelConfig
 
+VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -23,7 +23,7 @@ from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.store.store import Store
-from atoll.train.expert import VALIDATION_TIMES
+from atoll.train.settings import VALIDATION_TIMES
 
 PART = 4 * 2**20
 """Bytes of an event file after which a new one is begun, so that no write to the store grows for ever."""
