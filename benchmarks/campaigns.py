@@ -5,7 +5,8 @@
 Reads `reports/compare.json` as `atoll compare` leaves it; campaigns differ in their seed alone. A ratio is
 taken within a campaign, where both sides start from the same conditions and the same noise. Of several
 campaigns the table has the median with the range, and the mean difference with its 95 % interval (Student's
-t over seeds).
+t over seeds). What all campaigns measured beyond the table stands below it: each model at its own best
+guidance, the FLOPs to the monolith's final distance, and how alike pictures of the same noise are.
 """
 
 import argparse
@@ -53,7 +54,32 @@ def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
         shares = [one[name].get("router_share") for one in models]
         if all(shares):
             lines.append(median_row(name, "router's share of the operations", shares))
+    return lines + beyond(found)
+
+
+def beyond(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for the other tables that all campaigns have."""
+    lines = []
+    for table_name, numbers in (
+        ("best", {"guidance": "best guidance", "ratio": "distance / monolith, each at its best"}),
+        ("reach", {"of_monolith": "training FLOPs to the monolith's final distance / its own"}),
+        ("pairs", {"mean": "correlation with the monolith's pictures"}),
+    ):
+        tables = [records(one, table_name) for one in found]
+        for row_name in tables[0] if all(tables) else ():
+            for column, metric in numbers.items():
+                values = [table.get(row_name, {}).get(column) for table in tables]
+                if all(value is not None for value in values):
+                    lines.append(median_row(", ".join(row_name), metric, values))
     return lines
+
+
+def records(one: dict[str, Any], table_name: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows of a table of a comparison, by what they are of; none if it was not measured."""
+    made = one.get("tables", {}).get(table_name, {"columns": [], "rows": []})
+    rows = [dict(zip(made["columns"], values, strict=True)) for values in made["rows"]]
+    names = ("model", "strategy", "space", "partner")
+    return {tuple(str(line[name]) for name in names if name in line): line for line in rows}
 
 
 if __name__ == "__main__":

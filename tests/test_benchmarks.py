@@ -59,6 +59,31 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
 
 
+def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: Any) -> None:
+    found: list[dict[str, Any]] = [
+        {
+            "rows": [{"name": "monolith", "distance": 1.0}],
+            "tables": {
+                "best": {
+                    "columns": ["model", "guidance", "ratio"],
+                    "rows": [["monolith", 3.0, None], ["commit", guidance, ratio]],
+                },
+                "pairs": {
+                    "columns": ["strategy", "space", "partner", "mean"],
+                    "rows": [["commit", "pixels", "same noise", mean]],
+                },
+            },
+        }
+        for guidance, ratio, mean in ((2.0, 0.8, 0.5), (3.0, 0.7, 0.7), (2.0, 0.9, 0.6))
+    ]
+    found[0]["tables"]["reach"] = {"columns": ["model", "of_monolith"], "rows": [["commit", 0.5]]}
+    lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
+    assert lines["commit", "distance / monolith, each at its best"]["value"] == 0.8
+    assert lines["commit", "best guidance"]["spread"] == [2.0, 3.0]
+    assert lines["commit, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
+    assert len(lines) == 5, "the first alone measured a curve, and the monolith has no ratio"
+
+
 @pytest.fixture
 def distill(bench: Bench) -> Any:
     return bench("distill")
