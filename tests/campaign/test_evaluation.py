@@ -206,7 +206,7 @@ def test_commands_that_say_too_little(capsys: pytest.CaptureFixture[str], folder
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two experts, router and monolith of class labels, assembled."""
     folder = tmp_path_factory.mktemp("evaluate") / "letters"
-    few = {"budget": {"samples": 160}, "data": {"ingest": {"heldout": 0.3}}, "train": {"previews": 0}}
+    few = {"budget": {"samples": 160}, "data": {"ingest": {"heldout": 0.4}}, "train": {"previews": 0}}
     campaign = partitioned(folder, few)
     for what, island in (("expert", 0), ("expert", 1), ("router", None), ("monolith", None)):
         train_run(campaign, what, island)
