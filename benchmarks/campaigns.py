@@ -31,10 +31,20 @@ def main() -> None:
     found = [json.loads((folder / "reports/compare.json").read_text()) for folder in options.campaigns]
     metric = found[0]["metric"]
     for folder, other in zip(options.campaigns, found, strict=True):
-        differs = [key for key, value in metric.items() if other["metric"].get(key) != value]
+        differs = [key for key, value in metric.items() if alike(other["metric"].get(key)) != alike(value)]
         if set(differs) - MAY_DIFFER:
             parser.error(f"{folder} was measured otherwise than {options.campaigns[0]}: {', '.join(differs)}")
+        for name in ("sweep", "curve"):
+            if other.get(name) != found[0].get(name) and name in other and name in found[0]:
+                parser.error(f"{folder} and {options.campaigns[0]} were asked for another {name}")
     finish(options.name, table(found, options.over), options.json, {"metric": metric})
+
+
+def alike(value: Any) -> Any:
+    """A field of the metric without what the pictures themselves gave."""
+    if not isinstance(value, dict):
+        return value
+    return {key: part for key, part in value.items() if not key.startswith("real_")}
 
 
 def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
@@ -60,6 +70,7 @@ def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
 def beyond(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows for the other tables that all campaigns have."""
     lines = []
+    # Where a campaign has no number, the others' median says so: one that never got there counts as missed.
     for table_name, numbers in (
         ("best", {"guidance": "best guidance", "ratio": "distance / monolith, each at its best"}),
         ("reach", {"of_monolith": "training FLOPs to the monolith's final distance / its own"}),
@@ -69,8 +80,12 @@ def beyond(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for row_name in tables[0] if all(tables) else ():
             for column, metric in numbers.items():
                 values = [table.get(row_name, {}).get(column) for table in tables]
-                if all(value is not None for value in values):
-                    lines.append(median_row(", ".join(row_name), metric, values))
+                there = [value for value in values if value is not None]
+                if there:
+                    of = "" if len(there) == len(values) else f", in {len(there)} of {len(values)}"
+                    if any(table.get(row_name, {}).get("how") == "at the first point" for table in tables):
+                        of += ", at most"
+                    lines.append(median_row(", ".join(row_name), f"{metric}{of}", there))
     return lines
 
 

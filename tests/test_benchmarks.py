@@ -68,20 +68,27 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
                     "columns": ["model", "guidance", "ratio"],
                     "rows": [["monolith", 3.0, None], ["commit", guidance, ratio]],
                 },
+                "reach": {"columns": ["model", "of_monolith", "how"], "rows": [["commit", share, how]]},
                 "pairs": {
                     "columns": ["strategy", "space", "partner", "mean"],
                     "rows": [["commit", "pixels", "same noise", mean]],
                 },
             },
         }
-        for guidance, ratio, mean in ((2.0, 0.8, 0.5), (3.0, 0.7, 0.7), (2.0, 0.9, 0.6))
+        for guidance, ratio, mean, share, how in (
+            (2.0, 0.8, 0.5, 0.4, "between points"),
+            (3.0, 0.7, 0.7, None, "never"),
+            (2.0, 0.9, 0.6, 0.5, "at the first point"),
+        )
     ]
-    found[0]["tables"]["reach"] = {"columns": ["model", "of_monolith"], "rows": [["commit", 0.5]]}
+    found[0]["tables"]["curve"] = {"columns": ["model"], "rows": [["commit"]]}  # is a picture, no number
     lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
     assert lines["commit", "distance / monolith, each at its best"]["value"] == 0.8
     assert lines["commit", "best guidance"]["spread"] == [2.0, 3.0]
     assert lines["commit, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
-    assert len(lines) == 5, "the first alone measured a curve, and the monolith has no ratio"
+    (reach,) = (line for line in lines.values() if "final distance" in line["metric"])
+    assert reach["metric"].endswith("in 2 of 3, at most") and reach["value"] == pytest.approx(0.45)
+    assert len(lines) == 6, "the monolith has a best guidance and no ratio"
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_four_packages_become_four_parquet_files(
     assert [row["concept"] for row in rows["google"]] == ["waving hand sign", "waving hand sign", "sign"]
     assert rows["fluent3d"][1]["caption"] == "sign, fluent3d style"
     assert [row["category"] for row in rows["openmoji"]] == ["People & Body", "Extras"]
+    assert {row["group"] for found in rows.values() for row in found} == {"1f44b", "26a7", "e000"}
     for row in (row for found in rows.values() for row in found):
         seen = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))
         assert seen.shape == (64, 64, 3)

@@ -9,7 +9,10 @@ import pytest
 from atoll.cli import atoll
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(p.relative_to(ROOT)) for d in ("docs", "examples") for p in (ROOT / d).rglob("*.md")),
+]
 
 
 def commands(page: str) -> list[list[str]]:

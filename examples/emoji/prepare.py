@@ -2,13 +2,14 @@
 
     npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0 \
         @lobehub/fluent-emoji-3d@1.1.0 openmoji@17.0.0
-    pip install resvg_py
+    pip install resvg_py==0.5.0
     python examples/emoji/prepare.py FOLDER_WITH_THE_TGZ_FILES FOLDER_OF_PARQUET
 
 Every picture is laid on white and brought to 64 x 64. Columns: `image` (the Hugging Face image layout,
 lossless WebP), `id`, `caption` ("red apple, google style"), `concept` ("red apple"), `style`, `category`,
-`subcategory`, `codepoints`. The concept is what held-out rows are grouped by: skin tones and styles of one
-emoji are nearly the same picture.
+`subcategory`, `codepoints`, `group`. The group, by which rows are held out, is the code points without skin
+tones and variation selectors: tones and styles of one emoji show the same thing, and the packages name it
+differently.
 """
 
 import argparse
@@ -30,8 +31,16 @@ PACKAGES = {
     "fluent3d": "lobehub-fluent-emoji-3d-1.1.0.tgz",
     "openmoji": "openmoji-17.0.0.tgz",
 }
-Files = dict[str, bytes]
+UNTOLD = {"fe0f", "1f3fb", "1f3fc", "1f3fd", "1f3fe", "1f3ff"}
+"""Code points that make no other emoji: the variation selector and the skin tones."""
 Row = dict[str, Any]
+
+
+class Files(dict[str, bytes]):
+    """Files of a package by their path in it."""
+
+    def __missing__(self, path: str) -> bytes:
+        raise SystemExit(f"a package has no {path}; the versions must be {', '.join(PACKAGES.values())}")
 
 
 def main() -> None:
@@ -60,7 +69,7 @@ def read(package: Path) -> Files:
     useless = ("/sheets", "/black/", "/src/", "/font")
     with tarfile.open(package) as tar:
         entries = [entry for entry in tar if not any(part in entry.name for part in useless)]
-        return {entry.name: content.read() for entry in entries if (content := tar.extractfile(entry))}
+        return Files({entry.name: content.read() for entry in entries if (content := tar.extractfile(entry))})
 
 
 def described(files: Files) -> dict[str, Row]:
@@ -98,7 +107,7 @@ def openmoji(files: Files) -> Iterator[Row]:
 
     for emoji in json.loads(files["package/data/openmoji.json"]):
         drawing = files[f"package/color/svg/{emoji['hexcode']}.svg"]
-        png = resvg_py.svg_to_bytes(svg_string=drawing.decode(), width=SIDE, height=SIDE)
+        png = bytes(resvg_py.svg_to_bytes(svg_string=drawing.decode(), width=SIDE, height=SIDE))
         group = emoji["group"].removesuffix("-openmoji").removesuffix("-unicode").replace("-", " & ").title()
         about = {"concept": emoji["annotation"].lower(), "category": group, "subcategory": emoji["subgroups"]}
         yield row("openmoji", emoji["hexcode"].lower(), png, **about)
@@ -108,6 +117,7 @@ def row(style: str, codepoints: str, picture: bytes, **about: str) -> Row:
     """One picture on white, with its texts."""
     drawn = Image.open(io.BytesIO(picture)).convert("RGBA")
     flat = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn).convert("RGB")
+    bare = [point for point in codepoints.split("-") if point not in UNTOLD]
     content = io.BytesIO()
     flat.resize((SIDE, SIDE), Image.Resampling.LANCZOS).save(content, "WEBP", lossless=True)
     name = f"{style}-{codepoints}"
@@ -118,6 +128,7 @@ def row(style: str, codepoints: str, picture: bytes, **about: str) -> Row:
         **about,
         "style": style,
         "codepoints": codepoints,
+        "group": "-".join(bare) or codepoints,
     }
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,12 @@ alike is told by the first, a collective that fails by whoever made it fail. `to
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
     ends_with_run()
-    end(ended(lambda: atoll.main(standalone_mode=False)))
+    try:
+        code = ended(lambda: atoll.main(standalone_mode=False))
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    end(code)
 
 
 def ended(run: Callable[[], Any]) -> int:
@@ -419,7 +425,7 @@ def ended(run: Callable[[], Any]) -> int:
     try:
         run()
     except SystemExit as leaving:
-        return int(leaving.code or 0)
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except AtollError as error:

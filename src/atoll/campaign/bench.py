@@ -15,7 +15,7 @@ from atoll.campaign.dense import load_dense
 from atoll.campaign.points import Points, Row
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.encoders.vision import vision_encoder
+from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
@@ -80,10 +80,6 @@ class Bench:
         asked = heldout if config.conditions == "heldout" else self.train
         most = max(config.samples, config.curve_samples or 0)
         self.conditions = drawn_conditions(asked, self.made.clusters, most, self.seed)
-        names = ("conditions", "steps", "extractor", "extractor_size", "components", "fit_rows")
-        shared = {name: getattr(config, name) for name in names}
-        data = {"data": self.dataset.content, "partition": router.partition, "seed": self.seed}
-        self.points = Points(campaign.store, data | shared)
         self.known: list[Row] = []
         self._load = cache(self._loaded)
 
@@ -92,10 +88,22 @@ class Bench:
         return Samples(self.dataset, self.dataset.split(split), kind, shape)
 
     @cached_property
+    def points(self) -> Points:
+        """What was measured before of the same data, by the same judge."""
+        names = ("conditions", "steps", "components", "fit_rows")
+        shared = {name: getattr(self.config, name) for name in names}
+        data = {"data": self.dataset.content, "partition": self.router.partition, "seed": self.seed}
+        return Points(self.campaign.store, {**data, **shared, "extractor": self.encoder.producer()})
+
+    @cached_property
+    def encoder(self) -> VisionEncoder:
+        """Whose features are compared."""
+        return vision_encoder(self.config.extractor, self.config.extractor_size)
+
+    @cached_property
     def judge(self) -> Judge:
-        """Loaded when it is first needed."""
-        encoder = vision_encoder(self.config.extractor, self.config.extractor_size)
-        return Judge.make(encoder, self.dataset, self.config, self.seed)
+        """Made when it is first needed: it looks at many pictures."""
+        return Judge.make(self.encoder, self.dataset, self.config, self.seed)
 
     @cached_property
     def vae(self) -> Autoencoder:

@@ -147,7 +147,7 @@ class GlyphSource:
     def _groups(self) -> dict[int, int]:
         """The smallest character of the group of every character."""
         found = {glyph.code: glyph.code for glyph in self.glyphs}
-        first: dict[bytes, int] = {}
+        first: dict[str, int] = {}
 
         def smallest(code: int) -> int:
             while found[code] != code:
@@ -155,7 +155,7 @@ class GlyphSource:
             return code
 
         for glyph in self.glyphs:
-            alike = first.setdefault(self._picture(glyph).tobytes(), glyph.code)
+            alike = first.setdefault(sha256(self._picture(glyph).tobytes()), glyph.code)
             one, other = sorted((smallest(glyph.code), smallest(alike)))
             found[other] = one
         return {code: smallest(code) for code in found}

@@ -91,7 +91,9 @@ def reach_table(rows: Sequence[Row], start: str | None = None) -> Table:
         start: a model that the others begin with (the seed): its points come before theirs.
 
     Returns:
-        Per model the `target`, the training FLOPs of its `Reached`, and these over the monolith's.
+        Per model the `target`, the training FLOPs of its `Reached`, and these over the monolith's. The
+        monolith's own row is what the others are read against: it comes before its end where the monolith no
+        longer improves, or by the noise of the distances.
     """
     paths = {
         name: [row for row in rows if row["model"] == name]
@@ -100,10 +102,10 @@ def reach_table(rows: Sequence[Row], start: str | None = None) -> Table:
     final = paths.get(BASE, [])[-1:]
     lines: list[list[Cell]] = []
     for name, own in paths.items() if final else ():
-        if name in (BASE, start):
+        if name == start:
             continue
         target, whole = _number(final[0]["distance"]), final[0]["train_flops"]
-        points = [*(paths.get(start, []) if start else []), *own]
+        points = [*(paths.get(start, []) if start and name != BASE else []), *own]
         path = [(_number(row["train_flops"]), _number(row["distance"])) for row in points]
         found = reached(path, target)
         lines.append([name, target, found.train_flops, ratio_of(found.train_flops, whole), found.how])

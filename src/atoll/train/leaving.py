@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -62,6 +62,7 @@ def end(code: int) -> NoReturn:
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone and not any(thread.is_alive() for thread in _abandoned):
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
