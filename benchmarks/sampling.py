@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.batches import Sampling, draw_batches
+from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
 from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.residency import ResidentExperts
@@ -278,7 +278,7 @@ def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Tu
     def turn() -> None:
         if isinstance(model, Ensemble):
             start_anew(model)
-        deque(draw_batches(model, own, null, BATCHES * setting.batch, sampling), maxlen=0)
+        deque(sample_batches(model, own, null, BATCHES * setting.batch, sampling), maxlen=0)
 
     return turn
 

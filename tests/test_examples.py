@@ -97,3 +97,23 @@ def test_packages_that_are_missing_are_named(
         prepare.main()
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
     assert "openmoji-17.0.0.tgz; fetch them with npm pack" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["empty", "junk", "half"])
+def test_a_damaged_package_is_one_line(
+    damage: str,
+    prepare: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    packages(tmp_path, prepare)
+    first = tmp_path / prepare.PACKAGES["google"]
+    whole = first.read_bytes()
+    first.write_bytes({"empty": b"", "junk": b"junk", "half": whole[: len(whole) // 2]}[damage])
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1
+    assert f"{first} cannot be read" in told and "npm pack" in told

@@ -15,7 +15,9 @@ differently.
 import argparse
 import io
 import json
+import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ class Files(dict[str, bytes]):
     """Files of a package by their path in it."""
 
     def __missing__(self, path: str) -> bytes:
-        raise SystemExit(f"a package has no {path}; the versions must be {', '.join(PACKAGES.values())}")
+        raise mistake(f"a package has no {path}; the versions must be {', '.join(PACKAGES.values())}")
 
 
 def main() -> None:
@@ -67,9 +69,20 @@ def main() -> None:
 def read(package: Path) -> Files:
     """Files of an npm package that are of use here, by their path in it."""
     useless = ("/sheets", "/black/", "/src/", "/font")
-    with tarfile.open(package) as tar:
-        entries = [entry for entry in tar if not any(part in entry.name for part in useless)]
-        return Files({entry.name: content.read() for entry in entries if (content := tar.extractfile(entry))})
+    try:
+        with tarfile.open(package) as tar:
+            entries = [entry for entry in tar if not any(part in entry.name for part in useless)]
+            found = {entry.name: content.read() for entry in entries if (content := tar.extractfile(entry))}
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise mistake(f"{package} cannot be read ({reason}); fetch it again with npm pack") from None
+    return Files(found)
+
+
+def mistake(message: str) -> SystemExit:
+    """What ends the program with one line and exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    return SystemExit(2)
 
 
 def described(files: Files) -> dict[str, Row]:

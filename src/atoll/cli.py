@@ -410,7 +410,7 @@ def main() -> None:
     ends_with_run()
     try:
         code = ended(lambda: atoll.main(standalone_mode=False))
-    except Exception:
+    except Exception:  # without `end` a thread still inside torch may abort the process as Python shuts down
         traceback.print_exc()
         code = 1
     end(code)
@@ -426,8 +426,6 @@ def ended(run: Callable[[], Any]) -> int:
         run()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
     except AtollError as error:
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"

@@ -82,6 +82,7 @@ class Bench:
         self.conditions = drawn_conditions(asked, self.made.clusters, most, self.seed)
         self.known: list[Row] = []
         self._load = cache(self._loaded)
+        self.judge = cache(lambda pictures: self._judge.of(pictures))
 
     def _samples(self, split: str) -> Samples:
         kind, shape = self.campaign.config.condition, DataShape(**self.router.shape)
@@ -101,7 +102,7 @@ class Bench:
         return vision_encoder(self.config.extractor, self.config.extractor_size)
 
     @cached_property
-    def judge(self) -> Judge:
+    def _judge(self) -> Judge:
         """Made when it is first needed: it looks at many pictures."""
         return Judge.make(self.encoder, self.dataset, self.config, self.seed)
 
@@ -160,7 +161,7 @@ class Bench:
     def _draw(self, subject: Subject, guidance: float, samples: int, keep: bool) -> tuple[Row, Kept | None]:
         model, config = subject.load(), self.config.model_copy(update={"guidance": guidance})
         drawn = draw(model, self.vae, subject.routing, self.conditions.first(samples), self.seed, config)
-        judge = self.judge.of(samples)
+        judge = self.judge(samples)
         features = judge.look(drawn.pictures)
         row = {**judge.measure(features), "seconds": round(drawn.seconds, 1), **cost(model, drawn, config)}
         return row, Kept.of(drawn.pictures, features) if keep else None

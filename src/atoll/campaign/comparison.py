@@ -213,7 +213,7 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
 
 def _metric(bench: Bench) -> dict[str, Any]:
     """What the numbers are."""
-    config, judge = bench.config, bench.judge.of(bench.config.samples)
+    config, judge = bench.config, bench.judge(bench.config.samples)
     real = judge.real(bench.dataset, config.samples, bench.seed)
     encoder = bench.made.about["encoder"] or {}
     return {

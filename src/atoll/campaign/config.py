@@ -12,6 +12,7 @@ from atoll.data.samples import ConditionKind
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.evaluate.settings import CompareConfig, DiagnoseConfig, EvaluateConfig
+from atoll.export.stock import check_settings
 from atoll.flow.objective import ObjectiveConfig
 from atoll.flow.timesteps import TimeConfig
 from atoll.launch.settings import LaunchConfig
@@ -204,8 +205,6 @@ class CampaignConfig(Config):
         student.batch(self.train.batch)
         network, _ = self.denoiser("student")
         if student.stock:
-            from atoll.export.stock import check_settings  # it knows diffusers' pipelines
-
             check_settings(network.family, self.data.vae, network.patch)
         start, number = student.origin()
         if start == "expert" and not 0 <= (number or 0) < self.partition.k:

@@ -18,7 +18,7 @@ from atoll.campaign.campaign import Campaign
 from atoll.campaign.dense import dense, load_dense
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
-from atoll.ensemble.batches import Sampling, draw_batches
+from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
@@ -86,7 +86,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
         return cond.select(torch.tensor([row // request.count for row in rows], device=sampling.device))
 
     vae, drawn = autoencoder_of(card.latents), dict[int, Image.Image]()
-    for batch in draw_batches(model, conditions, null, total, sampling):
+    for batch in sample_batches(model, conditions, null, total, sampling):
         drawn |= dict(zip(batch.rows, to_images(vae.decode(batch.latents.cpu())), strict=True))
     pictures = [drawn[row] for row in range(total)]
     scale = max(1, 64 // pictures[0].width)

@@ -63,9 +63,13 @@ class Drawn:
     trace: Trace | None
 
 
+Conditions = Callable[[Sequence[int]], Condition]
+"""Conditions of samples by number, on the sampling device."""
+
+
 def sample_batches(
-    ensemble: Ensemble,
-    conditions: Callable[[Sequence[int]], Condition],
+    model: Ensemble | Denoiser,
+    conditions: Conditions,
     null: Condition,
     count: int,
     sampling: Sampling,
@@ -79,8 +83,8 @@ def sample_batches(
     samples' numbers. Noise, draws and the router's batches are the same either way.
 
     Args:
-        ensemble: experts and router.
-        conditions: conditions of samples by number, on the sampling device.
+        model: experts and router, or one denoiser, for which the routing does not count.
+        conditions: of samples by number.
         null: the null condition, one row.
         count: how many.
         sampling: how.
@@ -89,14 +93,20 @@ def sample_batches(
     Yields:
         Batches; every number is in exactly one.
     """
-    plain, chosen = sampling.batches(count), None
+    plain = sampling.batches(count)
+    if not isinstance(model, Ensemble):
+        for rows in plain:
+            single = SingleField(model, conditions(rows), null, sampling.guidance, len(rows))
+            yield Drawn(rows, sample(single, sampling.noise(rows), sampling.steps), None)
+        return
+    chosen = None
     groups, experts = plain, [list[int]() for _ in plain]
     if sampling.routing.strategy in ("commit", "oracle") and count:
-        chosen = _choose(ensemble, conditions, plain, sampling, labels)
-        groups, experts = by_expert(chosen.argmax(1).tolist(), ensemble, sampling.batch)
+        chosen = _choose(model, conditions, plain, sampling, labels)
+        groups, experts = by_expert(chosen.argmax(1).tolist(), model, sampling.batch)
         groups = [[sampling.first + place for place in group] for group in groups]
     for turn, rows in enumerate(groups):
-        field = ensemble.field(
+        field = model.field(
             conditions(rows),
             null,
             sampling.guidance,
@@ -111,37 +121,10 @@ def sample_batches(
         yield Drawn(rows, latents, field.trace)
 
 
-def sample_single(
-    denoiser: Denoiser,
-    conditions: Callable[[Sequence[int]], Condition],
-    null: Condition,
-    count: int,
-    sampling: Sampling,
-) -> Iterator[Drawn]:
-    """The same for one denoiser; the routing does not count."""
-    for rows in sampling.batches(count):
-        field = SingleField(denoiser, conditions(rows), null, sampling.guidance, len(rows))
-        yield Drawn(rows, sample(field, sampling.noise(rows), sampling.steps), None)
-
-
-def draw_batches(
-    model: Ensemble | Denoiser,
-    conditions: Callable[[Sequence[int]], Condition],
-    null: Condition,
-    count: int,
-    sampling: Sampling,
-    labels: Int[Tensor, "N"] | None = None,
-) -> Iterator[Drawn]:
-    """The one or the other, by what the model is."""
-    if isinstance(model, Ensemble):
-        return sample_batches(model, conditions, null, count, sampling, labels)
-    return sample_single(model, conditions, null, count, sampling)
-
-
 @torch.inference_mode()
 def _choose(
     ensemble: Ensemble,
-    conditions: Callable[[Sequence[int]], Condition],
+    conditions: Conditions,
     batches: Sequence[list[int]],
     sampling: Sampling,
     labels: Tensor | None,

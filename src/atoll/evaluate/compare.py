@@ -15,7 +15,7 @@ from atoll.base.rng import generator
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.batches import Drawn as Batch
-from atoll.ensemble.batches import Sampling, draw_batches
+from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.routing import Routing
@@ -76,7 +76,7 @@ def drawn_batches(
         return conditions.of(rows).to(sampling.device)
 
     null, labels = conditions.null().to(sampling.device), torch.from_numpy(conditions.clusters)
-    return draw_batches(model, of, null, count, sampling, labels)
+    return sample_batches(model, of, null, count, sampling, labels)
 
 
 class Conditions:
