@@ -14,6 +14,7 @@ from atoll.campaign import bench
 from atoll.campaign.assemble import assemble, load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.course import Course
+from atoll.campaign.dense import DENSE
 from atoll.campaign.runs import train_run
 from atoll.ensemble.expert import Expert, read_card
 from atoll.store.store import Store
@@ -54,6 +55,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, net: Path) -> Path:
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "c"))
+
+
+def copied(folder: Path, run: str, **card: Any) -> None:
+    """The published monolith as that of another run too."""
+    to = folder / run / "expert"
+    shutil.copytree(folder / "monolith/expert", to, dirs_exist_ok=True)
+    store = Store.open(folder)
+    store.put_json(f"{run}/expert/card.json", store.get_json("monolith/expert/card.json") | card)
 
 
 def compare(capsys: pytest.CaptureFixture[str], folder: Path, *settings: str) -> Answer:
@@ -109,14 +118,8 @@ def test_two_of_the_same_weights_draw_the_same_pictures(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the monolith's weights in every expert, guidance 1: the same noise gives the same picture."""
-    store = Store.open(folder)
     for number in range(2):
-        shutil.copy(
-            folder / "monolith/expert/diffusion_pytorch_model.safetensors",
-            folder / f"islands/{number}/expert/diffusion_pytorch_model.safetensors",
-        )
-        card = store.get_json("monolith/expert/card.json") | {"role": "expert", "island": number}
-        store.put_json(f"islands/{number}/expert/card.json", card)
+        copied(folder, f"islands/{number}", role="expert", island=number)
     assemble(Campaign.open(folder))
     assert compare(capsys, folder, "compare.guidance=1.0").code == 0
     for row in table(folder, "pairs"):
@@ -212,6 +215,21 @@ def test_a_sweep_draws_what_is_new_and_nothing_twice(
     assert compare(capsys, folder).out == "compare: finished already\n"  # what was measured beyond stays
     assert compare(capsys, folder, "compare.guidances=[1, 3, 5]").code == 0
     assert sorted(draws, key=str) == [("top-1", 5.0, 24), (None, 5.0, 24)]
+
+
+def test_a_student_is_measured_with_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it has the monolith's weights, so it draws the same pictures."""
+    copied(folder, "student", role="student")
+    assert compare(capsys, folder, "compare.guidances=[3]").code == 0
+    assert result(folder)["sweep"]["models"] == ["monolith", "student", "top-1"]
+    distances = [[r["distance"] for r in table(folder, "guidance") if r["model"] == name] for name in DENSE]
+    assert distances[0] == distances[1] and len(distances[0]) == 2
+    assert [r["ratio"] for r in table(folder, "best")][:2] == [None, 1.0]
+    same = {r["strategy"]: r["mean"] for r in table(folder, "pairs") if r["partner"] == "same noise"}
+    assert list(same) == ["student", "top-1", "full"] and same["student"] == pytest.approx(1, abs=1e-6)
+    assert command(capsys, "report", folder).code == 0
+    page = (folder / "reports/index.html").read_text()
+    assert '<th scope="row">Student</th><td data-label="of">pixels</td>' in page
 
 
 def test_a_stopped_sweep_goes_on(

@@ -17,7 +17,7 @@ def guidance_sweep(bench: Bench, models: Sequence[str], scales: Sequence[float])
 
     Args:
         bench: of the comparison.
-        models: the monolith, if there is one, and routing strategies.
+        models: monolith and student, as far as there are any, and routing strategies.
         scales: rising.
     """
     say(f"compare: guidance {', '.join(f'{scale:g}' for scale in scales)}")

@@ -1,7 +1,7 @@
 """The compare stage: load what a campaign published, measure it, write `reports/`."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class Wanted:
     curve: dict[str, Any] | None
 
     @classmethod
-    def of(cls, campaign: Campaign, experts: int, present: Sequence[int], base: bool) -> "Wanted":
+    def of(cls, campaign: Campaign, experts: int, present: Sequence[int], dense: Iterable[str]) -> "Wanted":
         """Out of the settings."""
         asked = campaign.config.compare
         config = asked.model_copy(update={"strategies": _possible(asked.strategies, experts, present)})
@@ -69,7 +69,7 @@ class Wanted:
         if not names:
             raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")
         scales = sorted({float(scale) for scale in (config.guidance, *config.guidances)})
-        models = [*([BASE] if base else []), *names]
+        models = [*dense, *names]
         samples = config.curve_samples or config.samples
         curve = {"strategies": names, "samples": samples, "guidance": config.guidance}
         return cls(
@@ -98,7 +98,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     store = campaign.store
     content, router = read_manifest(store), read_card(store, "ensemble/router")
     dense = dense_cards(campaign, router)
-    wanted = Wanted.of(campaign, content["k"], content["experts"], BASE in dense)
+    wanted = Wanted.of(campaign, content["k"], content["experts"], dense)
     parts = content["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
     settings = {
         "config": wanted.config.model_dump(exclude=set(BEYOND)),
@@ -207,7 +207,7 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
         "prompts": shown.captions(),
         "clusters": shown.clusters.tolist(),
         "routing": traces,
-        "tables": _pairs(bench, samples, config.strategies),
+        "tables": _pairs(bench, samples),
     }
 
 
@@ -236,11 +236,11 @@ def _metric(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _pairs(bench: Bench, samples: Mapping[str, Kept], strategies: Sequence[str]) -> dict[str, Any]:
+def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Any]:
     """The table `pairs`, where there is a monolith to pair with."""
     if BASE not in samples:
         return {}
-    others = {name: samples[name] for name in strategies}
+    others = {name: kept for name, kept in samples.items() if name != BASE}
     where = bench.conditions
     table = pair_table(samples[BASE], others, where.clusters, where.index, bench.seed)
     for record in table.records():

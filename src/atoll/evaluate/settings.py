@@ -41,7 +41,7 @@ class CompareConfig(Config):
     shown: int = Field(default=12, ge=1)
     """How many prompts are shown."""
     guidances: list[Annotated[float, Field(ge=0)]] = []
-    """Further guidance scales that the monolith and `sweep` are measured at; none by default."""
+    """Further guidance scales that monolith, student and `sweep` are measured at; none by default."""
     sweep: list[str] | None = None
     """Strategies of the guidance sweep and of the curve; by default the campaign's own and `top-1`."""
     curve: bool = False

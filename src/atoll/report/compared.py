@@ -12,7 +12,7 @@ from atoll.report.sections import Section
 from atoll.report.wording import clean, finite, percent
 
 Row = dict[str, Any]
-STRATEGIES = ("selected", "mixture", "own", "student")
+STRATEGIES = ("selected", "mixture", "own", "router")
 """CSS classes of the strategies' colours, in order."""
 DENSE = {"monolith": "Monolith", "seed": "Seed", "student": "Student"}
 MOST_PAIRS = 12
@@ -137,7 +137,7 @@ def _pairs(campaign: Campaign, compared: Comparison) -> Section:
         found.setdefault((str(row["strategy"]), str(row["space"])), {})[str(row["partner"])] = row
     lines = [
         {
-            "name": clean(name),
+            "name": _shown(name),
             "space": clean(space),
             "same": by.get("same noise"),
             "cluster": by.get("same cluster"),
@@ -146,7 +146,8 @@ def _pairs(campaign: Campaign, compared: Comparison) -> Section:
         for (name, space), by in found.items()
     ]
     names = list(dict.fromkeys(name for name, _ in found))
-    chosen = campaign.default if campaign.default in names else names[0]
+    routings = [name for name in names if name not in DENSE] or names
+    chosen = campaign.default if campaign.default in routings else routings[0]
     sides = (compared.pictures.get(name, ()) for name in ("monolith", chosen))
     shown = [
         (one, other, prompt)
@@ -156,7 +157,7 @@ def _pairs(campaign: Campaign, compared: Comparison) -> Section:
     widest = max((max(one.width, other.width) for one, other, _ in shown), default=0)
     return {
         "lines": lines,
-        "chosen": clean(chosen),
+        "chosen": _shown(chosen),
         "pictures": shown[:MOST_PAIRS],
         "pixelated": widest <= 64,
     }
