@@ -1,6 +1,7 @@
 """The benchmarks measure what they say; how fast anything is depends on the machine and is no test."""
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from scipy.stats import t as student
 
 from atoll.train import loop
+from helpers import command
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
@@ -233,3 +235,35 @@ def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None
         assert line["target"] == {"op": "<=", "value": 1.0}
         assert -1 < line["value"] < 4
     assert 1 <= rows["commit: experts brought, a turn"]["value"] <= setting.k
+
+
+@pytest.mark.slow
+def test_variants_of_a_campaign_cost_what_it_costs(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["partition.k=2", "budget.seed=0.5", "compare.strategies=[commit]", "train.threads=1"]
+    sets += ["data.ingest.glyphs.limit=400", "budget.samples=8000", "compare.samples=50", "compare.steps=4"]
+    changes = [part for one in sets for part in ("--set", one)]
+    base = tmp_path / "base"
+    command(capsys, "new", base, "--recipe", "quickstart", *changes)
+    for stage in ("launch", "compare"):
+        assert command(capsys, stage, base).code == 0
+    argv = ["ablations.py", str(base), "--to", str(tmp_path / "to"), "--strategies", "commit"]
+    variant = ["--variant", "random", "partition.method=random", "partition.k=3"]
+    monkeypatch.setattr(sys, "argv", [*argv, *variant, "--json", str(tmp_path / "found.json")])
+    bench("ablations").main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {(line["case"], line["metric"]): line for line in found["rows"]}
+    assert rows["all variants", "training FLOPs / the campaign's"]["value"] == pytest.approx(
+        1, abs=0.03
+    )  # whole steps
+    found = json.loads((base / "reports/compare.json").read_text())
+    assert rows["monolith", "distance"]["value"] == found["rows"][0]["distance"]
+    assert rows["the campaign itself, commit", "distance"]["value"] == found["rows"][-1]["distance"]
+    assert rows["random, commit", "distance / monolith"]["value"] > 0
+    made = json.loads((tmp_path / "to/random/campaign.json").read_text())["config"]
+    assert made["partition"]["k"] == 3 and made["network"]["init"] == str(base / "seed/expert")
+    monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
+    with pytest.raises(SystemExit):
+        bench("ablations").main()
+    assert "no variant K = 3; there are K = 1, K = 2" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""What the choices of a finished campaign are worth: variants of it, each with one choice changed.
+
+    python benchmarks/ablations.py CAMPAIGN --to FOLDER [--only NAME ...] [--json PATH]
+    python benchmarks/ablations.py CAMPAIGN --to FOLDER --variant NAME KEY=VALUE ... [--variant ...]
+
+A variant is a campaign in FOLDER on the same data, with the same settings but for its own. Where CAMPAIGN has
+a seed run, the variant's experts start from that one and have what it left of the budget, so that experts,
+router and seed cost what CAMPAIGN's do, and only experts and router are trained. Distances are over
+CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in FOLDER; the same command
+again does only what is missing. Without `--variant` they are the paper's: K and random clusters. `K = 1` is
+no ensemble but its control: one network that goes on from the seed in the experts' batches, on all the data.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from harness import finish, median_row, row
+
+VARIANTS = {
+    **{f"K = {k}": [f"partition.k={k}"] for k in (1, 2, 4, 16)},
+    "random clusters": ["partition.method=random"],
+}
+STRATEGIES = ["commit", "top-1"]
+Result = dict[str, Any]
+"""What `compare.json` says."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("campaign", type=Path, help="launched and compared")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the variants' campaigns")
+    parser.add_argument("--variant", nargs="+", action="append", metavar=("NAME", "KEY=VALUE"), default=[])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these of the paper's variants")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--threads", type=int, default=0, help="of the comparisons; 0 for all cores")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    variants = {name: sets for name, *sets in options.variant} or VARIANTS
+    if unknown := set(options.only or ()) - set(variants):
+        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(variants)}")
+    if not (options.campaign / "reports/compare.json").is_file():
+        parser.error(f"{options.campaign} has not been compared: atoll compare {options.campaign}")
+    base = json.loads((options.campaign / "reports/compare.json").read_text())
+    found = {}
+    for name in options.only or variants:
+        folder = options.to / name.replace(" ", "-").replace("=", "").replace("--", "-")
+        settings = derived(options.campaign, options.strategies, base["metric"])
+        found[name] = run(folder, settings, variants[name], options.threads)
+    finish("ablations", table(base, found, options.strategies), options.json, {"metric": base["metric"]})
+
+
+def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) -> dict[str, Any]:
+    """The campaign's settings for a variant: no monolith, no student, experts that go on from its seed."""
+    settings: dict[str, Any] = json.loads((campaign / "campaign.json").read_text())["config"]
+    settings["data"]["path"] = str((campaign / settings["data"]["path"]).resolve())
+    settings |= {"monolith": False, "student": None, "launch": {}, "tracking": {}}
+    names = {"samples": "samples", "steps": "steps", "guidance": "guidance"}
+    names |= {"name": "extractor", "size": "extractor_size", "components": "components"}
+    settings["compare"] = {to: metric[name] for name, to in names.items()} | {"strategies": strategies}
+    settings["compare"]["conditions"] = metric["conditions"].split()[1]  # "of heldout rows"
+    budget, share = settings["budget"], settings["budget"]["seed"]
+    if share:
+        settings["network"]["init"] = str((campaign / "seed/expert").resolve())
+        settings["router"]["share"] /= 1 - share
+        budget |= {"seed": 0.0, "samples": round(budget["samples"] * (1 - share))}
+    return settings
+
+
+def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int) -> Result:
+    """Train and compare a variant, as far as that has not happened yet; what its comparison says."""
+    atoll = [sys.executable, "-m", "atoll"]
+    if not (folder / "campaign.yaml").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "campaign.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    changes = [part for one in sets for part in ("--set", one)]
+    for stage in (["launch"], ["compare", "--set", f"compare.threads={threads}"]):
+        subprocess.run([*atoll, stage[0], str(folder), *changes, *stage[1:]], check=True)
+    made = json.loads((folder / "campaign.json").read_text())["config"]
+    found: Result = json.loads((folder / "reports/compare.json").read_text())
+    return found | {"from_seed": made["network"]["init"] == settings["network"]["init"] != "scratch"}
+
+
+def table(
+    base: dict[str, Any], found: dict[str, dict[str, Any]], strategies: list[str]
+) -> list[dict[str, Any]]:
+    """Distances of every variant, and over those of the campaign's monolith."""
+    own = {line["name"]: line["distance"] for line in base["rows"]}
+    lines = [row("monolith", "distance", own["monolith"])]
+    for name in (name for name in strategies if name in own):
+        lines += pair("the campaign itself", name, own[name], own["monolith"])
+    costs = []
+    for variant, result in found.items():
+        for line in result["rows"]:
+            lines += pair(variant, line["name"], line["distance"], own["monolith"])
+        costs.append((cost(result) + result["from_seed"] * base["train_flops"]["seed"]) / cost(base))
+    lines.append(median_row("all variants", "training FLOPs / the campaign's", costs))
+    return lines
+
+
+def pair(case: str, strategy: str, distance: float, over: float) -> list[dict[str, Any]]:
+    """A distance and its ratio to the monolith's."""
+    case = f"{case}, {strategy}"
+    return [row(case, "distance", distance), row(case, "distance / monolith", distance / over)]
+
+
+def cost(result: Result) -> float:
+    """Training operations of experts and router, and of the seed run if the campaign has its own."""
+    return float(sum(result["train_flops"][name] for name in ("experts", "router", "seed")))
+
+
+if __name__ == "__main__":
+    main()
