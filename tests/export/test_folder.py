@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -165,7 +166,8 @@ def test_negative_prompts_lead_away(texts: Path) -> None:
 def test_a_prompt_that_is_too_long_is_refused_or_cut(texts: Path) -> None:
     pipe = load(texts / "model")
     long = "a red square bar one two green red square bar"
-    with pytest.raises(ConfigError, match=r"has 11 tokens, 8 are taken: 'red square bar' would be lost"):
+    words = "has 11 tokens, 8 are taken: what begins with 'red square bar' would be lost: shorten it, or"
+    with pytest.raises(ConfigError, match=words):
         pipe(long)
     cut = pipe(long, truncate_prompt=True, generator=generators(1), output_type="latent").images
     short = pipe("a red square bar one two green", generator=generators(1), output_type="latent").images
@@ -202,6 +204,92 @@ def test_experts_of_several_families_and_predictions(name: str, texts: Path, tmp
     ]
     after = [picture(p, prompt=["a", "red", "square", "bar"]) for p in (pipe, back)]
     assert torch.equal(*after) and not torch.equal(before, after[0])
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_encoders_that_were_cast_down_and_up_again_load(
+    kind: torch.dtype, texts: Path, tmp_path: Path
+) -> None:
+    pipe = load(texts / "model", torch_dtype=kind)
+    pipe.to(torch.float32)
+    pipe.save_pretrained(tmp_path / "wide")
+    assert {p.dtype for p in load(tmp_path / "wide").text_encoder.parameters()} == {torch.float32}
+
+
+# Where a pipeline is saved.
+
+
+def test_files_can_be_read_by_whoever_may_read_new_ones(texts: Path) -> None:
+    (texts / "new").touch()
+    files = [path for path in (texts / "model").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(texts / "new").stat().st_mode}
+
+
+def test_what_is_not_ours_is_not_overwritten(saved: Path, tmp_path: Path) -> None:
+    pipe = load(saved)
+    for name in ("mine/experts/7/thesis.txt", "camp/campaign.json", "camp/ensemble/model_index.json", "file"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"_class_name": "AtollPipeline"}')
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for name, words in (
+        ("mine", "holds something else: give a new folder"),
+        ("camp", "holds something else"),
+        ("camp/ensemble", "belongs to a campaign"),
+        ("file", "is a file"),
+        ("s3://bucket/model", "is a URL"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            pipe.save_pretrained(name if "://" in name else tmp_path / name)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_experts_that_were_not_loaded_are_not_lost(copy: Path) -> None:
+    some = load(copy, experts=[0])
+    with pytest.raises(ConfigError, match="holds experts 1, 2, which this pipeline does not have"):
+        some.save_pretrained(copy)
+    assert load(copy).experts.present == (0, 1, 2)
+
+
+def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_path: Path) -> None:
+    pipe = load(copy)
+    metric = {"distance": "a distance", "reference": "pictures", "reference_rows": 9}
+    metric |= {"samples": 9, "steps": 9}
+    rows = [{"name": "commit", "distance": 7.5}]
+    pipe.about = {"name": "It", "evaluation": {"metric": {**metric, "guidance": 2.0}, "rows": rows}}
+    pipe.picture = b"png"
+    pipe.save_pretrained(copy)
+
+    def told(loaded: AtollPipeline, name: str) -> tuple[bool, bool]:
+        loaded.save_pretrained(tmp_path / name)
+        text = (tmp_path / name / "README.md").read_text()
+        assert (
+            text.startswith("---")
+            and "# It" in text
+            and ("![Samples]" in text) == (tmp_path / name / "picture.png").exists()
+        )
+        return "| commit | 7.5 |" in text, "![Samples]" in text
+
+    assert told(load(copy), "whole") == (True, True)
+    assert told(load(copy, experts=[0, 2]), "some") == (False, False)
+    assert told(load(tmp_path / "some"), "again") == (False, False)
+    changed = load(copy)
+    changed.experts.add(expert(1, LABELS, seed=77))
+    assert told(changed, "whole") == (False, False)  # over the earlier picture
+    assert told(load(copy, torch_dtype=torch.bfloat16), "half") == (False, False)
+
+
+def test_a_scheduler_that_could_not_be_loaded_is_not_saved(saved: Path, tmp_path: Path) -> None:
+    pipe = load(saved)
+    for wrong, words in (
+        (diffusers.DDIMScheduler(), "does not integrate flows"),
+        (None, "None is no scheduler"),
+    ):
+        pipe.scheduler = wrong
+        with pytest.raises(ConfigError, match=words):
+            pipe.save_pretrained(tmp_path / "model")
+        with pytest.raises(ConfigError, match=words):
+            pipe(class_labels=0)
+    assert not (tmp_path / "model").exists()
 
 
 # Partial ensembles.
@@ -284,6 +372,36 @@ def test_places_that_do_not_exist(saved: Path) -> None:
         pipe.experts.add(expert(3, LABELS))
     with pytest.raises(PartitionError, match="knows 3 experts, the bank has 2 places"):
         AtollPipeline(ExpertBank({0: expert(0, LABELS)}, 2), pipe.router, pipe.scheduler)
+
+
+def test_folders_that_are_no_experts(saved: Path, tmp_path: Path) -> None:
+    pipe = load(saved)
+    for name in ("camp/campaign.json", "island/island.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    for folder, words in (
+        (tmp_path / "camp", r"is not the folder of one expert: give .*camp/islands/K/expert"),
+        (tmp_path / "island", r"give .*island/expert"),
+        (saved, r"give .*model/experts/K"),
+        (saved / "router", "is a router's"),
+        (3, "3 is no expert"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            pipe.experts.add(folder)
+    single = expert(1, LABELS)
+    single.card = single.card.model_copy(update={"role": "monolith", "island": None})
+    with pytest.raises(ConfigError, match="a monolith is of no cluster"):
+        pipe.experts.add(single)
+
+
+def test_moving_and_casting_says_nothing(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """diffusers' own `to` warns of layers that there are none of."""
+    diffusers.utils.logging.enable_propagation()
+    pipe = load(saved)
+    pipe.to(torch.bfloat16)
+    diffusers.utils.logging.disable_propagation()
+    assert {p.dtype for p in (*pipe.experts.parameters(), *pipe.router.parameters())} == {torch.bfloat16}
+    assert "float32" not in caplog.text
 
 
 # What is wrong with a folder, told before anything is loaded.
@@ -391,6 +509,10 @@ def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path
         ({"trust_remote_code": True}, "trust_remote_code is not taken"),
         ({"custom_pipeline": "x"}, "custom_pipeline is not taken"),
         ({"variant": "fp16"}, "variant is not taken"),
+        ({"experts": 2}, "experts=2: give 'auto' or numbers"),
+        ({"experts": ["0"]}, "give 'auto' or numbers"),
+        ({"residency": 1}, "residency=1: give Residency"),
+        ({"torch_dtype": "float16"}, "torch_dtype='float16': give a type of torch's"),
     ],
 )
 def test_wrong_options_are_refused(saved: Path, options: dict[str, Any], words: str) -> None:

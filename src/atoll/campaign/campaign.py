@@ -62,6 +62,11 @@ class Campaign:
         elif frozen is not None:
             tree = deepcopy(frozen["config"])
         else:
+            if store.exists("model_index.json"):
+                raise StoreError(
+                    f"{store.location} is a pipeline, not a campaign",
+                    "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
+                )
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
         student = _student(store)
         if student is not None and not tree.get("student"):

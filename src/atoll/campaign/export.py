@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png
 from atoll.campaign.about import about, prompts
 from atoll.campaign.assemble import MANIFEST as ASSEMBLED
@@ -23,17 +22,16 @@ from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_o
 from atoll.export.folder import (
     MANIFEST,
     MODEL_INDEX,
-    PICTURE,
-    PIPELINE,
     README,
     inspect_folder,
     model_index,
-    read_json,
+    put_picture,
+    target,
     write_manifest,
 )
 from atoll.export.model_card import model_card
+from atoll.export.parts import as_others_are
 from atoll.export.pipeline import AtollPipeline
-from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Store, to_json
 
@@ -70,7 +68,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: the folder holds something else, an expert or an encoder that is not there.
         StoreError: not assembled, or a file is not what the manifest says.
     """
-    store, root = campaign.store, target(request.to, PIPELINE)
+    store, root = campaign.store, target(request.to)
     content = read_manifest(store)
     chosen = choose(request.experts, content["experts"])
     whole = len(chosen) == len(content["experts"])
@@ -91,11 +89,12 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     (root / MODEL_INDEX).write_bytes(to_json(model_index(components, defaults(campaign))))
     write_manifest(root, content["k"], experts, router, told)
     inspect_folder(root, "auto")
+    picture = None
     if request.picture:
-        told = {**told, "picture": _picture(campaign, root)}
+        picture, told["picture"] = _picture(campaign, root)
         write_manifest(root, content["k"], experts, router, told)
-    there = (root / PICTURE).is_file()
-    text = model_card(router, experts, content["k"], told, defaults(campaign), there, root.name)
+    put_picture(root, picture)
+    text = model_card(router, experts, content["k"], told, defaults(campaign), picture is not None, root.name)
     (root / README).write_text(text, encoding="utf-8")
     say(f"wrote {root}: experts {listed(chosen)} of {content['k']} and the router")
     missing = sorted(set(range(content["k"])) - set(chosen))
@@ -104,27 +103,13 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     return root
 
 
-def target(to: Path, kind: str) -> Path:
-    """The folder to write: a new or empty one, or an earlier export of the same kind of pipeline."""
-    if is_url(str(to)):
-        raise ConfigError(f"{to} is a URL", "export to a folder, and copy it")
-    root = to.expanduser().resolve()
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file", "give a folder")
-    if root.is_dir() and any(root.iterdir()) and _kind(root) != kind:
-        raise ConfigError(f"{root} holds something else", "give a new folder")
-    if (root.parent / "campaign.json").is_file():
-        raise ConfigError(f"{root} belongs to a campaign", "export to a folder of its own")
-    return root
-
-
 def _copy_parts(
     store: Store, root: Path, content: dict[str, Any], chosen: tuple[int, ...]
 ) -> dict[str, Card]:
     """Copy the chosen parts and the scheduler, verified; remove experts that are not among them."""
     wanted = ("router/", "scheduler/", MODEL_INDEX, *(f"experts/{number}/" for number in chosen))
-    for tree in content["files"]:
-        entry = FileEntry.parse(tree, ASSEMBLED)
+    entries = [FileEntry.parse(tree, ASSEMBLED) for tree in content["files"]]
+    for entry in sorted(entries, key=lambda entry: entry.path != MODEL_INDEX):  # says what the folder is
         if not entry.path.startswith(wanted):
             continue
         target = root / entry.path
@@ -138,11 +123,6 @@ def _copy_parts(
     names = ["router", *(f"experts/{number}" for number in chosen)]
     written = Store.open(root)
     return {n: Card.parse(written.get_json(posixpath.join(n, "card.json")), f"{n}/card.json") for n in names}
-
-
-def _kind(root: Path) -> str | None:
-    """Name of the pipeline that a folder holds."""
-    return read_json(root / MODEL_INDEX).get("_class_name") if (root / MODEL_INDEX).is_file() else None
 
 
 def copy_encoders(
@@ -169,6 +149,7 @@ def copy_encoders(
         why = "asked for" if how == "name" else None if how == "copy" else may_be_copied(made["name"], size)
         if name in found and found[name] is not None and why is None:
             found[name].save_pretrained(str(place))
+            as_others_are(place)
             library = "diffusers" if name == "vae" else "transformers"
             result[name] = [library, type(found[name]).__name__]
         elif made["name"] != "none" and name != "tokenizer":
@@ -176,8 +157,8 @@ def copy_encoders(
     return result
 
 
-def _picture(campaign: Campaign, root: Path) -> dict[str, Any]:
-    """Load what was written, sample it, and write `picture.png`; what the model card says below it."""
+def _picture(campaign: Campaign, root: Path) -> tuple[bytes, dict[str, Any]]:
+    """Load what was written, and sample it: a PNG, and what the model card says below it."""
     pipe = AtollPipeline.from_pretrained(root)
     pipe.set_progress_bar_config(disable=True)
     condition, given = pipe.card.condition, prompts(campaign, SHOWN)
@@ -193,12 +174,11 @@ def _picture(campaign: Campaign, root: Path) -> dict[str, Any]:
     generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
     pictures, _ = pipe(generator=generators, return_dict=False, **arguments)
     sheet = grid(pictures, columns=4, scale=max(1, 128 // pictures[0].width))
-    (root / PICTURE).write_bytes(png(sheet))
     settings = {
         "steps": pipe.config.num_inference_steps,
         "routing": pipe.config.routing,
         "seed": f"0 to {count - 1}",
     }
     if condition == "none":
-        return settings
-    return {"prompts": given, "guidance": pipe.config.guidance_scale, **settings}
+        return png(sheet), settings
+    return png(sheet), {"prompts": given, "guidance": pipe.config.guidance_scale, **settings}

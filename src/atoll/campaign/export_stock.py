@@ -16,12 +16,13 @@ from atoll.campaign.about import about, prompts
 from atoll.campaign.assemble import defaults
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.dense import dense
-from atoll.campaign.export import SHOWN, ExportRequest, copy_encoders, target
+from atoll.campaign.export import SHOWN, ExportRequest, copy_encoders
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card, read_part
 from atoll.export.conditions import text_length
 from atoll.export.encoders import by_name, check_encoders
-from atoll.export.folder import MODEL_INDEX, PICTURE, README
+from atoll.export.folder import MODEL_INDEX, README, put_picture, target
+from atoll.export.parts import as_others_are
 from atoll.export.stock import Stock, check_card, model_index, stock_of
 from atoll.export.stock_card import stock_card
 from atoll.export.stock_run import encode, unpacked
@@ -55,20 +56,22 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     settings, converted = stock.convert(dict(config), weights, card)
     _put(root / "transformer/config.json", to_json(settings))
     save_file(converted, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
+    as_others_are(root / "transformer")
     _put(root / "scheduler/scheduler_config.json", to_json(dict(stock.scheduler)))
     _put(root / CARD, to_json(card.model_dump()))
     index = model_index(stock, str(config["_class_name"]), parts, version("diffusers"))
     _put(root / MODEL_INDEX, to_json(index))
     outside = _outside(card, stock, parts, found)
-    (root / PICTURE).unlink(missing_ok=True)
+    picture = None
     if request.picture:
         given = {place: found[name] for name, place in stock.components.items() if place in outside}
-        _picture(campaign, card, stock, root, given)
+        picture = _picture(campaign, card, stock, root, given)
+    put_picture(root, picture)
     told = about(campaign, {request.model: card.weights_sha256})
     told |= {"licence": request.licence} if request.licence else {}
-    there = (root / PICTURE).is_file()
     factor = _factor(found.get("vae"))
-    text = stock_card(card, told, defaults(campaign), outside, factor=factor, picture=there, name=root.name)
+    shown: dict[str, Any] = {"picture": picture is not None, "name": root.name}
+    text = stock_card(card, told, defaults(campaign), outside, factor=factor, **shown)
     _put(root / README, text.encode())
     say(f"wrote {root}: the {request.model} as a {stock.pipeline} of diffusers; {README} says how to run it")
     return root
@@ -98,8 +101,8 @@ def _outside(
     return result
 
 
-def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: dict[str, Any]) -> None:
-    """Load what was written as a stranger would, sample it, and write `picture.png`."""
+def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: dict[str, Any]) -> bytes:
+    """Load what was written as a stranger would, and sample it; a PNG."""
     import diffusers
 
     absent = [*stock.empty] + ["vae"] * ("vae" in stock.components and card.latents["name"] == "none")
@@ -116,7 +119,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
     if isinstance(images, torch.Tensor):
         images = to_images(unpacked(images, card.shape["size"]) if stock.patch else images)
     sheet = grid(list(images), columns=4, scale=max(1, 128 // images[0].width))
-    (root / PICTURE).write_bytes(png(sheet))
+    return png(sheet)
 
 
 def _asked(campaign: Campaign, card: Card, stock: Stock, pipe: Any) -> tuple[int, dict[str, Any]]:

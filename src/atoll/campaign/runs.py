@@ -52,8 +52,10 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
     if role == "student":
         settings_of_student(campaign)
     if not campaign.store.exists(f"{folder}/island.json"):
+        late = " with the same --set" if role == "student" else ""
         raise PartitionError(
-            f"{campaign.store.name(folder)} has no island.json", "run 'atoll partition' first"
+            f"{campaign.store.name(folder)} has no island.json",
+            f"run 'atoll partition {campaign.store.location}'{late} first",
         )
     store = campaign.store.sub(folder)
     plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")

@@ -62,7 +62,7 @@ class TextEncoder:
         ).last_hidden_state
         return (states.float() * mask[..., None]).cpu(), mask.cpu()
 
-    def refuse_long(self, captions: Sequence[str]) -> None:
+    def refuse_long(self, captions: Sequence[str], fix: str = "shorten it") -> None:
         """Refuse captions that would be cut, before anything is computed.
 
         Raises:
@@ -77,8 +77,8 @@ class TextEncoder:
                 cut = self.tokenizer.decode(words[sum(token not in special for token in kept) :])
                 raise ConfigError(
                     f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
-                    f" {_short(cut)!r} would be lost",
-                    "shorten it",
+                    f" what begins with {_short(cut)!r} would be lost",
+                    fix,
                 )
 
     def encode_ragged(self, captions: Sequence[str], batch: int = 128) -> tuple[Tensor, Tensor]:

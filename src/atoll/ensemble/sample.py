@@ -83,7 +83,9 @@ def set_times(scheduler: Any, steps: int, device: torch.device | str | None = No
 
 def check_flow(scheduler: Any) -> None:
     """Refuse a scheduler that would take a velocity for something else."""
-    name, config = type(scheduler).__name__, scheduler.config
+    name, config = type(scheduler).__name__, getattr(scheduler, "config", None)
+    if config is None:
+        raise ConfigError(f"{scheduler!r} is no scheduler", "give one of diffusers' schedulers of flows")
     flow = name.startswith("FlowMatch") or (
         getattr(config, "use_flow_sigmas", False) and config.prediction_type == "flow_prediction"
     )

@@ -7,7 +7,8 @@ writes a folder for each. `model_index.json` names this module by its import pat
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.expert import Expert
+from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
@@ -58,6 +59,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise ConfigError("a bank without experts", "give at least one")
         self.k = max(experts) + 1 if k is None else k
         self.cards: dict[int, Card] = {}
+        self.dropped: set[int] = set()
         self.networks = nn.ModuleDict()
         self.offloaded = OffloadedExperts(residency) if residency is not None and residency.limited else None
         for number in sorted(experts):
@@ -109,12 +111,16 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             PartitionError: it was trained for another partition, latents, text encoder or cluster.
             StoreError: its weights are not those of its card, or are no safetensors.
         """
+        if isinstance(expert, str | os.PathLike):
+            expert = read_expert(_folder_of(Path(expert)), stored=self.offloaded is not None)
         if not isinstance(expert, Expert | StoredExpert):
-            expert = read_expert(Path(expert), stored=self.offloaded is not None)
+            raise ConfigError(f"{expert!r} is no expert", "give the folder of one, such as islands/0/expert")
         if expert.card is None:
             raise ConfigError("an expert without a card", "give one that was published")
         place = expert.card.island if number is None else number
-        if place is None or not 0 <= place < self.k:
+        if place is None:
+            raise ConfigError(f"a {expert.card.role} is of no cluster", "give the expert of an island")
+        if not 0 <= place < self.k:
             raise ConfigError(
                 f"there is no place {place} among {self.k} experts", "give its cluster's number"
             )
@@ -125,6 +131,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         else:
             self._put(place, expert.expert() if isinstance(expert, StoredExpert) else expert)
         self.cards[place] = expert.card
+        self.dropped.discard(place)
 
     def _put(self, place: int, expert: Expert) -> None:
         like = next(self.parameters(), None)
@@ -143,6 +150,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         if len(self.cards) == 1:
             raise ConfigError(f"expert {number} is the last one", "keep it, or add another one first")
         del self.cards[number]
+        self.dropped.add(number)
         if self.offloaded is not None:
             self.offloaded.put(number, None)
         else:
@@ -167,22 +175,42 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     ) -> None:
         """Write `experts.json` and a folder for every expert; what lies there unchanged is left alone.
 
+        What was dropped is removed there too.
+
         Args:
             save_directory: of this component.
             safe_serialization: safetensors is the only form.
             variant: there are none.
+
+        Raises:
+            ConfigError: there lie experts that the bank does not have.
         """
         if not safe_serialization or variant is not None:
             raise ConfigError("experts are saved as safetensors without variants", "leave these options out")
         root = Path(save_directory)
+        self.check_folder(root)
         root.mkdir(parents=True, exist_ok=True)
         (root / INDEX).unlink(missing_ok=True)
         for number, card in self.cards.items():
             self.cards[number] = save_part(root / str(number), self._network(number), card)
-        for folder in root.iterdir():
-            if folder.name.isdecimal() and int(folder.name) not in self.cards:
-                shutil.rmtree(folder)
+        for number in self.dropped:
+            shutil.rmtree(root / str(number), ignore_errors=True)
         (root / INDEX).write_bytes(to_json(index(self.k, self.cards)))
+
+    def check_folder(self, root: Path) -> None:
+        """Refuse a folder where other experts lie than were ever here: they would be lost."""
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        known = {*self.cards, *self.dropped}
+        others = sorted(int(name) for name in names if name.isdecimal() and int(name) not in known)
+        if others:
+            raise ConfigError(
+                f"{root} holds experts {listed(others)}, which this pipeline does not have",
+                "save to another folder, or remove them first",
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As any module's; diffusers' own warns of layers to keep in float32, of which there are none."""
+        return nn.Module.to(self, *args, **kwargs)
 
     def _network(self, number: int) -> nn.Module:
         """One expert's network in memory, for as long as the caller needs it."""
@@ -236,6 +264,21 @@ def read_expert(folder: Path, *, stored: bool) -> Expert | StoredExpert:
     return load_part(folder, StoredExpert.find) if stored else load_part(folder, Expert.load)
 
 
+def _folder_of(folder: Path) -> Path:
+    """A folder that may be an expert's; those that hold experts and routers are told apart from it."""
+    for name, fix in (
+        ("campaign.json", "islands/K/expert"),
+        ("campaign.yaml", "islands/K/expert"),
+        ("model_index.json", "experts/K"),
+        ("island.json", "expert"),
+    ):
+        if (folder / name).is_file():
+            raise ConfigError(f"{folder} is not the folder of one expert", f"give {folder / fix}")
+    if (folder / "card.json").is_file() and read_card(Store.open(folder), ".").role == "router":
+        raise ConfigError(f"{folder} is a router's", "give the folder of an expert")
+    return folder
+
+
 def index(k: int, cards: Mapping[int, Card]) -> dict[str, Any]:
     """Content of `experts.json`: K, and the digest of the weights of every expert."""
     digests = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
@@ -267,6 +310,8 @@ def choose(experts: Chosen, there: Sequence[int]) -> tuple[int, ...]:
         if experts != "auto":
             raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
         return tuple(there)
+    if not isinstance(experts, Iterable) or not all(isinstance(n, Integral) for n in experts):
+        raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
     wanted = tuple(sorted(set(experts)))
     absent = [number for number in wanted if number not in there]
     if absent or not wanted:

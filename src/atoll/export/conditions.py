@@ -11,6 +11,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.encoders.text import TextEncoder
 from atoll.ensemble.card import Card
+from atoll.export.arguments import texts, whole, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ def _check_kind(card: Card, asked: Asked) -> None:
             raise ConfigError(f"this model takes no {name}", fix)
     if wanted and not given[wanted]:
         raise ConfigError(f"this model needs {wanted}", "give one or more")
-    if asked.each < 1:
-        raise ConfigError(f"num_images_per_prompt={asked.each}", "give 1 or more")
+    whole("num_images_per_prompt", asked.each)
     if asked.negative_prompt is not None and card.condition != "text":
         raise ConfigError("this model takes no negative_prompt", "leave it out")
     if asked.prompt is not None and asked.embeds is not None:
@@ -97,11 +97,8 @@ def _check_kind(card: Card, asked: Asked) -> None:
 def _labels(
     card: Card, labels: int | Sequence[int], each: int, device: torch.device
 ) -> tuple[Condition, Condition, int]:
-    numbers = [labels] if isinstance(labels, int) else [int(label) for label in labels]
     classes = card.shape["classes"]
-    for number in numbers:
-        if not 0 <= number < classes:
-            raise ConfigError(f"{number} is no class label", f"give a number from 0 to {classes - 1}")
+    numbers = whole_numbers("class_labels", labels, classes)
     if not numbers:
         raise ConfigError("no class label", "give one or more")
     repeated = torch.tensor(numbers, device=device).repeat_interleave(each)
@@ -140,14 +137,13 @@ def _encoded(
             f"the pipeline was loaded without its text encoder {name!r}", "load it, or give prompt_embeds"
         )
     assert asked.prompt is not None
-    prompts = [asked.prompt] if isinstance(asked.prompt, str) else list(asked.prompt)
-    negative = "" if asked.negative_prompt is None else asked.negative_prompt
-    nulls = [negative] if isinstance(negative, str) else list(negative)
+    prompts = texts("prompt", asked.prompt)
+    nulls = texts("negative_prompt", "" if asked.negative_prompt is None else asked.negative_prompt)
     if not prompts:
         raise ConfigError("no prompt", "give one or more")
     encoder = TextEncoder("", tokenizer, tower, text_length(card), card.shape["text_width"], device)
     if not asked.cut:
-        encoder.refuse_long([*prompts, *nulls])
+        encoder.refuse_long([*prompts, *nulls], "shorten it, or give truncate_prompt=True")
     states, mask = encoder.encode([*prompts, *nulls])
     full = Condition(text=states.clone(), mask=mask.clone())
     cond, null = full.select(slice(0, len(prompts))), full.select(slice(len(prompts), None))

@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
 from atoll.encoders.text import text_encoder
@@ -70,11 +70,20 @@ def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -
 
 
 def _check(what: str, network: nn.Module, producer: dict[str, Any]) -> None:
-    whole = all(p.dtype == torch.float32 for p in network.parameters())
-    if weights_hash(network) != producer["hash"] and whole:
+    if weights_hash(network) != producer["hash"] and not _rounded(network):
         raise ConfigError(
             f"this {what} is not the one of the training, {producer['name']!r}", "install that one"
         )
+
+
+def _rounded(network: nn.Module) -> bool:
+    """Whether numbers have fewer bits than training's, or had once and have been widened again."""
+
+    def widened(p: Tensor) -> bool:
+        kinds = (torch.float16, torch.bfloat16)
+        return p.ndim > 1 and bool(p.any()) and any(torch.equal(p.to(k).to(p.dtype), p) for k in kinds)
+
+    return any(p.dtype != torch.float32 or widened(p) for p in network.parameters())
 
 
 def may_be_copied(name: str, size: int) -> str | None:

@@ -20,6 +20,7 @@ from atoll.ensemble.card import Card, check_place
 from atoll.export.bank import INDEX as EXPERTS
 from atoll.export.bank import Chosen, check_router, choose, read_index
 from atoll.export.parts import AGAIN, PICKLES, check_part, check_safetensors, refuse_pickle
+from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry
 from atoll.store.store import to_json
 
@@ -44,6 +45,7 @@ class Found:
         k: number of clusters.
         experts: cards of the experts that were asked for.
         router: card of the router.
+        parts: digests of all parts that the manifest names, those that were not asked for too.
         components: folders of the optional parts that are there.
         about: what the model card says beside the cards.
     """
@@ -52,6 +54,7 @@ class Found:
     k: int
     experts: Mapping[int, Card]
     router: Card
+    parts: Mapping[str, str]
     components: tuple[str, ...]
     about: Mapping[str, Any]
 
@@ -103,12 +106,45 @@ def inspect_folder(root: Path, experts: Chosen) -> Found:
         check_place(card, number, f"experts/{number}")
     check_router(router, cards, k, int(read_json(root / "router" / "config.json")["num_experts"]))
     components = _optional(root, index)
-    parts = {"router": router, **{f"experts/{number}": card for number, card in cards.items()}}
-    for name, card in parts.items():
-        if manifest["parts"].get(name) != card.weights_sha256:
+    for name, digest in parts_of(cards, router).items():
+        if manifest["parts"].get(name) != digest:
             raise StoreError(f"{root / name} is not the part that {MANIFEST} names", AGAIN)
     _check_files(root, manifest, _wanted(chosen, index))
-    return Found(root, k, cards, router, components, manifest.get("about", {}))
+    return Found(root, k, cards, router, manifest["parts"], components, manifest.get("about", {}))
+
+
+def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
+    """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be a folder.
+    """
+    if is_url(str(to)):
+        raise ConfigError(f"{to} is a URL", "write to a folder, and copy it")
+    root = Path(to).expanduser().resolve()
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file", "give a folder")
+    index = root / MODEL_INDEX
+    held = read_json(index).get("_class_name") if index.is_file() else None
+    if root.is_dir() and any(root.iterdir()) and held != kind:
+        raise ConfigError(f"{root} holds something else", "give a new folder")
+    if (root.parent / "campaign.json").is_file():
+        raise ConfigError(f"{root} belongs to a campaign", "give a folder of its own")
+    return root
+
+
+def put_picture(root: Path, picture: bytes | None) -> None:
+    """Write the model card's picture, or remove an earlier one."""
+    if picture is None:
+        (root / PICTURE).unlink(missing_ok=True)
+    else:
+        (root / PICTURE).write_bytes(picture)
+
+
+def parts_of(experts: Mapping[int, Card], router: Card) -> dict[str, str]:
+    """Digest of the weights of every part, as the manifest names them."""
+    found = {f"experts/{number}": card.weights_sha256 for number, card in experts.items()}
+    return {**found, "router": router.weights_sha256}
 
 
 def write_manifest(
@@ -120,13 +156,12 @@ def write_manifest(
     kept = [name for name in names if name == MODEL_INDEX or name.split("/")[0] in index]
     with ThreadPoolExecutor(_workers()) as pool:
         files = list(pool.map(lambda name: _entry(root, name).model_dump(), kept))
-    parts = {f"experts/{number}": card.weights_sha256 for number, card in experts.items()}
     content = {
         "schema": SCHEMA,
         "k": k,
         "experts": sorted(experts),
         "partition": router.partition,
-        "parts": {**parts, "router": router.weights_sha256},
+        "parts": parts_of(experts, router),
         "about": dict(about),
         "files": files,
     }

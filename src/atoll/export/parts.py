@@ -1,10 +1,13 @@
 """One network in a folder of its own: checked before it is read, read, and written again."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -95,8 +98,19 @@ def save_part(folder: Path, network: nn.Module, card: Card) -> Card:
     (folder / CARD).unlink(missing_ok=True)
     (folder / CONFIG).write_bytes(to_json(settings))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    as_others_are(folder)
     (folder / CARD).write_bytes(to_json(card.model_dump()))
     return card
+
+
+def as_others_are(folder: Path) -> None:
+    """Give all files the permissions of a new file; safetensors' own can be read by nobody else."""
+    with tempfile.TemporaryDirectory() as scratch:
+        like = Path(scratch) / "file"
+        like.touch()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                shutil.copymode(like, path)
 
 
 def _holds(folder: Path, card: Card) -> bool:
@@ -105,3 +119,20 @@ def _holds(folder: Path, card: Card) -> bool:
         return check_part(folder) == card and read_part(Store.open(folder), ".")[0] == card
     except AtollError:
         return False
+
+
+def cast(network: nn.Module | None, kind: torch.dtype) -> None:
+    """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
+    if network is None:
+        return
+    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
+    for name, module in network.named_modules():
+        if not any(part in kept for part in name.split(".")):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(kind)
+
+
+def plain(module: Any) -> Any:
+    """The module that `torch.compile` has wrapped."""
+    return getattr(module, "_orig_mod", module)

@@ -1,11 +1,10 @@
 """The ensemble as a diffusers pipeline: components of a folder, pictures from a call."""
 
 import logging
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, nearest
+from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card
@@ -26,6 +25,20 @@ from atoll.ensemble.expert import RouterModel
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import check_flow, set_times, walk
 from atoll.ensemble.settings import Residency
+from atoll.export.arguments import (
+    CALLBACK,
+    Generators,
+    OnStepEnd,
+    check_callback,
+    check_load,
+    check_output,
+    generators_of,
+    guidance_of,
+    latents_of,
+    routing_of,
+    whole,
+    whole_numbers,
+)
 from atoll.export.bank import Chosen, ExpertBank, check_router
 from atoll.export.conditions import Asked, conditions
 from atoll.export.encoders import by_name, check_encoders
@@ -38,17 +51,17 @@ from atoll.export.folder import (
     inspect_folder,
     locate,
     model_index,
+    parts_of,
+    put_picture,
+    target,
     write_manifest,
 )
 from atoll.export.model_card import model_card
-from atoll.export.parts import load_part, save_part
+from atoll.export.parts import as_others_are, cast, load_part, plain, save_part
 from atoll.networks.router import Router
 from atoll.store.store import to_json
 
 logger = logging.getLogger(__name__)
-Generators = torch.Generator | list[torch.Generator] | None
-OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
-OUTPUTS = ("pil", "np", "pt", "latent")
 _NOT_TAKEN = {
     "custom_pipeline": "this class is the pipeline, and no code is fetched",
     "trust_remote_code": "no code is fetched",
@@ -94,7 +107,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     model_cpu_offload_seq = "text_encoder->experts->vae"
     _optional_components = ["vae", "text_encoder", "tokenizer"]
-    _callback_tensor_inputs = ["latents"]
+    _callback_tensor_inputs = [*CALLBACK]
 
     def __init__(
         self,
@@ -129,6 +142,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         )
         self.about: Mapping[str, Any] = {}
         self.picture: bytes | None = None
+        self._told_of: Mapping[str, str] = {}
         self._interrupt, self._num_timesteps, self._guidance = False, 0, guidance_scale
 
     @property
@@ -203,17 +217,15 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: an argument that does not fit the model; before anything is computed.
         """
-        strategy = (
-            Routing.named(routing or self.config.routing) if not isinstance(routing, Routing) else routing
-        )
-        scale = self.config.guidance_scale if guidance_scale is None else float(guidance_scale)
+        strategy = routing_of(self.config.routing if routing is None else routing, len(self.experts))
+        scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
         steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
-        callback_on_step_end_tensor_inputs = getattr(
-            callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs
-        )
-        self._check_call(strategy, scale, output_type, callback_on_step_end_tensor_inputs)
+        inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
+        check_callback(callback_on_step_end, inputs)
+        self._check_output(output_type)
+        generator = generators_of(generator)
         scale = 1.0 if self.card.condition == "none" else scale
-        total = set_times(self.scheduler, steps)
+        total = set_times(self.scheduler, whole("num_inference_steps", steps))
         asked = Asked(
             prompt,
             negative_prompt,
@@ -234,9 +246,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         with self.progress_bar(total=total) as bar:
             for point in walk(field, x, self.scheduler, generator):
                 if callback_on_step_end is not None:
-                    held = dict.fromkeys(callback_on_step_end_tensor_inputs, point.x)
+                    held = dict.fromkeys(inputs, point.x)
                     answer = callback_on_step_end(self, point.step, point.timestep, held) or {}
-                    point.x = answer.get("latents", point.x)
+                    if "latents" in answer:
+                        shape = tuple(point.x.shape)
+                        point.x = latents_of("latents of the callback", answer["latents"], shape)
                 x = point.x
                 bar.update()
                 if self._interrupt:
@@ -245,25 +259,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.maybe_free_model_hooks()
         return AtollPipelineOutput(images, field.trace) if return_dict else (images, field.trace)
 
-    def _check_call(self, routing: Routing, guidance: float, output: str, inputs: Sequence[str]) -> None:
-        """What can be wrong with a call, told before the text encoder runs."""
-        if not math.isfinite(guidance) or guidance < 0:
-            raise ConfigError(f"guidance_scale={guidance}", "give 0 or more; 1 is none")
-        if routing.strategy == "top-k" and routing.k > len(self.experts):
-            raise ConfigError(
-                f"routing {str(routing)!r} with {len(self.experts)} experts",
-                f"give k of at most {len(self.experts)}",
-            )
-        if output not in OUTPUTS:
-            raise ConfigError(f"output_type={output!r}", nearest(output, OUTPUTS))
+    def _check_output(self, output: str) -> None:
+        check_output(output)
         if output != "latent" and self.vae is None and self.card.latents["name"] != "none":
             raise ConfigError(
                 f"the pipeline was loaded without its VAE {self.card.latents['name']!r}",
                 "load it, or give output_type='latent'",
             )
-        for name in inputs:
-            if name not in self._callback_tensor_inputs:
-                raise ConfigError(f"callbacks cannot have {name!r}", "there is only 'latents'")
 
     def _draw(
         self, batch: int, generator: Generators, latents: Tensor | None, device: torch.device
@@ -276,8 +278,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         shape = (batch, self.card.shape["channels"], self.card.shape["size"], self.card.shape["size"])
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
-        elif tuple(latents.shape) != shape:
-            raise ConfigError(f"latents of shape {tuple(latents.shape)}", f"give {shape}")
+        else:
+            latents = latents_of("latents", latents, shape)
         sources = generator if isinstance(generator, list) else [generator] * batch
         numbers = [
             int(torch.randint(2**62, (), generator=g, device=None if g is None else g.device))
@@ -294,9 +296,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         numbers: list[int],
         clusters: Sequence[int] | None,
     ) -> RoutedField:
-        if routing.strategy == "oracle" and (clusters is None or len(clusters) != len(numbers)):
+        own = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
+        if routing.strategy == "oracle" and (own is None or len(own) != len(numbers)):
             raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
-        labels = None if clusters is None else torch.tensor(list(clusters), device=self._execution_device)
+        labels = None if own is None else torch.tensor(own, device=self._execution_device)
         costs = Costs.of(self.card, self.experts.cards, len(self.experts))
         ensemble = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
         return ensemble.field(cond, null, guidance, routing, 0, numbers, labels)
@@ -356,6 +359,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             PartitionError: parts that do not belong together.
         """
         torch_dtype = kwargs.pop("dtype", None) or torch_dtype
+        check_load(pretrained_model_name_or_path, residency, torch_dtype)
         for name, why in _NOT_TAKEN.items():
             if kwargs.pop(name, None):
                 raise ConfigError(f"{name} is not taken", why)
@@ -373,12 +377,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
-        pipe.about = found.about
+        pipe.about, pipe._told_of = found.about, found.parts
         pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
         bank.tell()
         if torch_dtype is not None:
             for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder):
-                _cast(part, torch_dtype)
+                cast(part, torch_dtype)
         return pipe
 
     def save_pretrained(
@@ -391,31 +395,39 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> None:
         """Write the folder that `from_pretrained` reads; experts that lie there unchanged are left alone.
 
+        Evaluation and picture of the folder that was loaded go along only if all its parts do, unchanged.
+
         Args:
-            save_directory: folder, made if missing.
+            save_directory: folder, made if missing; a new or empty one, or one of an earlier save or export.
             safe_serialization: safetensors is the only form.
             variant: there are none.
             push_to_hub: push as well, to `repo_id` (by default the folder's name).
             kwargs: of `push_to_hub`.
+
+        Raises:
+            ConfigError: the folder holds something else, or experts that this pipeline does not have.
         """
         if not safe_serialization or variant is not None:
             raise ConfigError(
                 "pipelines are saved as safetensors without variants", "leave these options out"
             )
-        root = Path(save_directory)
+        check_flow(self.scheduler)
+        root, bank, router = target(save_directory), plain(self.experts), plain(self.router)
+        bank.check_folder(root / "experts")
         root.mkdir(parents=True, exist_ok=True)
         (root / MANIFEST).unlink(missing_ok=True)
+        (root / MODEL_INDEX).write_bytes(to_json(model_index(self.config, self.config)))
         for name in OTHERS:
             _save_component(root, name, getattr(self, name))
-        bank, router = _plain(self.experts), _plain(self.router)
         bank.save_pretrained(root / "experts")
         card = save_part(root / "router", router, self.card)
-        (root / MODEL_INDEX).write_bytes(to_json(model_index(self.config, self.config)))
-        if self.picture is not None:
-            (root / PICTURE).write_bytes(self.picture)
-        text = model_card(card, bank.cards, len(bank), self.about, self.config, self.picture is not None)
+        about, picture = self.about, self.picture
+        if parts_of(bank.cards, card) != self._told_of:  # it was measured, and drew, with other parts
+            about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
+        put_picture(root, picture)
+        text = model_card(card, bank.cards, len(bank), about, self.config, picture is not None)
         (root / README).write_text(text, encoding="utf-8")
-        write_manifest(root, len(bank), bank.cards, card, self.about)
+        write_manifest(root, len(bank), bank.cards, card, about)
         if push_to_hub:
             self._push(root, kwargs.pop("repo_id", root.name), **kwargs)
 
@@ -467,24 +479,8 @@ def _save_component(root: Path, name: str, component: Any) -> None:
     target, new = root / name, root / f".{name}.new"
     shutil.rmtree(new, ignore_errors=True)
     if component is not None:
-        _plain(component).save_pretrained(str(new))
+        plain(component).save_pretrained(str(new))
     shutil.rmtree(target, ignore_errors=True)
     if component is not None:
+        as_others_are(new)
         new.rename(target)
-
-
-def _cast(network: nn.Module | None, kind: torch.dtype) -> None:
-    """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
-    if network is None:
-        return
-    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
-    for name, module in network.named_modules():
-        if not any(part in kept for part in name.split(".")):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(kind)
-
-
-def _plain(module: Any) -> Any:
-    """The module that `torch.compile` has wrapped."""
-    return getattr(module, "_orig_mod", module)

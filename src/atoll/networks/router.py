@@ -4,7 +4,7 @@ Built from diffusers' parts and conditioned with the same mechanisms as a denois
 cross-attention, labels and time through adaLN (DDM, arXiv 2501.05450, section 3.3).
 """
 
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -80,6 +80,10 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         self.norm_out = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.scale_shift_table = nn.Parameter(torch.zeros(2, width))
         self.proj_out = nn.Linear(width, num_experts)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As any module's; diffusers' own warns of layers to keep in float32, of which there are none."""
+        return nn.Module.to(self, *args, **kwargs)
 
     def forward(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition

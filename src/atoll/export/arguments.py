@@ -1,0 +1,132 @@
+"""The arguments of a pipeline's calls, each of the type and in the range that it has to be.
+
+All that is wrong is told in one line that names the argument, before a network runs.
+"""
+
+import math
+import numbers
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.base.errors import ConfigError, nearest
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.settings import Residency
+
+Generators = torch.Generator | list[torch.Generator] | None
+OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
+OUTPUTS = ("pil", "np", "pt", "latent")
+CALLBACK = ("latents",)
+"""What callbacks may have and give back."""
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """A whole number of at least so much."""
+    if not _number(value, numbers.Integral) or value < least:
+        raise ConfigError(f"{name}={value!r}", f"give a whole number, {least} or more")
+    return int(value)
+
+
+def texts(name: str, value: Any) -> list[str]:
+    """One text or several as a list."""
+    found = [value] if isinstance(value, str) else _listed(value)
+    if found is None or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name}={_short(value)}", "give a text or a list of texts")
+    return found
+
+
+def whole_numbers(name: str, value: Any, below: int) -> list[int]:
+    """One number or several as a list, each from 0 to less than `below`."""
+    found = [value] if _number(value, numbers.Integral) else _listed(value)
+    if found is None or not all(_number(one, numbers.Integral) for one in found):
+        raise ConfigError(f"{name}={_short(value)}", "give a whole number or a list of them")
+    wrong = next((one for one in found if not 0 <= one < below), None)
+    if wrong is not None:
+        raise ConfigError(f"{name}: there is no {wrong}", f"give numbers from 0 to {below - 1}")
+    return [int(one) for one in found]
+
+
+def guidance_of(value: Any) -> float:
+    """A guidance scale."""
+    if not _number(value, numbers.Real):
+        raise ConfigError(f"guidance_scale={_short(value)}", "give one number; 1 is none")
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"guidance_scale={value}", "give 0 or more; 1 is none")
+    return float(value)
+
+
+def routing_of(value: Any, k: int) -> Routing:
+    """A routing that K experts can follow, or its name."""
+    if not isinstance(value, str | Routing):
+        raise ConfigError(f"routing={_short(value)}", "give a name such as 'top-1'")
+    routing = Routing.named(value) if isinstance(value, str) else value
+    if routing.strategy == "top-k" and routing.k > k:
+        raise ConfigError(f"routing {str(routing)!r} with {k} experts", f"give k of at most {k}")
+    return routing
+
+
+def generators_of(value: Any) -> Generators:
+    """No generator, one, or a list of them."""
+    if value is None or isinstance(value, torch.Generator):
+        return value
+    found = _listed(value)
+    if not found or not all(isinstance(one, torch.Generator) for one in found):
+        raise ConfigError(f"generator={_short(value)}", "give a torch.Generator, or a list of one for each")
+    return found
+
+
+def check_load(name: Any, residency: Any, kind: Any) -> None:
+    """Refuse arguments of `from_pretrained` of the wrong type."""
+    if not isinstance(name, str | os.PathLike):
+        raise ConfigError(f"from_pretrained({_short(name)})", "give a folder or a hub name")
+    if residency is not None and not isinstance(residency, Residency):
+        raise ConfigError(f"residency={_short(residency)}", "give Residency(experts=1) or the like")
+    if kind is not None and not isinstance(kind, torch.dtype):
+        raise ConfigError(f"torch_dtype={_short(kind)}", "give a type of torch's, such as torch.bfloat16")
+
+
+def check_output(output: Any) -> None:
+    """Refuse a form of output that there is not."""
+    if output not in OUTPUTS:
+        fix = nearest(output, OUTPUTS) if isinstance(output, str) else f"give one of {', '.join(OUTPUTS)}"
+        raise ConfigError(f"output_type={output!r}", fix)
+
+
+def check_callback(callback: Any, inputs: Sequence[str]) -> None:
+    """Refuse what cannot be called after a step, or wants what there is not."""
+    if callback is not None and not callable(callback):
+        raise ConfigError(f"callback_on_step_end={_short(callback)}", "give a function, or leave it out")
+    for name in inputs:
+        if name not in CALLBACK:
+            raise ConfigError(f"callbacks cannot have {name!r}", "there is only 'latents'")
+
+
+def latents_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    """Latents of a shape, all of them finite."""
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{name}: {type(value).__name__} instead of a tensor", f"give shape {shape}")
+    if tuple(value.shape) != shape:
+        raise ConfigError(f"{name} of shape {tuple(value.shape)}", f"give {shape}")
+    if not torch.isfinite(value).all():
+        raise ConfigError(f"{name} holds numbers that are not finite", "look at where it comes from")
+    return value
+
+
+def _number(value: Any, kind: type) -> bool:
+    """Whether a value is a number of this kind; true and false are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """Members of a list, a tuple, an array; None of anything else."""
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__iter__"):
+        return None
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
