@@ -1,6 +1,7 @@
 """Experts: conversion at their edge, and publication."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ def test_an_expert_that_knows_its_one_picture_gives_the_straight_flow(schedule, 
 
     e = Expert(Exact(), "pixart", prediction, schedule.name)
     torch.testing.assert_close(e.velocity(x_t, t, conditions(B)), eps - x0, rtol=1e-3, atol=1e-3)
+
+
+def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
+    e, x, cond = expert(1, prediction="eps", schedule="vp-cosine"), noise(B), conditions(B)
+    t = torch.linspace(0.5, 1, B)
+    of_vae = {"name": "sd-vae", "hash": "1", "shift": 0.0, "scale": 0.18}
+    wild = e.velocity(x, t, cond)
+    assert torch.equal(replace(e, card=card(latents=of_vae)).velocity(x, t, cond), wild)
+    held = replace(e, card=card()).velocity(x, t, cond)
+    reached = [x - t.view(-1, 1, 1, 1) * v for v in (wild, held)]
+    assert float(reached[0].abs().max()) > 10 and float(reached[1].abs().max()) <= 1 + 1e-4
+    inside = reached[0].abs() < 1
+    torch.testing.assert_close(held[inside], wild[inside])
+    flow = expert(0)
+    assert torch.equal(replace(flow, card=card()).velocity(x, t, cond), flow.velocity(x, t, cond))
 
 
 # Publication.

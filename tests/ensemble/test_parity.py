@@ -7,7 +7,7 @@ another order; there the bound is 1e-5 of the largest number in float32, given t
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     experts = [expert(0, shape), expert(1, shape), deeper(2, shape), expert(3, shape, "eps", "vp-cosine")]
     store = Store.open(tmp_path_factory.mktemp("parity"))
     stored = on_disk(store, experts, shape)
+    experts = [replace(one, card=own.card) for one, own in zip(experts, stored, strict=True)]
     own = Logits(router(9, K, shape))
     noise = starting_noise(SEED, range(B), (shape.channels, shape.size, shape.size))
     return World(shape, experts, stored, store, own, conditions(B, shape), noise)

@@ -193,3 +193,39 @@ def test_a_step_from_below_the_range_lands_on_the_predicted_image(prediction: Pr
 
     x_t = noisy(x0, eps, t, RectifiedFlow())
     assert error(x_t - 0.003 * flow_velocity(network, prediction, curve, x_t, t), x0) < 1e-13
+
+
+@each_schedule
+@each_prediction
+def test_a_bound_leaves_an_exact_network_alone(curve: Schedule, prediction: Prediction) -> None:
+    """Of two images within the box; where the posterior mean is far inside, and where it is at a corner."""
+    images = torch.tensor([-1.0, 1.0], dtype=torch.float64).view(2, 1, 1, 1)
+
+    def network(x: Tensor, tau: Tensor) -> Tensor:
+        alpha, sigma = (expand(part, x) for part in (curve.alpha(tau), curve.sigma(tau)))
+        x0 = torch.tanh(x.sum((1, 2, 3), keepdim=True) * alpha / sigma**2).expand_as(x)
+        return target(x0, (x - alpha * x0) / sigma, tau, curve, prediction)
+
+    t = torch.linspace(*exact_range(curve, prediction), 10, dtype=torch.float64)[1:9]
+    eps = draw(10, (8, 1, 3, 8))[0]
+    x_t = noisy(images[torch.arange(8) % 2].expand_as(eps), eps, t, RectifiedFlow())
+    plain, held = (flow_velocity(network, prediction, curve, x_t, t, b) for b in (None, 1.0))
+    assert error(held, plain) < 1e-11
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_with_a_bound_no_error_of_the_noise_is_magnified(dtype: torch.dtype) -> None:
+    x0, eps = (part.to(dtype) for part in draw(11, (8, 2, 3, 8)))
+    x0 = x0.clamp(-1, 1)
+    t = torch.tensor([1e-4, 0.1, 0.5, 0.9, 0.97, 0.994, 0.999, 1.0], dtype=dtype)
+    x_t = noisy(x0, eps, t, RectifiedFlow())
+    wrong = torch.roll(eps, 1, 0)
+    plain, held = (
+        flow_velocity(lambda x, tau: 0.9 * eps + 0.1 * wrong, "eps", VPCosine(), x_t, t, b)
+        for b in (None, 1.0)
+    )
+    arrived = x_t - expand(t, x_t) * held
+    assert float(arrived.abs().max()) <= 1 + 1e-5
+    off = [((v - (eps - x0)) ** 2).mean((1, 2, 3)) for v in (plain, held)]
+    assert (off[1] <= off[0] * (1 + 1e-4)).all()
+    assert float(off[0][-1]) > 100 and float(off[1].max()) < 4

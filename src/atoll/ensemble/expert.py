@@ -50,7 +50,8 @@ class Expert:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
             return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
-        return flow_velocity(predict, self.prediction, curve, x_t, t)
+        pixels = self.card is not None and self.card.latents["name"] == "none"
+        return flow_velocity(predict, self.prediction, curve, x_t, t, 1.0 if pixels else None)
 
     @classmethod
     def load(cls, store: Store, prefix: str) -> "Expert":
