@@ -110,18 +110,20 @@ def test_its_velocity_is_the_exact_conversion(
     x_t = x / (alpha + sigma)
     labels = torch.tensor([0, 1, 0, 1, 0, 1])
     eps = network(x, timestep=levels, class_labels=labels).sample[:, :1]
-    expected = (eps - x_t) * (alpha + sigma) / alpha  # (eps - x_t) / (1 - t)
+    x0 = (x - sigma * eps) / alpha
+    expected = (x_t - x0.clamp(-1, 1)) / t.view(-1, 1, 1, 1)  # of pixels; else (eps - x_t) / (1 - t)
     found = expert.velocity(x_t, t, Condition(labels=labels))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert 0.1 < float((x0.abs() > 1).float().mean()) < 0.9
 
 
 def ddim(network: nn.Module, x: Tensor, steps: int, labels: Tensor) -> tuple[Tensor, int]:
     """Diffusers' own deterministic sampler from the level that it starts at; also that level."""
-    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False)
+    scheduler = DDIMScheduler(clip_sample=True, set_alpha_to_one=False)
     scheduler.set_timesteps(steps)
     for number in scheduler.timesteps:
         eps = network(x, timestep=number.expand(len(x)), class_labels=labels).sample[:, :1]
-        x = scheduler.step(eps, int(number), x, eta=0.0).prev_sample
+        x = scheduler.step(eps, int(number), x, 0.0, use_clipped_model_output=True).prev_sample
     return x, int(scheduler.timesteps[0])
 
 
@@ -144,7 +146,7 @@ def test_euler_steps_of_its_flow_are_ddim_in_the_limit(campaign: Campaign, tmp_p
                 x = x + (then - now).view(-1, 1, 1, 1) * expert.velocity(x, now, Condition(labels=labels))
             ours = same_snr_state(x, stop, RectifiedFlow(), curve)[0]
             apart.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    assert apart[2] < 0.02, apart
+    assert apart[2] < 0.03, apart  # of pixels of size 1: both clamp x0, so nothing is larger
     assert apart[1] < apart[0] / 2 and apart[2] < apart[1] / 3, apart  # of first order: a fifth each time
 
 
