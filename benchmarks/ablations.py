@@ -13,6 +13,7 @@ no ensemble but its control: one network that goes on from the seed in the exper
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,10 +48,10 @@ def main() -> None:
     if not (options.campaign / "reports/compare.json").is_file():
         parser.error(f"{options.campaign} has not been compared: atoll compare {options.campaign}")
     base = json.loads((options.campaign / "reports/compare.json").read_text())
+    settings = derived(options.campaign, options.strategies, base["metric"])
     found = {}
     for name in options.only or variants:
-        folder = options.to / name.replace(" ", "-").replace("=", "").replace("--", "-")
-        settings = derived(options.campaign, options.strategies, base["metric"])
+        folder = options.to / "-".join(re.findall(r"\w+", name))
         found[name] = run(folder, settings, variants[name], options.threads)
     finish("ablations", table(base, found, options.strategies), options.json, {"metric": base["metric"]})
 
@@ -86,9 +87,7 @@ def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int) -
     return found | {"from_seed": made["network"]["init"] == settings["network"]["init"] != "scratch"}
 
 
-def table(
-    base: dict[str, Any], found: dict[str, dict[str, Any]], strategies: list[str]
-) -> list[dict[str, Any]]:
+def table(base: Result, found: Mapping[str, Result], strategies: list[str]) -> list[dict[str, Any]]:
     """Distances of every variant, and over those of the campaign's monolith."""
     own = {line["name"]: line["distance"] for line in base["rows"]}
     lines = [row("monolith", "distance", own["monolith"])]

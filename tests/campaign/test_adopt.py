@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,27 +118,33 @@ def test_its_velocity_is_the_exact_conversion(
     assert 0.1 < float((x0.abs() > 1).float().mean()) < 0.9
 
 
-def ddim(network: nn.Module, x: Tensor, steps: int, labels: Tensor) -> tuple[Tensor, int]:
+def ddim(network: nn.Module, x: Tensor, steps: int, labels: Tensor, clip: bool) -> tuple[Tensor, int]:
     """Diffusers' own deterministic sampler from the level that it starts at; also that level."""
-    scheduler = DDIMScheduler(clip_sample=True, set_alpha_to_one=False)
+    scheduler = DDIMScheduler(clip_sample=clip, set_alpha_to_one=False)
     scheduler.set_timesteps(steps)
     for number in scheduler.timesteps:
         eps = network(x, timestep=number.expand(len(x)), class_labels=labels).sample[:, :1]
-        x = scheduler.step(eps, int(number), x, 0.0, use_clipped_model_output=True).prev_sample
+        x = scheduler.step(eps, int(number), x, 0.0, use_clipped_model_output=clip).prev_sample
     return x, int(scheduler.timesteps[0])
 
 
 @pytest.mark.slow
-def test_euler_steps_of_its_flow_are_ddim_in_the_limit(campaign: Campaign, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pixels", "within"), [(False, 0.02), (True, 0.03)], ids=["of any range", "of pixels, which are clipped"]
+)
+def test_euler_steps_of_its_flow_are_ddim_in_the_limit(
+    campaign: Campaign, tmp_path: Path, pixels: bool, within: float
+) -> None:
     network = checkpoint(tmp_path / "there").double()
     adopt(campaign, Adoption(str(tmp_path / "there"), 0))
     expert = Expert.load(campaign.store, "islands/0/expert")
     expert.network.double()
+    expert = expert if pixels else replace(expert, card=None)
     labels, curve, apart = torch.tensor([0, 1]), schedule("ddpm-linear"), []
     noise = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
         for steps in (40, 200, 1000):
-            theirs, first = ddim(network, noise, steps, labels)
+            theirs, first = ddim(network, noise, steps, labels, clip=pixels)
             ends = torch.tensor([first, 0.0], dtype=torch.float64) / 999
             x, start = same_snr_state(noise, ends[:1].expand(2), curve, RectifiedFlow())
             stop = same_snr_state(noise, ends[1:].expand(2), curve, RectifiedFlow())[1]
@@ -146,7 +153,7 @@ def test_euler_steps_of_its_flow_are_ddim_in_the_limit(campaign: Campaign, tmp_p
                 x = x + (then - now).view(-1, 1, 1, 1) * expert.velocity(x, now, Condition(labels=labels))
             ours = same_snr_state(x, stop, RectifiedFlow(), curve)[0]
             apart.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    assert apart[2] < 0.03, apart  # of pixels of size 1: both clamp x0, so nothing is larger
+    assert apart[2] < within, apart  # of the largest value, which is 1 where x0 is clipped and more elsewhere
     assert apart[1] < apart[0] / 2 and apart[2] < apart[1] / 3, apart  # of first order: a fifth each time
 
 
