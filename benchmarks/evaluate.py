@@ -7,8 +7,10 @@ float32, samples and reference alike, and give their number; for torchmetrics th
 it is given. They take turns in one process, and who goes first changes; a ratio is the median over the pairs.
 
 Memory is the peak of a process of its own, less what it had before the first batch, for a growing number of
-features. KID is timed in float64 on both sides, as Atoll computes it; torchmetrics' memory is that of
-float32, which is kinder to it. Atoll keeps the rows of KID and of neighbours in a temporary file.
+features. What is freed is given back at once there; by default glibc keeps some of it, as chance has it: up
+to 150 MiB more with neighbours. KID is timed in float64 on both sides, as Atoll computes it; torchmetrics'
+memory is that of float32, which is kinder to it. Atoll keeps the rows of KID and of neighbours in a
+temporary file.
 
 Full: 50,000 features of 2048, and 10,000 for neighbours. Quick: 5,000 of 512.
 """
@@ -184,7 +186,8 @@ def times(setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
     for name, one, other in (("Fréchet", our_frechet, their_frechet), ("KID", our_kid, their_kid)):
         seconds: tuple[list[float], list[float]] = ([], [])
         found = [0.0, 0.0]
-        small = Features(replace(setting, count=2 * max(setting.batch, setting.subset), subsets=1))
+        most = max(setting.batch, setting.subset, setting.width)
+        small = Features(replace(setting, count=2 * most, subsets=1))
         one(small), other(small)  # what the libraries do once
         for pair in range(pairs):
             for which in (1, 0) if pair % 2 else (0, 1):
@@ -216,7 +219,8 @@ def child(turn: str, setting: Setting, threads: int) -> float:
     """`peak` in a process of its own."""
     work = json.dumps({"turn": turn, "setting": asdict(setting)})
     argv = [sys.executable, __file__, "--threads", str(threads), "--work", work]
-    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return float(done.stdout.splitlines()[-1])
 
 
