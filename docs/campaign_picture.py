@@ -21,7 +21,9 @@ def main(folder: str, target: Path, names: list[str]) -> None:
     prompts, default = found["prompts"][:10], found["default"]
     labels = {"data": "real", default: f"ensemble\n({default})"}
     rows = {name: labels.get(name, name) for name in names or ("data", "monolith", default)}
-    figure = Figure(figsize=(1.05 * len(prompts), 1.18 * len(rows) + 0.56), dpi=100)
+    captions = 0.56
+    height = 1.18 * len(rows) + captions
+    figure = Figure(figsize=(1.05 * len(prompts), height), dpi=100)
     axes = figure.subplots(len(rows), len(prompts), squeeze=False)
     for line, (name, label) in zip(axes, rows.items(), strict=True):
         for number, cell in enumerate(line):
@@ -33,7 +35,7 @@ def main(folder: str, target: Path, names: list[str]) -> None:
         line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=10)
     for cell, prompt in zip(axes[-1], prompts, strict=True):
         cell.set_xlabel(fill(prompt, 15, max_lines=5, placeholder=" …"), fontsize=7)
-    below = 0.56 / (1.18 * len(rows) + 0.56)
+    below = captions / height
     figure.subplots_adjust(left=0.1, right=0.995, top=0.99, bottom=below, wspace=0.08, hspace=0.06)
     figure.savefig(target)
 
