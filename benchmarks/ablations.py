@@ -7,8 +7,9 @@ A variant is a campaign in FOLDER on the same data, with the same settings but f
 a seed run, the variant's experts start from that one and have what it left of the budget, so that experts,
 router and seed cost what CAMPAIGN's do, and only experts and router are trained. Distances are over
 CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in FOLDER; the same command
-again does only what is missing. Without `--variant` they are the paper's: K and random clusters. `K = 1` is
-no ensemble but its control: one network that goes on from the seed in the experts' batches, on all the data.
+again does only what is missing. Without `--variant` they are the paper's: K, and random clusters. As in the
+paper K experts share one batch, so all of them take the same number of steps. `K = 1` is no ensemble but the
+control: one network that goes on from the seed on all the data, in the batches of CAMPAIGN's experts.
 """
 
 import argparse
@@ -23,10 +24,6 @@ from typing import Any
 import yaml
 from harness import finish, median_row, row
 
-VARIANTS = {
-    **{f"K = {k}": [f"partition.k={k}"] for k in (1, 2, 4, 16)},
-    "random clusters": ["partition.method=random"],
-}
 STRATEGIES = ["commit", "top-1"]
 Result = dict[str, Any]
 """What `compare.json` says."""
@@ -42,18 +39,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of the comparisons; 0 for all cores")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    variants = {name: sets for name, *sets in options.variant} or VARIANTS
-    if unknown := set(options.only or ()) - set(variants):
-        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(variants)}")
     if not (options.campaign / "reports/compare.json").is_file():
         parser.error(f"{options.campaign} has not been compared: atoll compare {options.campaign}")
     base = json.loads((options.campaign / "reports/compare.json").read_text())
     settings = derived(options.campaign, options.strategies, base["metric"])
+    variants = {name: sets for name, *sets in options.variant} or of_the_paper(settings)
+    if unknown := set(options.only or ()) - set(variants):
+        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(variants)}")
     found = {}
     for name in options.only or variants:
         folder = options.to / "-".join(re.findall(r"\w+", name))
         found[name] = run(folder, settings, variants[name], options.threads)
     finish("ablations", table(base, found, options.strategies), options.json, {"metric": base["metric"]})
+
+
+def of_the_paper(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The settings that make the paper's variants of a campaign, by their names."""
+    k, budget, batch = settings["partition"]["k"], settings["budget"], settings["train"]["batch"]
+    own = budget["expert_batch"] or (batch // k if budget["compute"] == "equal" else batch)
+    others = {
+        f"K = {n}": [f"partition.k={n}", f"budget.expert_batch={max(1, own * k // n)}"] for n in (2, 4, 16)
+    }
+    control = {f"K = 1 in batches of {own}": ["partition.k=1", f"budget.expert_batch={own}"]}
+    return {**control, **others, "random clusters": ["partition.method=random"]}
 
 
 def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) -> dict[str, Any]:

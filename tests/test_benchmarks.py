@@ -237,6 +237,24 @@ def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None
     assert 1 <= rows["commit: experts brought, a turn"]["value"] <= setting.k
 
 
+@pytest.mark.parametrize(
+    ("budget", "batches"),
+    [
+        ({"compute": "proportional", "expert_batch": 16}, [16, 64, 32, 8]),
+        ({"compute": "proportional", "expert_batch": None}, [64, 256, 128, 32]),
+        ({"compute": "equal", "expert_batch": None}, [8, 32, 16, 4]),
+    ],
+)
+def test_experts_of_the_papers_variants_share_one_batch(
+    bench: Bench, budget: dict[str, Any], batches: list[int]
+) -> None:
+    settings = {"partition": {"k": 8}, "train": {"batch": 64}, "budget": budget}
+    control, *others = list(bench("ablations").of_the_paper(settings).values())[:4]
+    assert control == ["partition.k=1", f"budget.expert_batch={batches[0]}"]
+    for sets, k, batch in zip(others, (2, 4, 16), batches[1:], strict=True):
+        assert sets == [f"partition.k={k}", f"budget.expert_batch={batch}"]
+
+
 @pytest.mark.slow
 def test_variants_of_a_campaign_cost_what_it_costs(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -266,4 +284,4 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
     with pytest.raises(SystemExit):
         bench("ablations").main()
-    assert "no variant K = 3; there are K = 1, K = 2" in capsys.readouterr().err
+    assert "no variant K = 3; there are K = 1 in batches of 32, K = 2" in capsys.readouterr().err
