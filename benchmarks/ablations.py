@@ -58,7 +58,9 @@ def of_the_paper(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     k, budget, batch = settings["partition"]["k"], settings["budget"], settings["train"]["batch"]
     own = budget["expert_batch"] or (batch // k if budget["compute"] == "equal" else batch)
     others = {
-        f"K = {n}": [f"partition.k={n}", f"budget.expert_batch={max(1, own * k // n)}"] for n in (2, 4, 16)
+        f"K = {n}": [f"partition.k={n}", f"budget.expert_batch={max(1, own * k // n)}"]
+        for n in (2, 4, 8, 16)
+        if n != k
     }
     control = {f"K = 1 in batches of {own}": ["partition.k=1", f"budget.expert_batch={own}"]}
     return {**control, **others, "random clusters": ["partition.method=random"]}

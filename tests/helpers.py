@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from atoll import cli
+from atoll.base.hashing import digest_tensors
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.islands import make_islands
 from atoll.campaign.stages import prepare
@@ -50,6 +53,15 @@ SMALL: dict[str, Any] = {
     "sampling": {"steps": 3},
     "compare": {"samples": 24, "steps": 2, "shown": 4, "fit_rows": 60, "batch": 10},
 }
+
+
+def of_no_number(part: Path) -> None:
+    """Make all weights of a published network NaN, and its card agree."""
+    path, card = part / "diffusion_pytorch_model.safetensors", part / "card.json"
+    weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
+    save_file(weights, path)
+    tree = json.loads(card.read_text())
+    card.write_text(json.dumps({**tree, "weights_sha256": digest_tensors(weights)}))
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

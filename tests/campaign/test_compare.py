@@ -18,8 +18,8 @@ from atoll.campaign.dense import DENSE
 from atoll.campaign.runs import train_run
 from atoll.ensemble.expert import Expert, read_card
 from atoll.store.store import Store
-from helpers import Answer, command, entries, merged, partitioned, refused
-from helpers_extractors import save_dinov2
+from helpers import Answer, command, entries, merged, of_no_number, partitioned, refused
+from helpers_extractors import save_clip, save_dinov2
 
 MILESTONES = {
     "data": {"ingest": {"glyphs": {"limit": 160}}},  # more than 5 held out, for precision and recall
@@ -84,10 +84,12 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, float, int]
     seen: list[tuple[str | None, float, int]] = []
     real = bench.draw
 
-    def noted(model: Any, vae: Any, routing: str | None, conditions: Any, seed: int, config: Any) -> Any:
+    def noted(
+        model: Any, vae: Any, routing: str | None, conditions: Any, seed: int, config: Any, device: Any
+    ) -> Any:
         if len(conditions) > 4:  # the pictures to look at are not counted
             seen.append((routing, config.guidance, len(conditions)))
-        return real(model, vae, routing, conditions, seed, config)
+        return real(model, vae, routing, conditions, seed, config, device)
 
     monkeypatch.setattr(bench, "draw", noted)
     return seen
@@ -289,6 +291,27 @@ def test_wrong_settings_are_one_line(
 ) -> None:
     refused(compare(capsys, made, setting), *words)
     assert draws == []
+
+
+@pytest.mark.parametrize("stage", ["compare", "diagnose"])
+def test_pictures_that_are_no_numbers_are_not_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    """They would be grey, and a broken model would have a distance like any other."""
+    for n in range(2):
+        of_no_number(folder / f"islands/{n}/expert")
+    command(capsys, "assemble", folder)
+    words = "holds NaN" if stage == "compare" else "gives NaN"
+    refused(command(capsys, stage, folder, "--set", "diagnose.rows=8"), words)
+    assert not (folder / "reports/compare.json").exists()
+
+
+def test_any_extractor_may_judge(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clip = save_clip(tmp_path / "clip")
+    answer = compare(capsys, folder, f"compare.extractor={clip}", "compare.extractor_size=null")
+    assert answer.code == 0, answer
+    found = result(folder)["metric"]
+    assert found["name"] == str(clip) and found["size"] == 28
 
 
 def test_a_sweep_that_this_ensemble_cannot_follow_is_one_line(

@@ -132,7 +132,7 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.C
     [
         ("diagnose.strategies=[oracle]", "nothing to trace"),
         ("diagnose.times=[0]", "t = 0"),
-        ("diagnose.extractor=nothing", "unknown vision encoder"),
+        ("diagnose.extractor=nothing", "unknown extractor"),
         ("diagnose.row=3", "did you mean 'rows'"),
     ],
 )

@@ -59,10 +59,20 @@ def test_clip_without_a_tokenizer_has_no_texts(tmp_path: Path) -> None:
         bare.texts(["a"])
 
 
-def test_vision_encoders_are_extractors_too(tmp_path: Path) -> None:
+def test_a_dinov2_judges_by_its_class_token_and_clusters_by_its_patches(tmp_path: Path) -> None:
     name = str(save_dinov2(tmp_path))
     one, other = extractor(name, 28), vision_encoder(name, 28)
-    assert one.kind == "dinov2" and one.producer() == other.producer()
+    assert one.kind == "dinov2" and one.producer() == {**other.producer(), "token": "class"}
+    own = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}  # of the hub's models
+    processor = transformers.BitImageProcessorPil(do_resize=False, do_center_crop=False, **own)
+    states = one.network(**processor(pictures(), return_tensors="pt")).last_hidden_state
+    torch.testing.assert_close(one.encode(pictures()), states[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(other.encode(pictures()), states[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_an_efficientnet_is_one_and_the_same() -> None:
+    one, other = extractor("efficientnet-lite0"), vision_encoder("efficientnet-lite0")
+    assert one.producer() == other.producer()
     assert torch.equal(one.encode(pictures()), other.encode(pictures()))
 
 

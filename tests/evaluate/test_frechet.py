@@ -5,7 +5,8 @@ import pytest
 import scipy.linalg
 
 from atoll.base.errors import DataError
-from atoll.evaluate.frechet import Projection, frechet_distance, frechet_of_moments
+from atoll.evaluate.frechet import Projection, frechet_distance, frechet_of_moments, rank
+from atoll.evaluate.moments import Moments
 
 F64 = np.ndarray
 
@@ -67,6 +68,14 @@ def test_identical_sets_are_at_zero(d: int) -> None:
     x = samples(0, 200, d)
     assert frechet_distance(x, x) == pytest.approx(0, abs=1e-9)
     assert frechet_distance(x, x[::-1]) == pytest.approx(0, abs=1e-9)
+
+
+def test_rounding_makes_no_distance_negative() -> None:
+    """300 rows that fill 5 of 64 dimensions: the roots of what should be 0 add up to more than rounding."""
+    x = samples(0, 300, 5) @ samples(1, 5, 64)
+    assert 0 <= frechet_distance(x, x) < 1e-3
+    assert rank(Moments.of(x)) == 5 and rank(Moments.of(samples(0, 300, 8))) == 8
+    assert rank(Moments.of(np.ones((300, 4)))) == 0
 
 
 @pytest.mark.parametrize("d", [1, 8])

@@ -42,7 +42,14 @@ def test_kid_of_all_rows_agrees_with_torchmetrics() -> None:
     theirs.update(torch.from_numpy(y), real=True)
     found = kid(rows(x), rows(y), subsets=1, size=60)
     assert found.value == pytest.approx(float(theirs.compute()[0]), rel=1e-4)
-    assert found.value > 0.05 and found.deviation == 0.0
+    assert found.value > 0.05 and found.deviation is None
+
+
+def test_a_set_that_is_whole_in_every_subset_tells_no_spread() -> None:
+    one, other = rows(drawn(0)), rows(drawn(1, 40))
+    assert kid(one, other, 5, 40).deviation is None and kid(other, one, 5, 40).deviation is None
+    assert kid(one, other, 5, 39).deviation is not None
+    assert kid(one, one, 7, len(one)) == kid(one, one, 1, len(one))
 
 
 def test_the_frechet_distance_agrees_with_torchmetrics() -> None:

@@ -54,6 +54,24 @@ def test_other_numbers_of_neighbours() -> None:
     assert neighbourhoods(rows(x), rows(y), 7, 2) == pytest.approx(brute(x, y, 7, 2), abs=1e-12)
 
 
+@pytest.mark.parametrize("d", [16, 1280])
+def test_copies_of_one_picture_are_on_the_edge(d: int) -> None:
+    """A collapsed model: its pictures are one of the reference, which has copies of its own."""
+    y = np.repeat(drawn(1, 12, d, shift=3.0), 5, axis=0)
+    x = np.repeat(y[:1], 50, axis=0)
+    assert neighbourhoods(rows(x), rows(y)) == brute(x, y)
+    assert brute(x, y)["precision"] == 1.0
+    assert neighbourhoods(rows(x), rows(x)) == {**brute(x, x), "density": 0.0, "coverage": 0.0}
+
+
+@pytest.mark.parametrize("d", [3, 640])
+def test_a_sample_that_is_a_neighbour_is_on_the_edge(d: int) -> None:
+    """Every reference picture is somebody's k-th neighbour: there the ball ends, to the last digit."""
+    y = drawn(1, 60, d, shift=2.0)
+    found, expected = neighbourhoods(rows(y[:20]), rows(y)), brute(y[:20], y)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
 def test_a_set_against_itself() -> None:
     x = drawn(0)
     found = neighbourhoods(rows(x), rows(x))

@@ -47,6 +47,7 @@ def test_everything_that_decides_a_result_changes_its_key() -> None:
     }
     others |= {field: value + "x" for field, value in PLAIN.items() if isinstance(value, str)}
     others |= {"picture_size": (12, 13), "ema": False, "conditions": "train"}
+    others |= {"extractor_token": "class"}
     assert set(others) == set(Protocol.model_fields)
     keys = {result(**{field: value}).key for field, value in others.items()}
     keys |= {result("monolith").key, result(components=9).key}
@@ -121,6 +122,7 @@ def test_only_inceptions_distance_is_called_fid() -> None:
 def test_metrics_are_named() -> None:
     assert parse("frechet, KID,kid", "dinov2") == ["frechet", "kid"]
     assert parse("fid,recall", "inception") == ["frechet", "recall"]
+    assert "clip-score" not in parse("all", "clip", captioned=False)
     assert "clip-score" in parse("all", "clip") and "clip-score" not in parse("all", "dinov2")
 
 

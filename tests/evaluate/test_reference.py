@@ -63,7 +63,9 @@ def test_the_key_is_that_of_pictures_and_extractor() -> None:
     assert len(others | same) == 5
 
 
-@pytest.mark.parametrize("change", [{"hash": "b" * 64}, {"size": 64}, {"resize": "bilinear"}])
+@pytest.mark.parametrize(
+    "change", [{"hash": "b" * 64}, {"size": 64}, {"resize": "bilinear"}, {"token": "class"}]
+)
 def test_another_extractor_is_refused(store: Store, change: dict[str, Any]) -> None:
     key = reference.save(store, "refs", features(), origin())
     with pytest.raises(DataError, match="made by another extractor") as caught:
@@ -81,6 +83,21 @@ def test_moments_alone_tell_no_neighbours(store: Store) -> None:
     assert reference.load(store, key, PRODUCER, keep_rows=False)[0].count == 9
     with pytest.raises(DataError, match="holds moments only"):
         reference.load(store, key, PRODUCER, keep_rows=True)
+
+
+def test_rows_that_come_later_replace_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is stopped between the file and its JSON leaves those that were there as they were."""
+    assert reference.saved(store, "refs", origin(), keep_rows=False) is None
+    key = reference.save(store, "refs", features(keep=False), origin())
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            reference.save(store, "refs", features(), origin())
+    assert reference.saved(store, "refs", origin(), keep_rows=True) is None
+    assert reference.saved(store, "refs", origin(), keep_rows=False) == key
+    assert reference.load(store, key, PRODUCER, keep_rows=False)[0].count == 9
+    whole = reference.save(store, "refs", features(), origin())
+    assert {reference.saved(store, "refs", origin(), keep) for keep in (True, False)} == {whole}
 
 
 def test_damage_is_found(store: Store, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from atoll.campaign.campaign import Campaign
 from atoll.campaign.dense import load_dense
 from atoll.campaign.points import Points, Row
 from atoll.data.samples import Samples
+from atoll.encoders.extractors import extractor
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
@@ -25,6 +26,7 @@ from atoll.evaluate.judge import Judge
 from atoll.evaluate.pairs import Kept
 from atoll.evaluate.settings import CompareConfig
 from atoll.networks.families import DataShape
+from atoll.train.parallel import own_device
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Bench:
         most = max(config.samples, config.curve_samples or 0)
         self.conditions = drawn_conditions(asked, self.made.clusters, most, self.seed)
         self.known: list[Row] = []
+        self.device = own_device()
         self._load = cache(self._loaded)
         self.judge = cache(lambda pictures: self._judge.of(pictures))
 
@@ -99,7 +102,7 @@ class Bench:
     @cached_property
     def encoder(self) -> VisionEncoder:
         """Whose features are compared."""
-        return vision_encoder(self.config.extractor, self.config.extractor_size)
+        return extractor(self.config.extractor, self.config.extractor_size, str(self.device))
 
     @cached_property
     def _judge(self) -> Judge:
@@ -109,7 +112,7 @@ class Bench:
     @cached_property
     def vae(self) -> Autoencoder:
         """Turns latents into pictures."""
-        return autoencoder_of(self.router.latents)
+        return autoencoder_of(self.router.latents, str(self.device))
 
     def published(self, name: str) -> Subject:
         """A single network as it was published, or the ensemble under the strategy of this name."""
@@ -120,7 +123,10 @@ class Bench:
         return Subject(name, weights, lambda: self._load(""), single=False)
 
     def _loaded(self, name: str) -> Ensemble | Expert:
-        return load_dense(self.campaign, name) if name else load_ensemble(self.campaign.store)[0]
+        if name:
+            return load_dense(self.campaign, name, self.device)
+        residency = self.campaign.config.sampling.residency
+        return load_ensemble(self.campaign.store, residency, self.device)[0]
 
     def row(self, subject: Subject, guidance: float, samples: int) -> tuple[Row, bool]:
         """What is known of a model at one guidance, drawn now if nothing is; and whether it was."""
@@ -160,7 +166,8 @@ class Bench:
 
     def _draw(self, subject: Subject, guidance: float, samples: int, keep: bool) -> tuple[Row, Kept | None]:
         model, config = subject.load(), self.config.model_copy(update={"guidance": guidance})
-        drawn = draw(model, self.vae, subject.routing, self.conditions.first(samples), self.seed, config)
+        asked = self.conditions.first(samples)
+        drawn = draw(model, self.vae, subject.routing, asked, self.seed, config, self.device)
         judge = self.judge(samples)
         features = judge.look(drawn.pictures)
         row = {**judge.measure(features), "seconds": round(drawn.seconds, 1), **cost(model, drawn, config)}
@@ -168,7 +175,8 @@ class Bench:
 
     def show(self, subject: Subject, shown: Conditions) -> list[Any] | None:
         """Draw the pictures to look at and write them; weights `[step][picture][expert]` of an ensemble."""
-        drawn = draw(subject.load(), self.vae, subject.routing, shown, self.seed + 1, self.config)
+        model, noise = subject.load(), self.seed + 1
+        drawn = draw(model, self.vae, subject.routing, shown, noise, self.config, self.device)
         self.write(subject.name, [png(picture) for picture in drawn.pictures])
         if drawn.trace is None:
             return None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.bench import Bench, Subject
 from atoll.campaign.campaign import Campaign
@@ -62,21 +64,23 @@ class Origin:
         rounding = max(1 / self.steps, 1 / steps) + 1e-9
         return near if near and abs(near.step / self.steps - share) <= rounding else None
 
-    def load(self, milestone: Milestone | None) -> Expert:
-        """The network with a milestone's averaged weights, or as it was published.
+    def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
+        """The network with a milestone's averaged weights, or as it was published, on the device.
 
         Raises:
             StoreError: a file is damaged, or the checkpoint is another network's.
         """
         if milestone is None:
-            return Expert.load(self.store, self.part)
+            found = Expert.load(self.store, self.part)
+            found.network.to(device)
+            return found
         card, config, weights = read_part(self.store, self.part)
         average = averaged(self.store.sub(self.run), milestone)
         own = {name: tuple(value.shape) for name, value in weights.items()}
         if any(own.get(name) != tuple(value.shape) for name, value in average.items()):
             where = self.store.name(f"{self.run}/{milestone.folder}")
             raise StoreError(f"{where} is of another network than {self.part}", "leave out compare.curve")
-        network = filled(family(card.family).load(config), {**weights, **average})
+        network = filled(family(card.family).load(config), {**weights, **average}).to(device)
         return Expert(network, card.family, card.prediction, card.schedule, card)
 
 
@@ -180,19 +184,21 @@ class Course:
 
         What is loaded is loaded once, and let go with the function.
         """
-        load = cache(lambda: self._assembled(stage))
+        load = cache(lambda: self._assembled(stage, bench.device))
 
         def named(name: str) -> Subject:
             if not stage.chosen:
                 return bench.published(name)
             if name in self.single:
-                return Subject(name, stage.weights, lambda: self.single[name].load(stage.chosen[name]), True)
+                origin, chosen = self.single[name], stage.chosen[name]
+                return Subject(name, stage.weights, lambda: origin.load(chosen, bench.device), True)
             return Subject(name, stage.weights, load, False)
 
         return named
 
-    def _assembled(self, stage: Stage) -> Ensemble:
-        loaded = {n: one.load(stage.chosen[f"experts/{n}"]) for n, one in self.experts.items()}
+    def _assembled(self, stage: Stage, device: torch.device) -> Ensemble:
+        loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
         costs = Costs.of(self.router, {n: one.card for n, one in self.experts.items()}, self.k)
         router = RouterModel.load(self.store, "ensemble/router")
+        router.network.to(device)
         return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs)

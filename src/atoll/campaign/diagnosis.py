@@ -12,7 +12,7 @@ from PIL import Image
 from atoll.base.console import say
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.base.pictures import png, to_images
+from atoll.base.pictures import png
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.assemble import load_ensemble, read_manifest
@@ -22,8 +22,9 @@ from atoll.data.dataset import DataSet
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import Samples
+from atoll.encoders.extractors import extractor
 from atoll.encoders.vae import autoencoder_of
-from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert, read_card
@@ -171,9 +172,9 @@ class _Diagnosis:
     def _copies(self, sampled: Sampled) -> tuple[Copies, dict[str, Any], list[Image.Image]]:
         """Samples and held-out pictures beside their nearest training pictures."""
         assert sampled.latents is not None
-        encoder, vae = self._extractor(), autoencoder_of(self.router.latents)
-        chunks = sampled.latents.split(self.config.batch)
-        pictures = [picture for chunk in chunks for picture in to_images(vae.decode(chunk))]
+        encoder, vae = self._extractor(), autoencoder_of(self.router.latents, str(self.device))
+        numbers = torch.arange(len(sampled.latents)).split(self.config.batch)
+        pictures = [p for part in numbers for p in vae.pictures(sampled.latents[part], part.tolist())]
         train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
         say(f"diagnose: {len(pictures):,} pictures against {len(train):,} training pictures")
         own = two_nearest(encoder.encode(pictures).numpy(), self._features(encoder, train))
@@ -199,8 +200,9 @@ class _Diagnosis:
     def _extractor(self) -> VisionEncoder:
         config, partition = self.config, self.campaign.config.partition
         if config.extractor is not None:
-            return vision_encoder(config.extractor, config.extractor_size)
-        return vision_encoder(partition.encoder, config.extractor_size or partition.encoder_size)
+            return extractor(config.extractor, config.extractor_size, str(self.device))
+        size = config.extractor_size or partition.encoder_size
+        return extractor(partition.encoder, size, str(self.device))
 
     def _features(
         self, encoder: VisionEncoder, rows: NDArray[np.int64]

@@ -142,7 +142,7 @@ class _Evaluation:
     def run(self) -> Result | None:
         start, config = time.monotonic(), self.config
         encoder = extractor(config.extractor, config.extractor_size, str(self.world.device))
-        metrics = parse(config.metrics, encoder.kind)
+        metrics = parse(config.metrics, encoder.kind, captioned=self.request.images is None)
         keep = bool(set(metrics) & set(PAIRWISE))
         judged = self._judged("clip-score" in metrics)
         against, origin, saved = self._reference(encoder, keep)
@@ -185,9 +185,8 @@ class _Evaluation:
             count=len(found),
             size=found.size,
         )
-        key = f"{REPORTS}/references/{origin.key}.json"
-        there = self.store.exists(key) and (not keep or bool(self.store.get_json(key).get("rows")))
-        return found, origin, Statistics(self.store, key) if there else None
+        key = statistics.saved(self.store, f"{REPORTS}/references", origin, keep)
+        return found, origin, Statistics(self.store, key) if key is not None else None
 
     def _protocol(self, encoder: VisionEncoder, judged: Judged, origin: Origin) -> Protocol:
         size = judged.source.size
@@ -201,6 +200,7 @@ class _Evaluation:
             extractor=encoder.name,
             extractor_hash=about["hash"],
             extractor_size=encoder.size,
+            extractor_token=encoder.token,
             resize=encoder.resize,
             picture_size=size,
             reference=origin.name,
@@ -258,6 +258,8 @@ def _show(result: Result) -> None:
     for value in result.values.values():
         spread = f" +- {value['deviation']:.4g}" if value["deviation"] is not None else ""
         say(f"  {value['label']:<44} {value['value']:.6g}{spread}")
+        if value.get("note"):
+            say(f"  note: {value['note']}")
 
 
 def gathered(world: World, made: FeatureSet) -> FeatureSet | None:

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from PIL import Image
-from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError, nearest
-from atoll.base.pictures import to_images
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import FROZEN, YAML, Campaign
 from atoll.campaign.dense import DENSE, load_dense
@@ -72,18 +69,7 @@ class Drawn:
         captions = self.conditions.captions() if self.captioned else None
         for drawn in drawn_batches(self.model, self.conditions, len(part), sampling):
             own = [captions[row] for row in drawn.rows] if captions is not None else None
-            yield Batch(drawn.rows, _pictures(self.vae.decode(drawn.latents.cpu()), drawn.rows), own)
-
-
-def _pictures(pixels: Tensor, rows: list[int]) -> list[Image.Image]:
-    broken = ~torch.isfinite(pixels).flatten(1).all(dim=1)
-    if bool(broken.any()):
-        first = rows[int(broken.nonzero()[0])]
-        raise DataError(
-            f"picture {first} holds NaN or infinity ({int(broken.sum())} of {len(rows)} in its batch)",
-            "the weights are of no use: look at the training's losses",
-        )
-    return to_images(pixels)
+            yield Batch(drawn.rows, self.vae.pictures(drawn.latents.cpu(), drawn.rows), own)
 
 
 @dataclass(frozen=True)
@@ -157,7 +143,7 @@ def model(campaign: Campaign, wanted: Wanted, captioned: bool, device: torch.dev
         "seed": seed,
         "ema": True,  # what is published is the average
     }
-    source = Drawn(network, conditions, sampling, autoencoder_of(card.latents), captioned)
+    source = Drawn(network, conditions, sampling, autoencoder_of(card.latents, str(device)), captioned)
     return Judged({"name": wanted.model, "weights": parts}, source, about)
 
 

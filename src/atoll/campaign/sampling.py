@@ -12,7 +12,7 @@ from PIL import Image
 from atoll.base.condition import Condition
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError
-from atoll.base.pictures import grid, png, to_images
+from atoll.base.pictures import grid, png
 from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.campaign import Campaign
 from atoll.campaign.dense import dense, load_dense
@@ -85,9 +85,9 @@ def sample_campaign(campaign: Campaign, request: Request) -> None:
     def conditions(rows: Sequence[int]) -> Condition:
         return cond.select(torch.tensor([row // request.count for row in rows], device=sampling.device))
 
-    vae, drawn = autoencoder_of(card.latents), dict[int, Image.Image]()
+    vae, drawn = autoencoder_of(card.latents, str(sampling.device)), dict[int, Image.Image]()
     for batch in sample_batches(model, conditions, null, total, sampling):
-        drawn |= dict(zip(batch.rows, to_images(vae.decode(batch.latents.cpu())), strict=True))
+        drawn |= dict(zip(batch.rows, vae.pictures(batch.latents.cpu(), batch.rows), strict=True))
     pictures = [drawn[row] for row in range(total)]
     scale = max(1, 64 // pictures[0].width)
     sheet = grid(

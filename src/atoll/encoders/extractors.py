@@ -1,7 +1,7 @@
 """Networks that judge pictures, by name: Inception, CLIP, and the vision encoders that also cluster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.error import URLError
 
@@ -26,7 +26,8 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
     Args:
         name: `inception` (the one of the published FID, through torch-fidelity, extra `fid`; `inception:FILE`
             reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub
-            name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`.
+            name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`. A
+            DINOv2 gives its class token here; to cluster by, `vision_encoder` takes the patch tokens' mean.
         size: side in pixels that it sees; by default its own. Inception has no other.
         device: where it runs.
 
@@ -41,7 +42,14 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
         )
     if "/" in name and _model_type(name) == "clip":
         return _clip(name, size, device)
-    return vision_encoder(name, size, device)
+    found = vision_encoder(name, size, device)
+    return replace(found, pool=_class_token, token="class") if found.kind == "dinov2" else found
+
+
+def _class_token(network: Any, pixels: Tensor) -> Tensor:
+    """What the published distances on DINOv2 (Stein et al. 2023) are taken on: its output after the norm."""
+    token: Tensor = network(pixel_values=pixels).pooler_output
+    return token
 
 
 @dataclass

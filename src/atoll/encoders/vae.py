@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.pictures import to_images
 from atoll.encoders.weights import weights_hash
 
 # channels and factor of well-known autoencoders, so that a plan need not ask for their config
@@ -55,12 +56,33 @@ class Autoencoder:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels `(B, 3 or 1, H, W)` float32 in [-1, 1] of latents."""
+        """Pixels `(B, 3 or 1, H, W)` float32 of latents: in [-1, 1], or NaN where they are no number."""
         if self.network is None:
-            return latents.clamp(-1, 1)
+            return _clamped(latents)
         z = latents.to(self.device) / self.scale + self.shift
         decoded: Tensor = self.network.decode(z).sample  # type: ignore[operator]
-        return decoded.float().cpu().clamp(-1, 1)
+        return _clamped(decoded.float().cpu())
+
+    def pictures(self, latents: Tensor, numbers: Sequence[int] | None = None) -> list[Image.Image]:
+        """Pictures of latents `(B, C, H, W)`.
+
+        Args:
+            latents: of one batch.
+            numbers: of the pictures, by which one that is broken is named; by default from 0 on.
+
+        Raises:
+            DataError: a picture holds NaN or infinity, which 8 bits would make grey or white.
+        """
+        pixels = self.decode(latents)
+        broken = ~torch.isfinite(pixels).flatten(1).all(dim=1)
+        if bool(broken.any()):
+            first = int(broken.nonzero()[0])
+            raise DataError(
+                f"picture {first if numbers is None else numbers[first]} holds NaN or infinity"
+                f" ({int(broken.sum())} of {len(pixels)} in its batch)",
+                "the weights are of no use: look at the training's losses",
+            )
+        return to_images(pixels)
 
 
 def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
@@ -125,12 +147,16 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
     return channels, size // factor
 
 
-def autoencoder_of(producer: Mapping[str, Any]) -> Autoencoder:
+def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu") -> Autoencoder:
     """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now."""
-    vae = autoencoder(producer["name"])
+    vae = autoencoder(producer["name"], device)
     if vae.producer() != dict(producer):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
+
+
+def _clamped(pixels: Tensor) -> Tensor:
+    return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 
 
 def _pixels(pictures: Sequence[Image.Image]) -> Tensor:

@@ -28,6 +28,7 @@ class VisionEncoder:
         width: D of the features.
         resize: how: `bicubic`, by Pillow to 8 bits, or a kernel that is part of the network.
         kind: what network it is.
+        token: what of a DINOv2 is the feature, if it is not the mean of the patch tokens.
     """
 
     name: str
@@ -39,6 +40,7 @@ class VisionEncoder:
     device: str = "cpu"
     resize: str = "bicubic"
     kind: str = "efficientnet"
+    token: str | None = None
 
     def producer(self) -> dict[str, Any]:
         """What made a column of features: name, weights' hash and transform."""
@@ -47,6 +49,7 @@ class VisionEncoder:
             "hash": weights_hash(self.network),
             "size": self.size,
             "resize": self.resize,
+            **({"token": self.token} if self.token else {}),
         }
 
     @torch.inference_mode()

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from atoll.base.condition import Condition
-from atoll.base.pictures import to_images
 from atoll.base.rng import generator
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
@@ -40,6 +39,7 @@ def draw(
     conditions: "Conditions",
     seed: int,
     config: CompareConfig,
+    device: torch.device | str = "cpu",
 ) -> Drawn:
     """Sample one network, or the ensemble under a routing strategy, at given conditions.
 
@@ -52,12 +52,17 @@ def draw(
         conditions: one for each picture.
         seed: of noise and routing.
         config: steps, guidance and batch.
+        device: where the model is.
+
+    Raises:
+        DataError: a picture holds NaN or infinity.
     """
     start, found, traces = time.monotonic(), dict[int, Image.Image](), []
     strategy = Routing.named(routing or "full")  # does not count for one network
-    sampling = Sampling(strategy, config.guidance, config.steps, seed, conditions.latent_shape, config.batch)
+    shape = conditions.latent_shape
+    sampling = Sampling(strategy, config.guidance, config.steps, seed, shape, config.batch, device)
     for batch in drawn_batches(model, conditions, len(conditions), sampling):
-        found |= dict(zip(batch.rows, to_images(vae.decode(batch.latents)), strict=True))
+        found |= dict(zip(batch.rows, vae.pictures(batch.latents.cpu(), batch.rows), strict=True))
         if batch.trace is not None:
             traces.append(batch.trace)
     trace = None

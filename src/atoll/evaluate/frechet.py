@@ -80,10 +80,18 @@ def must_be_regular(
 
 
 def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
-    """Squared Fréchet distance between two Gaussians of known mean `(D,)` and covariance `(D, D)`."""
+    """Squared Fréchet distance between two Gaussians of known mean `(D,)` and covariance `(D, D)`.
+
+    Covariances may be singular. Equal ones give 0 up to rounding, which never makes it negative.
+    """
     # tr (C1 C2)^(1/2) through the symmetric A C2 A with A = C1^(1/2): real and stable.
     values, vectors = np.linalg.eigh(c1)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
     middle = np.linalg.eigvalsh(root @ c2 @ root)
     trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
-    return float(((m1 - m2) ** 2).sum() + trace)
+    return max(0.0, float(((m1 - m2) ** 2).sum() + trace))
+
+
+def rank(moments: Moments) -> int:
+    """How many dimensions the features fill: fewer than they have if their covariance is singular."""
+    return int(np.linalg.matrix_rank(moments.covariance, hermitian=True))

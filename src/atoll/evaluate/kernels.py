@@ -41,7 +41,8 @@ def kid(
         samples: features that are judged.
         reference: what they are held against.
         subsets: how many.
-        size: rows of each set in a subset; a larger one than a set is refused.
+        size: rows of each set in a subset; a larger one than a set is refused. A set of that many rows is the
+            same in every subset, so there is no deviation then, and of two such sets one subset is enough.
         seed: of the subsets.
         device: where it is computed.
 
@@ -51,14 +52,15 @@ def kid(
     least = min(len(samples), len(reference))
     if not 2 <= size <= least:
         raise DataError(f"subsets of {size} out of {least} pictures", f"use subsets of 2 to {least}")
+    whole = [len(rows) == size for rows in (samples, reference)]
     values = []
-    for number in range(subsets):
+    for number in range(1 if all(whole) else subsets):
         own, other = (
             torch.randperm(len(rows), generator=generator(seed, f"kid/{which}", number))[:size].numpy()
             for rows, which in ((samples, "samples"), (reference, "reference"))
         )
         values.append(_mmd(samples, reference, _polynomial, own, other, unbiased=True, device=device))
-    return Spread(float(np.mean(values)), float(np.std(values)))
+    return Spread(float(np.mean(values)), None if any(whole) else float(np.std(values)))
 
 
 def cmmd(

@@ -8,8 +8,9 @@ import torch
 
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.evaluate.features import FeatureSet
-from atoll.evaluate.frechet import Projection, frechet_between, must_be_regular
+from atoll.evaluate.frechet import Projection, frechet_between, must_be_regular, rank
 from atoll.evaluate.kernels import CMMD_SCALE, CMMD_SIGMA, Spread, cmmd, kid
+from atoll.evaluate.moments import Moments
 from atoll.evaluate.neighbours import DENSITY_K, PRECISION_K, neighbourhoods
 from atoll.evaluate.settings import EvaluateConfig
 
@@ -28,30 +29,33 @@ class Value:
         value: the number.
         deviation: standard deviation over subsets (KID) or pictures (CLIP score); None for a single number.
         settings: what else decides it.
+        note: what a reader of the number must know beside it.
     """
 
     label: str
     value: float
     deviation: float | None
     settings: dict[str, Any]
+    note: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a report."""
         return asdict(self)
 
 
-def parse(names: str, kind: str) -> list[str]:
+def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
     """Metrics out of `frechet,kid,...`.
 
     Args:
         names: separated by commas; `all` is every one that the extractor's kind allows.
         kind: of the extractor: FID is Inception's alone, and CLIP score CLIP's.
+        captioned: whether the pictures have captions, without which there is no CLIP score.
 
     Raises:
-        ConfigError: an unknown metric, or one of another extractor.
+        ConfigError: an unknown metric, one of another extractor, or one that captions are missing for.
     """
     if names.strip() == "all":
-        return [name for name in METRICS if name != "clip-score" or kind == "clip"]
+        return [name for name in METRICS if name != "clip-score" or (kind == "clip" and captioned)]
     found = []
     for name in (part.strip().lower() for part in names.split(",")):
         if name == "fid" and kind != "inception":
@@ -63,6 +67,10 @@ def parse(names: str, kind: str) -> list[str]:
             raise ConfigError(f"unknown metric {name!r}", nearest(name, METRICS))
         if chosen == "clip-score" and kind != "clip":
             raise ConfigError("the CLIP score needs CLIP", "give --extractor openai/clip-vit-large-patch14")
+        if chosen == "clip-score" and not captioned:
+            raise ConfigError(
+                "the CLIP score needs captions, and a folder of pictures has none", "leave it out"
+            )
         found.append(chosen)
     return list(dict.fromkeys(found))
 
@@ -137,12 +145,23 @@ class Comparison:
         title = label(metric, self.kind, self.name)
         if settings.get("components", width) < width:
             title = f"Fréchet distance on {settings['components']} components of {self.name}"
-        return Value(title, spread.value, spread.deviation, settings)
+        return Value(title, spread.value, spread.deviation, settings, self._note(metric, settings))
+
+    def _note(self, metric: str, settings: dict[str, Any]) -> str | None:
+        if metric != "frechet":
+            return None
+        named = zip(("samples", "reference"), self._compared(settings["components"]), strict=True)
+        flat = [
+            f"the covariance of the {name} is singular: they fill {found} of {moments.width} dimensions"
+            for name, moments in named
+            if (found := rank(moments)) < moments.width
+        ]
+        return "; ".join(flat) or None
 
     def _spread(self, metric: str) -> Spread:
         settings = self.settings(metric)
         if metric == "frechet":
-            return Spread(self._frechet(settings["components"]))
+            return Spread(frechet_between(*self._compared(settings["components"])))
         if metric == "clip-score":
             scores = self.samples.scores
             return Spread(float(scores.mean[0]), float(scores.covariance[0, 0] ** 0.5))
@@ -151,12 +170,13 @@ class Comparison:
             return kid(*rows, settings["subsets"], settings["size"], settings["seed"], self.device)
         return Spread(cmmd(*rows, settings["sigma"], self.device))
 
-    def _frechet(self, components: int) -> float:
+    def _compared(self, components: int) -> tuple[Moments, Moments]:
+        """Moments of samples and reference on the reference's components."""
         one, other = self.samples.moments, self.reference.moments
         if components == one.width:
-            return frechet_between(one, other)
+            return one, other
         axes = Projection.of_moments(other, components)
-        return frechet_between(*(moments.project(axes.mean, axes.axes) for moments in (one, other)))
+        return one.project(axes.mean, axes.axes), other.project(axes.mean, axes.axes)
 
 
 def settings_of(

@@ -4,7 +4,9 @@ A picture's ball reaches to its k-th nearest neighbour in its own set. Precision
 k = 3) is the share of samples in the ball of any reference picture, recall the share of reference pictures in
 the ball of any sample. Density (Naeem et al. 2020, k = 5) is how many balls of the reference hold a sample,
 over k; coverage is the share of balls of the reference that hold any sample. As in the papers' programs, the
-balls of precision and recall hold their edge, those of density and coverage do not.
+balls of precision and recall hold their edge, those of density and coverage do not. Squared distances come
+from a product of matrices; two that differ by less than its rounding count as equal, so that copies of one
+picture, as a collapsed model makes them, lie exactly on an edge.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from atoll.base.errors import DataError
 from atoll.evaluate.features import FeatureRows
 
 PRECISION_K, DENSITY_K = 3, 5
+ROUNDING = 1e-12
+"""Of a squared distance, as a part of the two squared lengths that it is the difference of."""
 BLOCK = 1024
 """Rows of each set whose distances are held at once, in a handful of copies."""
 
@@ -32,7 +36,7 @@ def radii(rows: FeatureRows, k: int, device: torch.device | str = "cpu") -> Tens
     for first, block in _numbered(rows, device):
         nearest = block.new_full((len(block), k), torch.inf)
         for other, rest in _numbered(rows, device):
-            distances = _squared(block, rest)
+            distances = _squared(block, rest)[0]
             if other == first:
                 distances.fill_diagonal_(torch.inf)  # not its own neighbour
             nearest = torch.cat([nearest, distances], dim=1).topk(k, largest=False).values
@@ -61,10 +65,11 @@ def neighbourhoods(
         here = slice(first, first + len(block))
         for other, rest in _numbered(reference, device):
             there = slice(other, other + len(rest))
-            distances = _squared(block, rest)
-            inside = distances < dense[there]
-            precise[here] += (distances <= wide[there]).sum(1)
+            distances, rounding = _squared(block, rest)
+            inside = distances < dense[there] - rounding
             held[here] += inside.sum(1)
+            distances -= rounding
+            precise[here] += (distances <= wide[there]).sum(1)
             recalled[there] |= (distances <= own[here, None]).any(0)
             covered[there] |= inside.any(0)
     return {
@@ -81,6 +86,7 @@ def _numbered(rows: FeatureRows, device: torch.device | str) -> Iterator[tuple[i
         yield number * BLOCK, torch.from_numpy(block).to(device).double()
 
 
-def _squared(one: Tensor, other: Tensor) -> Tensor:
+def _squared(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances `(B, C)` of rows `(B, D)` and `(C, D)`, and what of them may be rounding."""
     lengths = (one**2).sum(1)[:, None] + (other**2).sum(1)
-    return torch.addmm(lengths, one, other.T, alpha=-2).clamp_(min=0)
+    return torch.addmm(lengths, one, other.T, alpha=-2).clamp_(min=0), lengths.mul_(ROUNDING)

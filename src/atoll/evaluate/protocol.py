@@ -24,6 +24,8 @@ class Protocol(Config):
     """Digest of its weights."""
     extractor_size: int
     """Side in pixels that it sees."""
+    extractor_token: str | None = None
+    """What of a DINOv2 is the feature."""
     resize: str
     """How pictures are brought to that size."""
     rounding: str

@@ -21,6 +21,7 @@ from atoll.store.manifest import FileEntry, check_file
 from atoll.store.store import Store
 
 SCHEMA = 1
+ROWS = "-rows"
 
 
 class Origin(Config):
@@ -46,8 +47,12 @@ class Origin(Config):
 
 
 def save(store: Store, prefix: str, made: FeatureSet, origin: Origin) -> str:
-    """Write `KEY.safetensors` and, last, `KEY.json` below a folder; the key of the JSON."""
-    name = origin.key
+    """Write `NAME.safetensors` and, last, `NAME.json` below a folder; the key of the JSON.
+
+    NAME is the origin's key, with `-rows` where the features themselves are kept: so those that are added
+    later never replace a file that a JSON names.
+    """
+    name = origin.key + (ROWS if made.rows is not None else "")
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "statistics.safetensors"
         _write(path, made)
@@ -59,6 +64,12 @@ def save(store: Store, prefix: str, made: FeatureSet, origin: Origin) -> str:
     rows = made.rows is not None
     store.put_json(f"{prefix}/{name}.json", {**about, "rows": rows, "files": [entry.model_dump()]})
     return f"{prefix}/{name}.json"
+
+
+def saved(store: Store, prefix: str, origin: Origin, keep_rows: bool) -> str | None:
+    """The key of the JSON of statistics that are there already, if they are; `keep_rows` as below."""
+    names = (origin.key + ROWS, *(() if keep_rows else (origin.key,)))
+    return next((key for name in names if store.exists(key := f"{prefix}/{name}.json")), None)
 
 
 def origin_of(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> Origin:
@@ -77,8 +88,8 @@ def origin_of(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
         raise DataError(f"{name} has no statistics of schema {SCHEMA}", "make them again: atoll evaluate")
     origin = Origin.parse({field: about.get(field) for field in Origin.model_fields}, name)
-    for what in ("hash", "size", "resize"):  # the hash says which one it is, whatever it was called
-        theirs, own = origin.extractor.get(what), extractor[what]
+    for what in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
+        theirs, own = origin.extractor.get(what), extractor.get(what)
         if theirs != own:
             names = f"{origin.extractor.get('name')}, {what} {_short(theirs)} instead of {_short(own)}"
             fix = "give the pictures, or statistics made by the same one"

@@ -29,9 +29,9 @@ class CompareConfig(Config):
     batch: int = Field(default=250, ge=1)
     """Pictures sampled at once; it does not change them."""
     extractor: str = "efficientnet-lite2"
-    """Vision encoder whose features are compared: another one than the partition's."""
-    extractor_size: int = Field(default=64, ge=8)
-    """Side in pixels that it sees."""
+    """Network whose features are compared: another one than the partition's."""
+    extractor_size: int | None = Field(default=None, ge=8)
+    """Side in pixels that it sees; its own if not set."""
     components: int = Field(default=64, ge=1)
     """Most principal components that the distance is taken in; half the pictures at hand if that is less."""
     fit_rows: int = Field(default=2000, ge=2)
