@@ -24,7 +24,11 @@ from typing import Any
 import yaml
 from harness import finish, median_row, row
 
+from atoll.evaluate.seeds import unlike
+
 STRATEGIES = ["commit", "top-1"]
+OWN = ("same_features_as_partition", "sweep", "curve")
+"""What a variant may have been asked for otherwise: it decides no number here."""
 Result = dict[str, Any]
 """What `compare.json` says."""
 
@@ -49,7 +53,7 @@ def main() -> None:
     found = {}
     for name in options.only or variants:
         folder = options.to / "-".join(re.findall(r"\w+", name))
-        found[name] = run(folder, settings, variants[name], options.threads)
+        found[name] = run(folder, settings, variants[name], options.threads, base)
     finish("ablations", table(base, found, options.strategies), options.json, {"metric": base["metric"]})
 
 
@@ -73,6 +77,7 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     settings |= {"monolith": False, "student": None, "launch": {}, "tracking": {}}
     names = {"samples": "samples", "steps": "steps", "guidance": "guidance"}
     names |= {"name": "extractor", "size": "extractor_size", "components": "components"}
+    names |= {"fit_rows": "fit_rows"} if "fit_rows" in metric else {}
     settings["compare"] = {to: metric[name] for name, to in names.items()} | {"strategies": strategies}
     settings["compare"]["conditions"] = metric["conditions"].split()[1]  # "of heldout rows"
     budget, share = settings["budget"], settings["budget"]["seed"]
@@ -83,7 +88,7 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     return settings
 
 
-def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int) -> Result:
+def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, base: Result) -> Result:
     """Train and compare a variant, as far as that has not happened yet; what its comparison says."""
     atoll = [sys.executable, "-m", "atoll"]
     if not (folder / "campaign.yaml").exists():
@@ -94,6 +99,8 @@ def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int) -
         subprocess.run([*atoll, stage[0], str(folder), *changes, *stage[1:]], check=True)
     made = json.loads((folder / "campaign.json").read_text())["config"]
     found: Result = json.loads((folder / "reports/compare.json").read_text())
+    if differs := [name for name in unlike(base, found) if name not in OWN]:
+        raise SystemExit(f"{folder} was measured otherwise: {', '.join(differs)}; remove it")
     return found | {"from_seed": made["network"]["init"] == settings["network"]["init"] != "scratch"}
 
 

@@ -12,7 +12,6 @@ trains two tiny campaigns by itself, whose distances mean nothing.
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import finish, interval, median_row, row
+from harness import finish, median_row, row
+
+from atoll.evaluate.seeds import interval, unlike
 
 QUICK = [
     "student={step_share: 1.0}",
@@ -31,7 +32,6 @@ QUICK = [
     "compare.steps=5",
     "compare.strategies=[commit]",
 ]  # fmt: skip
-SAME = ("name", "hash", "size", "components", "samples", "steps", "guidance", "conditions", "sampler")
 
 
 def main() -> None:
@@ -48,9 +48,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = options.campaigns or [tiny(Path(scratch), seed) for seed in (0, 1)]
         found, thirds = ([read(folder) for folder in some] for some in (folders, options.third))
-    same = {json.dumps({key: one["metric"].get(key) for key in SAME}) for one in (*found, *thirds)}
-    if len(same) != 1:
-        raise SystemExit("these campaigns were compared in different ways: " + " | ".join(sorted(same)))
+    for one in (*found, *thirds):
+        if differs := unlike(found[0], one):
+            raise SystemExit(f"{one['folder']} was compared otherwise: {', '.join(differs)}")
     notes = {
         "metric": found[0]["metric"],
         "quick": options.quick,
@@ -91,9 +91,7 @@ def difference(
         (f"distance - {other}'s", [a - b for a, b in zip(values, base, strict=True)]),
         (f"(distance - {other}'s) / it", shares),
     ):
-        low, high = interval(each)
-        spread = None if math.isnan(low) else (low, high)
-        lines.append(row(one, metric, statistics.mean(each), spread=spread))
+        lines.append(row(one, metric, statistics.mean(each), spread=interval(each)))
     if bound and lines[0]["spread"]:
         low = lines[0]["spread"][0]
         lines.append(row(one, "lower end of the difference", low, target=("<=", 0.0)))

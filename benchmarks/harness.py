@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student_t
+from atoll.evaluate.seeds import interval
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,19 +48,11 @@ def median_row(
     return row(case, metric, statistics.median(values), unit, (min(values), max(values)), **target)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean; not a number for a single value."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values) - half, statistics.mean(values) + half
-
-
-def ratio_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, low and high of paired ratios: the 95 % interval is Student's, of the logarithms."""
+def ratio_interval(ratios: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """Mean of paired ratios and its 95 % interval: Student's, of the logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
-    low, high = interval(logs)
-    return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
+    found = interval(logs)
+    return math.exp(statistics.fmean(logs)), found and (math.exp(found[0]), math.exp(found[1]))
 
 
 def finish(

@@ -63,8 +63,8 @@ def table(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
         ratios = [mixed["distance"][name] / flow["distance"][name] for flow, mixed in pairs]
         rows.append(median_row(name, "distance, mixed / flow", ratios))
         if len(ratios) > 1:
-            mean, low, high = ratio_interval(ratios)
-            rows.append(row(name, "the same, mean and 95 % interval", mean, spread=(low, high)))
+            mean, spread = ratio_interval(ratios)
+            rows.append(row(name, "the same, mean and 95 % interval", mean, spread=spread))
         for case, number in (("flow", 0), ("mixed", 1)):
             rows.append(
                 median_row(f"{name}, {case}", "distance", [both[number]["distance"][name] for both in pairs])

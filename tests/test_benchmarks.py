@@ -49,7 +49,8 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
             "rows": [
                 {"name": "monolith", "distance": m, "router_share": 0.0},
                 {"name": "commit", "distance": d},
-            ]
+            ],
+            "train_flops": {"monolith": 100.0, "experts": 90.0, "router": 4.0, "seed": 5.0},
         }
         for m, d in ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
     ]
@@ -59,6 +60,8 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
     apart = lines["commit", "distance - monolith, 95 %"]
     half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
+    assert lines["ensemble", "training FLOPs / monolith"]["value"] == 0.99
+    assert lines["commit", "distance"]["spread"] == [8.0, 40.0]
 
 
 def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: Any) -> None:
@@ -89,7 +92,7 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
     assert lines["commit", "best guidance"]["spread"] == [2.0, 3.0]
     assert lines["commit, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
     (reach,) = (line for line in lines.values() if "final distance" in line["metric"])
-    assert reach["metric"].endswith("in 2 of 3, at most") and reach["value"] == pytest.approx(0.45)
+    assert reach["metric"].endswith("at most, in 2 of 3") and reach["value"] == pytest.approx(0.45)
     assert len(lines) == 6, "the monolith has a best guidance and no ratio"
 
 

@@ -291,13 +291,24 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
 
 
 @atoll.command()
-@CAMPAIGN
+@click.argument("campaigns", metavar="CAMPAIGN...", nargs=-1, required=True)
+@click.option("--out", default=".", show_default=True, help="Where reports/seeds.json of several goes.")
 @SETS
-def compare(campaign: str, sets: tuple[str, ...]) -> None:
-    """Measure monolith, student, and the ensemble under every strategy."""
-    from atoll.campaign.comparison import compare_campaign
+def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
+    """Measure monolith, student, and the ensemble under every strategy.
 
-    compare_campaign(_open(campaign, sets))
+    Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
+    range of every number, and the mean with its 95 % interval.
+    """
+    from atoll.campaign.comparison import compare_campaign
+    from atoll.campaign.several import compare_campaigns
+    from atoll.store.store import Store
+
+    opened = [_open(campaign, sets) for campaign in campaigns]
+    if len(opened) == 1:
+        compare_campaign(opened[0])
+    else:
+        compare_campaigns(opened, Store.open(out, create=True))
 
 
 @atoll.command()

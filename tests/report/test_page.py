@@ -561,3 +561,18 @@ def test_the_command_writes_it(builder: Builder, monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(atoll.cli.atoll, ["report", builder.store.location])
     assert result.output == f"wrote {builder.store.name('reports/index.html')}\n"
     assert Store.open(builder.store.location).exists("reports/summary.json")
+
+
+def test_numbers_of_other_weights_are_said_to_be(builder: Builder):
+    """Whoever trains or assembles after a comparison must not read its distances as those of today."""
+    builder.whole()
+    experts = {"experts/0": "aa" * 32, "router": "bb" * 32}
+    builder.store.put_json("ensemble/ensemble.json", {"parts": experts})
+    builder.compare(parts={**experts, "monolith": "cd" * 32})
+    assert "the models have changed" not in page(builder).text()
+    builder.store.put_json("ensemble/ensemble.json", {"parts": {**experts, "experts/1": "ee" * 32}})
+    assert "Since atoll compare the models have changed" in page(builder).text()
+    builder.compare(parts={**experts, "experts/1": "ee" * 32, "monolith": "ff" * 32})
+    assert "Since atoll compare the models have changed" in page(builder).text()
+    builder.compare()
+    assert "the models have changed" not in page(builder).text(), "an earlier version did not say"

@@ -28,6 +28,7 @@ from atoll.ensemble.expert import read_card
 from atoll.ensemble.routing import Routing
 from atoll.evaluate.compare import SCHEMA, Conditions
 from atoll.evaluate.pairs import Kept, pair_table
+from atoll.evaluate.pictures import Rows
 from atoll.evaluate.settings import BEYOND, CompareConfig
 from atoll.evaluate.streams import to_csv
 from atoll.evaluate.sweeps import BASE
@@ -220,7 +221,10 @@ def _metric(bench: Bench) -> dict[str, Any]:
         "distance": f"Fréchet distance on {judge.components} principal components of {config.extractor}",
         **judge.encoder.producer(),  # its name, hash and size
         "components": judge.components,
+        "axes": "of training pictures",
+        "fit_rows": config.fit_rows,
         "reference": "held-out pictures",
+        "reference_hash": Rows(bench.dataset, "heldout").digest,
         "reference_rows": len(judge.features),
         "samples": config.samples,
         "conditions": f"of {config.conditions} rows",

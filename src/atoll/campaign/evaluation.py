@@ -32,7 +32,7 @@ from atoll.store.store import Store
 from atoll.train.parallel import ParallelConfig, World, joined
 
 REPORTS = "reports/evaluate"
-COMPARED = ("routing", "guidance", "steps")
+COMPARED = ("routing", "guidance", "steps", "seed")
 """Fields that results of one campaign usually differ in: columns of its table."""
 
 
@@ -298,6 +298,8 @@ def _bring(world: World, part: FeatureSet, rank: int) -> None:
 def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
     """The table of all results of a campaign, with warnings where their protocols differ; also as CSV.
 
+    Results of another version are left out, which is said.
+
     Raises:
         DataError: there are none.
     """
@@ -308,7 +310,14 @@ def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
     ]
     if not keys:
         raise DataError(f"{store.location} has no results", "make one: atoll evaluate")
-    found = [Result.read(store.get_json(key), store.name(key)) for key in keys]
+    found = []
+    for key in keys:
+        try:
+            found.append(Result.read(store.get_json(key), store.name(key)))
+        except DataError as error:
+            say(f"warning: left out: {error}")
+    if not found:
+        raise DataError(f"{store.location} has no results of this version", "make one: atoll evaluate")
     made = table(sorted(found, key=lambda result: str(result.subject["name"])), compared)
     store.put(f"{REPORTS}/table.csv", made.to_csv())
     return made.text()

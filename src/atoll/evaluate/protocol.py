@@ -1,5 +1,6 @@
 """What decides a result beside the model, so that unlike ones are not compared unawares."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,7 @@ class Table:
         lines: the table, a line each, header first.
         warnings: which fields of the protocols differ, so that numbers may not be compared.
         notes: differences that are likely harmless.
-        rows: the same as plain values, for CSV.
+        rows: the same as plain values, for CSV; `of` tells weights or pictures of one name apart.
     """
 
     lines: list[str]
@@ -157,7 +158,9 @@ def table(results: Sequence[Result], compared: Collection[str] = ()) -> Table:
             )
     names = [name for name in METRICS if any(name in result.values for result in results)]
     rows = [_row(result, names, compared) for result in results]
-    header = ["name", *compared, *names]
+    seen = {(row["name"], row["of"]) for row in rows}
+    versions = Counter(str(name) for name, _ in sorted(seen))
+    header = ["name", *(["of"] if max(versions.values()) > 1 else []), *compared, *names]
     cells = [[_cell(row[column]) for column in header] for row in rows]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     lines = [
@@ -165,6 +168,11 @@ def table(results: Sequence[Result], compared: Collection[str] = ()) -> Table:
         for line in [header, *cells]
     ]
     warnings, notes = _differences(results, compared)
+    warnings += [
+        f"{name} was not always the same: its results are of {count} versions; see the column 'of'"
+        for name, count in versions.items()
+        if count > 1
+    ]
     for name in names:
         labels = list(dict.fromkeys(r.values[name]["label"] for r in results if name in r.values))
         settings = {digest(r.values[name]["settings"]) for r in results if name in r.values}
@@ -177,7 +185,11 @@ def table(results: Sequence[Result], compared: Collection[str] = ()) -> Table:
 
 def _row(result: Result, names: Sequence[str], compared: Collection[str]) -> dict[str, Any]:
     fields = result.protocol.model_dump(mode="json")
-    row: dict[str, Any] = {"name": result.subject["name"], "key": result.key}
+    row: dict[str, Any] = {
+        "name": result.subject["name"],
+        "of": digest(result.subject)[:8],
+        "key": result.key,
+    }
     row |= {field: fields[field] for field in compared}
     for name in names:
         value = result.values.get(name, {})

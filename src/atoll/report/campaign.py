@@ -269,6 +269,7 @@ class Campaign:
         comparison: None before `atoll compare`.
         diagnosis: None before `atoll diagnose`.
         stages: seconds by stage, where the quickstart wrote them.
+        stale: commands whose results are of other weights than those that are published now.
     """
 
     name: str
@@ -284,6 +285,7 @@ class Campaign:
     comparison: Comparison | None
     diagnosis: Diagnosis | None
     stages: dict[str, float] | None
+    stale: tuple[str, ...] = ()
 
     @property
     def runs(self) -> tuple[Run, ...]:

@@ -86,7 +86,22 @@ def collect(store: Store) -> Campaign:
         comparison=_comparison(store),
         diagnosis=_diagnosis(store),
         stages=_stages(store),
+        stale=tuple(_stale(store)),
     )
+
+
+def _stale(store: Store) -> Iterator[str]:
+    """Commands that measured other weights than are published now: something was trained since."""
+    ensemble = _optional(store, "ensemble/ensemble.json") or {}
+    now = dict(ensemble.get("parts") or {})
+    for key, command in (("compare", "atoll compare"), ("diagnostics", "atoll diagnose")):
+        measured = dict((_optional(store, f"reports/{key}.json") or {}).get("parts") or {})
+        if not measured:
+            continue  # nothing, or by a version that did not say
+        single = [name for name in measured if name in ("monolith", "student")]
+        cards = {name: _card(store, f"{name}/expert/card.json") for name in single}
+        if measured != now | {name: card.weights for name, card in cards.items() if card}:
+            yield command
 
 
 def _partition(store: Store) -> Partition:

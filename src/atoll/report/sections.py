@@ -33,6 +33,7 @@ def header(campaign: Campaign) -> Section:
         "ring": figures.ring(made.sizes),
         "tiles": _tiles(campaign),
         "unfinished": unfinished,
+        "stale": campaign.stale,
         "verdict": _verdict(compared) if compared else None,
     }
 
