@@ -2,6 +2,7 @@
 
     python benchmarks/ablations.py CAMPAIGN --to FOLDER [--only NAME ...] [--json PATH]
     python benchmarks/ablations.py CAMPAIGN --to FOLDER --variant NAME KEY=VALUE ... [--variant ...]
+    python benchmarks/ablations.py --quick
 
 A variant is a campaign in FOLDER on the same data, with the same settings but for its own. Where CAMPAIGN has
 a seed run, the variant's experts start from that one and have what it left of the budget, so that experts,
@@ -17,12 +18,13 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import finish, median_row, row
+from harness import finish, median_row, row, tiny
 
 from atoll.evaluate.seeds import unlike
 
@@ -35,14 +37,27 @@ Result = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("campaign", type=Path, help="launched and compared")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the variants' campaigns")
+    parser.add_argument("campaign", type=Path, nargs="?", help="launched and compared")
+    parser.add_argument("--to", type=Path, help="folder of the variants' campaigns")
     parser.add_argument("--variant", nargs="+", action="append", metavar=("NAME", "KEY=VALUE"), default=[])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these of the paper's variants")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--threads", type=int, default=0, help="of the comparisons; 0 for all cores")
+    parser.add_argument("--quick", action="store_true", help="a tiny campaign of its own, and one variant")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.quick == bool(options.campaign) or bool(options.campaign) != bool(options.to):
+        parser.error("give CAMPAIGN and --to FOLDER, or --quick")
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.quick:
+            options.to, options.strategies = Path(scratch) / "variants", ["commit"]
+            options.campaign = tiny(Path(scratch), 0, "partition.k=2", "budget.seed=0.5", "train.threads=1")
+            options.variant = [["random clusters", "partition.method=random"]]
+        measure(parser, options)
+
+
+def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
     if not (options.campaign / "reports/compare.json").is_file():
         parser.error(f"{options.campaign} has not been compared: atoll compare {options.campaign}")
     base = json.loads((options.campaign / "reports/compare.json").read_text())
@@ -54,7 +69,8 @@ def main() -> None:
     for name in options.only or variants:
         folder = options.to / "-".join(re.findall(r"\w+", name))
         found[name] = run(folder, settings, variants[name], options.threads, base)
-    finish("ablations", table(base, found, options.strategies), options.json, {"metric": base["metric"]})
+    notes = {"metric": base["metric"], "quick": options.quick}
+    finish("ablations", table(base, found, options.strategies), options.json, notes)
 
 
 def of_the_paper(settings: Mapping[str, Any]) -> dict[str, list[str]]:

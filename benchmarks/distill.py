@@ -13,25 +13,13 @@ trains two tiny campaigns by itself, whose distances mean nothing.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import finish, median_row, row
+from harness import finish, median_row, row, tiny
 
 from atoll.evaluate.seeds import interval, unlike
-
-QUICK = [
-    "student={step_share: 1.0}",
-    "data.ingest.glyphs.limit=1200",
-    "budget.samples=4000",
-    "compare.samples=100",
-    "compare.fit_rows=300",
-    "compare.steps=5",
-    "compare.strategies=[commit]",
-]  # fmt: skip
 
 
 def main() -> None:
@@ -46,7 +34,8 @@ def main() -> None:
     if options.third and len(options.third) != len(options.campaigns):
         parser.error("give as many campaigns with --third as without")
     with tempfile.TemporaryDirectory() as scratch:
-        folders = options.campaigns or [tiny(Path(scratch), seed) for seed in (0, 1)]
+        own = "student={step_share: 1.0}"
+        folders = options.campaigns or [tiny(Path(scratch), seed, own) for seed in (0, 1)]
         found, thirds = ([read(folder) for folder in some] for some in (folders, options.third))
     for one in (*found, *thirds):
         if differs := unlike(found[0], one):
@@ -110,17 +99,6 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SystemExit(f"{folder} has not been compared: atoll compare {folder}")
     return {"folder": str(folder), **json.loads(path.read_text())}
-
-
-def tiny(scratch: Path, seed: int) -> Path:
-    """A quickstart with a student, small enough for a look at whether all of it works."""
-    folder = scratch / f"seed-{seed}"
-    sets = [part for one in (f"seed={seed}", *QUICK) for part in ("--set", one)]
-    atoll = [sys.executable, "-m", "atoll"]
-    subprocess.run([*atoll, "new", str(folder), "--recipe", "quickstart", *sets], check=True)
-    for stage in ("launch", "compare"):
-        subprocess.run([*atoll, stage, str(folder)], check=True)
-    return folder
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,6 +15,15 @@ from typing import Any
 from atoll.evaluate.seeds import interval
 
 RESULTS = Path(__file__).parent / "results"
+TINY = [
+    "data.ingest.glyphs.limit=1200",
+    "budget.samples=4000",
+    "compare.samples=100",
+    "compare.fit_rows=300",
+    "compare.steps=5",
+    "compare.strategies=[commit]",
+]
+"""Settings of the campaigns that `--quick` trains; their distances mean nothing."""
 
 
 def row(
@@ -76,6 +86,22 @@ def finish(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(f"wrote {path}")
+
+
+def tiny(folder: Path, seed: int, *own: str) -> Path:
+    """A quickstart, trained and compared, just large enough for a look at whether a benchmark works.
+
+    Args:
+        folder: `seed-SEED` in it becomes the campaign.
+        seed: of the campaign.
+        own: further settings.
+    """
+    made, atoll = folder / f"seed-{seed}", [sys.executable, "-m", "atoll"]
+    sets = [part for one in (f"seed={seed}", *TINY, *own) for part in ("--set", one)]
+    subprocess.run([*atoll, "new", str(made), "--recipe", "quickstart", *sets], check=True)
+    for stage in ("launch", "compare"):
+        subprocess.run([*atoll, stage, str(made)], check=True)
+    return made
 
 
 def machine() -> dict[str, Any]:

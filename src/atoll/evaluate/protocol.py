@@ -73,7 +73,7 @@ class Result(Config):
     values: dict[str, dict[str, Any]]
     """By metric: `label`, `value`, `deviation`, `settings`."""
     cost: dict[str, float | None] = {}
-    """Seconds; experts a step, router's share of the operations."""
+    """Seconds; number of processes."""
 
     @property
     def key(self) -> str:
