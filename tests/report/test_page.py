@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -576,3 +577,58 @@ def test_numbers_of_other_weights_are_said_to_be(builder: Builder):
     assert "Since atoll compare the models have changed" in page(builder).text()
     builder.compare()
     assert "the models have changed" not in page(builder).text(), "an earlier version did not say"
+
+
+def evaluated(
+    builder: Builder, key: str, name: str = "ensemble", value: float = 3.5, **protocol: Any
+) -> None:
+    """A report of `atoll evaluate`."""
+    form = {"extractor": "net", "extractor_size": 64, "samples": 1000, "reference": "the campaign's data"}
+    form |= {"reference_count": 1512, "reference_split": "heldout", "guidance": 2.0, "routing": "top-1"}
+    kid = {
+        "label": "kernel distance on net",
+        "value": 0.01234,
+        "deviation": 0.002,
+        "settings": {},
+        "note": None,
+    }
+    frechet = {
+        "label": "Fréchet distance on net",
+        "value": value,
+        "deviation": None,
+        "settings": {"components": 64},
+    }
+    frechet["note"] = "the covariance of the samples is singular"
+    content = {"schema": 1, "subject": {"name": name}, "protocol": form | protocol, "cost": {}}
+    values = {"frechet": frechet, "kid": kid}
+    builder.store.put_json(f"reports/evaluate/{key}.json", {**content, "values": values, "key": key})
+
+
+def test_what_was_evaluated_is_shown_a_table_for_every_protocol(builder: Builder):
+    builder.whole()
+    before = len(page(builder).all("caption"))
+    evaluated(builder, "aa", value=417.25)
+    evaluated(builder, "bb", "monolith", value=542.0, routing=None, seed=1)
+    found = page(builder)
+    assert len(found.all("caption")) == before + 1
+    assert "1,000 pictures against 1,512 of the campaign's data, heldout rows; net at 64 px" in found.text()
+    assert "417.2" in found.text() and "0.01234 ± 0.0020" in found.text()
+    assert "The covariance of the samples is singular." in found.text()
+    assert "numbers of different tables do not compare" not in found.text()
+    evaluated(builder, "cc", "<b>made</b>", samples=50)
+    found = page(builder)
+    assert len(found.all("caption")) == before + 2 and "<b>made</b>" in found.text()
+    assert "numbers of different tables do not compare" in found.text()
+    builder.store.put_json("reports/evaluate/dd.json", {"schema": 9})
+    builder.store.put_json("reports/evaluate/references/ee.json", {"schema": 1})
+    assert len(page(builder).all("caption")) == before + 2
+
+
+def test_a_damaged_evaluation_is_named(builder: Builder):
+    builder.whole()
+    evaluated(builder, "aa")
+    tree = builder.store.get_json("reports/evaluate/aa.json")
+    tree["values"]["frechet"]["value"] = None
+    builder.store.put_json("reports/evaluate/aa.json", tree)
+    with pytest.raises(DataError, match=r"reports/evaluate/aa\.json"):
+        write_report(builder.store)

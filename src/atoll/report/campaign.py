@@ -252,6 +252,21 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """One report of `atoll evaluate`.
+
+    Attributes:
+        name: of the model or the folder of pictures.
+        protocol: how it was measured.
+        values: by metric: `label`, `value`, `deviation`, `settings`, `note`.
+    """
+
+    name: str
+    protocol: dict[str, Any]
+    values: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Campaign:
     """A campaign as far as it is.
 
@@ -269,6 +284,7 @@ class Campaign:
         comparison: None before `atoll compare`.
         diagnosis: None before `atoll diagnose`.
         stages: seconds by stage, where the quickstart wrote them.
+        evaluations: reports of `atoll evaluate`, by name.
         stale: commands whose results are of other weights than those that are published now.
     """
 
@@ -285,6 +301,7 @@ class Campaign:
     comparison: Comparison | None
     diagnosis: Diagnosis | None
     stages: dict[str, float] | None
+    evaluations: tuple[Evaluation, ...] = ()
     stale: tuple[str, ...] = ()
 
     @property

@@ -17,6 +17,7 @@ from atoll.report.campaign import (
     Card,
     Comparison,
     Diagnosis,
+    Evaluation,
     Measured,
     Pair,
     Partition,
@@ -86,8 +87,28 @@ def collect(store: Store) -> Campaign:
         comparison=_comparison(store),
         diagnosis=_diagnosis(store),
         stages=_stages(store),
+        evaluations=tuple(sorted(_evaluations(store), key=lambda one: one.name)),
         stale=tuple(_stale(store)),
     )
+
+
+def _evaluations(store: Store) -> Iterator[Evaluation]:
+    """Those of this version."""
+    folder = "reports/evaluate"
+    for key in store.list(folder):
+        if not key.endswith(".json") or key.count("/") != folder.count("/") + 1:
+            continue
+        found = _json(store, key)
+        with _reading(store, key):
+            if found["schema"] != SCHEMA:
+                continue
+            for value in found["values"].values():
+                if finite(value["value"]) is None or not isinstance(value["settings"], dict):
+                    raise ValueError("a value is no number")
+            protocol = dict(found["protocol"])
+            for name in ("samples", "reference", "reference_count", "extractor", "extractor_size"):
+                protocol[name]
+            yield Evaluation(clean(found["subject"]["name"]), protocol, dict(found["values"]))
 
 
 def _stale(store: Store) -> Iterator[str]:

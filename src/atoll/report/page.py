@@ -6,7 +6,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atoll.report import compared, palette, sections, why, wording
+from atoll.report import compared, evaluated, palette, sections, why, wording
 from atoll.report.campaign import Campaign
 from atoll.report.collect import collect
 from atoll.report.summary import summary
@@ -62,6 +62,7 @@ def render(campaign: Campaign) -> str:
         charts=sections.charts(campaign),
         strategies=sections.strategies(campaign),
         beyond=compared.section(campaign),
+        evaluated=evaluated.section(campaign),
         why=why.section(campaign),
         ledger=sections.ledger(campaign),
         provenance=sections.provenance(campaign),

@@ -1,0 +1,61 @@
+"""What `atoll evaluate` measured: a table for every protocol, so that unlike numbers never share one."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atoll.report.campaign import Campaign, Evaluation
+from atoll.report.sections import Section
+from atoll.report.wording import clean, significant, whole
+
+COLUMNS = ("routing", "guidance", "steps", "seed")
+"""Fields of a protocol that a table is about: they may differ within it."""
+NAMES = ("reference", "extractor", "code")
+"""Fields that decide no number: hashes stand for the first two."""
+
+
+def section(campaign: Campaign) -> Section | None:
+    """Tables by protocol; None before anything was evaluated."""
+    groups: dict[str, list[Evaluation]] = {}
+    for one in campaign.evaluations:
+        key = {name: value for name, value in one.protocol.items() if name not in (*COLUMNS, *NAMES)}
+        key["settings"] = {name: value["settings"] for name, value in one.values.items()}
+        groups.setdefault(json.dumps(key, sort_keys=True), []).append(one)
+    return {"tables": [_table(group) for group in groups.values()]} if groups else None
+
+
+def _table(group: Sequence[Evaluation]) -> Section:
+    about, values = group[0].protocol, group[0].values
+    return {
+        "about": _sentence(about),
+        "measures": [clean(value["label"]) for value in values.values()],
+        "fields": [name for name in COLUMNS if any(one.protocol.get(name) is not None for one in group)],
+        "rows": [
+            {
+                "name": one.name,
+                "fields": {name: _plain(one.protocol.get(name)) for name in COLUMNS},
+                "values": [_number(value) for value in one.values.values()],
+            }
+            for one in group
+        ],
+        "notes": sorted(
+            {clean(value["note"]) for one in group for value in one.values.values() if value.get("note")}
+        ),
+    }
+
+
+def _sentence(about: Mapping[str, Any]) -> str:
+    rows = f", {about['reference_split']} rows" if about.get("reference_split") else ""
+    return clean(
+        f"{whole(about['samples'])} pictures against {whole(about['reference_count'])} of"
+        f" {about['reference']}{rows}; {about['extractor']} at {about['extractor_size']} px"
+    )
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else clean(value)
+
+
+def _number(value: Mapping[str, Any]) -> str:
+    spread = f" ± {significant(value['deviation'], 2)}" if value.get("deviation") is not None else ""
+    return significant(value["value"], 4) + spread
