@@ -79,6 +79,14 @@ def test_a_folder_against_a_folder(
     assert "finished already" in again.out and "Fréchet distance on" in again.out
 
 
+def test_rows_of_what_has_none_are_refused(
+    folders: tuple[Path, Path], net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = command(capsys, *of_folders(folders, net, tmp_path), "--split", "train")
+    refused(answer, "--split train is for a data set", "leave it out")
+    assert not (tmp_path / "reports").exists()
+
+
 def test_a_folder_against_itself(
     folders: tuple[Path, Path], net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,9 @@
 """Networks that judge: CLIP at tiny size, Inception through torch-fidelity where it is installed."""
 
+import hashlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import transformers
 from PIL import Image
 
 from atoll.base.errors import ConfigError
+from atoll.encoders import extractors
 from atoll.encoders.extractors import ClipEncoder, extractor
 from atoll.encoders.vision import vision_encoder
 from helpers_extractors import save_clip, save_dinov2
@@ -68,6 +71,13 @@ def test_a_dinov2_judges_by_its_class_token_and_clusters_by_its_patches(tmp_path
     states = one.network(**processor(pictures(), return_tensors="pt")).last_hidden_state
     torch.testing.assert_close(one.encode(pictures()), states[:, 0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(other.encode(pictures()), states[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_other_weights_of_inception_are_told_by_their_file(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "own.pth").write_bytes(b"own")
+    assert not extractors.is_published(tmp_path / "own.pth")
+    monkeypatch.setattr(extractors, "FID_WEIGHTS", hashlib.sha256(b"own").hexdigest()[:8])
+    assert extractors.is_published(tmp_path / "own.pth")
 
 
 def test_an_efficientnet_is_one_and_the_same() -> None:

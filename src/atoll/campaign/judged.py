@@ -198,7 +198,7 @@ def reference(named: str | None, split: str, campaign: Campaign | None) -> Folde
         campaign: the campaign at hand.
 
     Raises:
-        ConfigError: nothing is named.
+        ConfigError: nothing is named, or rows are asked of what has none.
         DataError: it is nothing of these.
     """
     if named is None:
@@ -207,6 +207,7 @@ def reference(named: str | None, split: str, campaign: Campaign | None) -> Folde
             raise ConfigError("there is nothing to hold the pictures against", fix)
         return Rows(campaign.dataset(), split)
     if named.endswith((".json", ".safetensors")):
+        _has_no_rows(named, split)
         place, _, file = named.rpartition("/")
         return Statistics(
             Store.open(place or "."), file.removesuffix(".safetensors").removesuffix(".json") + ".json"
@@ -220,4 +221,10 @@ def reference(named: str | None, split: str, campaign: Campaign | None) -> Folde
         raise DataError(
             f"{named} is no campaign and no data set", "give one of them, or a local folder of images"
         )
+    _has_no_rows(named, split)
     return Folder(Path(named))
+
+
+def _has_no_rows(named: str, split: str) -> None:
+    if split != "heldout":  # which is the default, so it need not have been asked for
+        raise ConfigError(f"--split {split} is for a data set, and {named} is none", "leave it out")

@@ -1,7 +1,9 @@
 """Networks that judge pictures, by name: Inception, CLIP, and the vision encoders that also cluster."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 from urllib.error import URLError
 
@@ -13,6 +15,8 @@ from atoll.encoders.vision import VisionEncoder, vision_encoder
 
 NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2")
 """Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
+FID_WEIGHTS = "6726825d"
+"""First digits of the SHA-256 of torch-fidelity's weights of Inception, as their file's name has them."""
 TENSORFLOW = "bilinear without antialiasing, in the network (TensorFlow 1)"
 """How Inception's pictures are resized, by the published FID and by ADM's evaluation alike."""
 
@@ -161,6 +165,13 @@ def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
         features: Tensor = net(pixels)[0]
         return features
 
+    kind = "inception" if path is None or is_published(Path(path)) else "inception of other weights"
     return VisionEncoder(
-        name, network, 299, 2048, lambda x: x.to(torch.uint8), pool, device, TENSORFLOW, "inception"
+        name, network, 299, 2048, lambda x: x.to(torch.uint8), pool, device, TENSORFLOW, kind
     )
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file holds the weights of the published FID; a distance on others is none."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().startswith(FID_WEIGHTS)
