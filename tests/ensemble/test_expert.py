@@ -76,6 +76,7 @@ def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
     held = replace(e, card=card()).velocity(x, t, cond)
     reached = [x - t.view(-1, 1, 1, 1) * v for v in (wild, held)]
     assert float(reached[0].abs().max()) > 10 and float(reached[1].abs().max()) <= 1 + 1e-4
+    assert torch.equal(replace(e, bound=1.0).velocity(x, t, cond), held), "a preview has no card yet"
     inside = reached[0].abs() < 1
     torch.testing.assert_close(held[inside], wild[inside])
     flow = expert(0)

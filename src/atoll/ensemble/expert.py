@@ -31,6 +31,7 @@ class Expert:
         prediction: what it predicts.
         schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
+        bound: largest absolute value of its data, if there is one; the card tells it.
     """
 
     network: nn.Module
@@ -38,6 +39,11 @@ class Expert:
     prediction: Prediction
     schedule: str
     card: Card | None = None
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bound is None and self.card is not None:
+            self.bound = bound_of(self.card.latents)
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
@@ -50,8 +56,7 @@ class Expert:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
             return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
-        pixels = self.card is not None and self.card.latents["name"] == "none"
-        return flow_velocity(predict, self.prediction, curve, x_t, t, 1.0 if pixels else None)
+        return flow_velocity(predict, self.prediction, curve, x_t, t, self.bound)
 
     @classmethod
     def load(cls, store: Store, prefix: str) -> "Expert":
@@ -59,6 +64,11 @@ class Expert:
         card, config, weights = read_part(store, prefix)
         network = filled(family(card.family).load(config), weights)
         return cls(network, card.family, card.prediction, card.schedule, card)
+
+
+def bound_of(latents: Mapping[str, Any]) -> float | None:
+    """Largest absolute value of what an autoencoder (by its `producer()`) makes: pixels are in [-1, 1]."""
+    return 1.0 if latents["name"] == "none" else None
 
 
 @dataclass

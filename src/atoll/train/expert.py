@@ -17,7 +17,7 @@ from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.ensemble import SingleField
-from atoll.ensemble.expert import Expert, write_part
+from atoll.ensemble.expert import Expert, bound_of, write_part
 from atoll.ensemble.sample import sample, starting_noise
 from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
@@ -153,8 +153,9 @@ class DenoiserTask:
         index = spread(len(self.train), 12)
         cond = self.train.conditions(index).to(self.device)
         null = self.train.null().to(self.device)
+        objective, bound = self.recipe.objective, bound_of(self.latents)
         denoiser = Expert(
-            self.network, self.family.name, self.recipe.objective.prediction, self.recipe.objective.schedule
+            self.network, self.family.name, objective.prediction, objective.schedule, bound=bound
         )
         shape = (self.train.shape.channels, self.train.shape.size, self.train.shape.size)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
