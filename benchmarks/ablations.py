@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of the comparisons; 0 for all cores")
     parser.add_argument("--quick", action="store_true", help="a tiny campaign of its own, and one variant")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.quick == bool(options.campaign) or bool(options.campaign) != bool(options.to):
         parser.error("give CAMPAIGN and --to FOLDER, or --quick")
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,6 +61,9 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     if not (options.campaign / "reports/compare.json").is_file():
         parser.error(f"{options.campaign} has not been compared: atoll compare {options.campaign}")
     base = json.loads((options.campaign / "reports/compare.json").read_text())
+    if "reference_hash" not in base["metric"]:
+        old = f"{options.campaign}/reports/compare.json"
+        parser.error(f"{old} is of an earlier version: remove it, and compare again (points are kept)")
     settings = derived(options.campaign, options.strategies, base["metric"])
     variants = {name: sets for name, *sets in options.variant} or of_the_paper(settings)
     if unknown := set(options.only or ()) - set(variants):
@@ -93,7 +96,7 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     settings |= {"monolith": False, "student": None, "launch": {}, "tracking": {}}
     names = {"samples": "samples", "steps": "steps", "guidance": "guidance"}
     names |= {"name": "extractor", "size": "extractor_size", "components": "components"}
-    names |= {"fit_rows": "fit_rows"} if "fit_rows" in metric else {}
+    names |= {"fit_rows": "fit_rows"}
     settings["compare"] = {to: metric[name] for name, to in names.items()} | {"strategies": strategies}
     settings["compare"]["conditions"] = metric["conditions"].split()[1]  # "of heldout rows"
     budget, share = settings["budget"], settings["budget"]["seed"]
@@ -116,7 +119,9 @@ def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, b
     made = json.loads((folder / "campaign.json").read_text())["config"]
     found: Result = json.loads((folder / "reports/compare.json").read_text())
     if differs := [name for name in unlike(base, found) if name not in OWN]:
-        raise SystemExit(f"{folder} was measured otherwise: {', '.join(differs)}; remove it")
+        raise SystemExit(
+            f"{folder} was measured otherwise: {', '.join(differs)}; remove its reports/compare.json"
+        )
     return found | {"from_seed": made["network"]["init"] == settings["network"]["init"] != "scratch"}
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two tiny campaigns of its own")
     parser.add_argument("--over", default="monolith", help="the model that others are held against")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.quick == bool(options.campaigns):
         parser.error("give campaigns, or --quick")
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--third", type=Path, nargs="+", default=[])
     parser.add_argument("--quick", action="store_true", help="two tiny campaigns of its own, in minutes")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.quick == bool(options.campaigns):
         parser.error("give campaigns, or --quick")
     if options.third and len(options.third) != len(options.campaigns):

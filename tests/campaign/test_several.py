@@ -50,6 +50,38 @@ def test_each_is_compared_and_all_are_one_table(
     assert again.out.count("finished already") == 2
 
 
+def test_what_one_campaign_lacks_is_told(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One ensemble need not get as far as the monolith: then there is one value, and no interval."""
+    copies = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in pair]
+    for folder, share in zip(copies, (0.5, None), strict=True):
+        assert command(capsys, "compare", folder).code == 0
+        path = folder / "reports/compare.json"
+        found = json.loads(path.read_text())
+        columns, row = (
+            ["model", "of_monolith", "how"],
+            ["commit", share, "never" if share is None else "between"],
+        )
+        found["tables"]["reach"] = {"columns": columns, "rows": [row]}
+        path.write_text(json.dumps(found))
+    answer = command(capsys, "compare", *copies, "--out", tmp_path)
+    assert answer.code == 0 and "0.5 (0.5 to 0.5); 0.5, in 1 of them" in answer.out, answer
+
+
+def test_what_was_measured_otherwise_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loose = changed(Path(shutil.copytree(pair[1], tmp_path / "b")), train={"log_every": 3})
+    assert command(capsys, "compare", pair[0], loose, "--out", tmp_path).code == 0
+    path = loose / "reports/compare.json"
+    found = json.loads(path.read_text())
+    del found["metric"]["reference_hash"]
+    path.write_text(json.dumps(found))
+    answer = command(capsys, "compare", pair[0], loose, "--out", tmp_path)
+    refused(answer, "measured otherwise", "reference_hash", "remove reports/compare.json")
+
+
 def test_campaigns_that_are_no_repetition_are_refused(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,15 @@ def test_numbers_that_are_none_are_refused(bad: float) -> None:
         Projection.fit(y, 2)
 
 
+def test_moments_that_are_no_numbers_are_refused() -> None:
+    """Of saved statistics: their features are not at hand, so nobody has looked at them."""
+    good = np.zeros(2), np.eye(2)
+    for bad in ((np.array([np.nan, 0]), np.eye(2)), (np.zeros(2), np.full((2, 2), np.inf))):
+        for pair in ((*good, *bad), (*bad, *good)):
+            with pytest.raises(DataError, match="the moments hold NaN"):
+                frechet_of_moments(*pair)
+
+
 # Principal components.
 
 

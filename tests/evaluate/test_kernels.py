@@ -45,6 +45,16 @@ def test_kid_of_all_rows_agrees_with_torchmetrics() -> None:
     assert found.value > 0.05 and found.deviation is None
 
 
+@pytest.mark.parametrize("n", [257, 600, 1025])
+def test_halves_add_up_to_the_whole(n: int) -> None:
+    """Large sets are cut in halves that meet once; torch computes all products at once."""
+    x, y = (torch.from_numpy(drawn(seed, n, shift=seed * 0.1)).double() for seed in (0, 1))
+    own, other, across = (((a @ b.T) / x.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
+    within = [(k.sum() - k.diagonal().sum()) / (n * (n - 1)) for k in (own, other)]
+    expected = float(within[0] + within[1] - 2 * across.mean())
+    assert kid(rows(x.numpy()), rows(y.numpy()), 1, n).value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 def test_a_set_that_is_whole_in_every_subset_tells_no_spread() -> None:
     one, other = rows(drawn(0)), rows(drawn(1, 40))
     assert kid(one, other, 5, 40).deviation is None and kid(other, one, 5, 40).deviation is None

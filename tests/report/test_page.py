@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import time
@@ -613,8 +614,18 @@ def test_what_was_evaluated_is_shown_a_table_for_every_protocol(builder: Builder
     assert len(found.all("caption")) == before + 1
     assert "1,000 pictures against 1,512 of the campaign's data, heldout rows; net at 64 px" in found.text()
     assert "417.2" in found.text() and "0.01234 ± 0.0020" in found.text()
-    assert "The covariance of the samples is singular." in found.text()
+    assert "Note: the covariance of the samples is singular." in found.text()
     assert "numbers of different tables do not compare" not in found.text()
+    tree = builder.store.get_json("reports/evaluate/bb.json")
+    tree["values"] = dict(reversed(tree["values"].items()))  # as they were asked for: kid, frechet
+    tree["subject"]["weights"] = {"monolith": "00" * 32}
+    builder.store.put_json("reports/evaluate/bb.json", tree)
+    again = page(builder).text()
+    assert again.replace("monolith*", "monolith") != again, "it is of other weights than are published"
+    assert re.search(r"monolith\*\s*–\s*2\s*1\s*542\.0\s*0\.01234", again)
+    tree["subject"]["weights"] = {"monolith": "cd" * 32}
+    builder.store.put_json("reports/evaluate/bb.json", tree)
+    assert "monolith*" not in page(builder).text()
     evaluated(builder, "cc", "<b>made</b>", samples=50)
     found = page(builder)
     assert len(found.all("caption")) == before + 2 and "<b>made</b>" in found.text()

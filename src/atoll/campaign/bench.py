@@ -6,6 +6,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from atoll.base.errors import DataError
 from atoll.base.pictures import png
@@ -38,12 +39,14 @@ class Subject:
         weights: what its weights are known by, part by part.
         load: brings it.
         single: whether it is one network, which no routing concerns.
+        device: where it is.
     """
 
     name: str
     weights: Mapping[str, str]
     load: Callable[[], Ensemble | Expert]
     single: bool
+    device: torch.device
 
     @property
     def routing(self) -> str | None:
@@ -118,9 +121,9 @@ class Bench:
         """A single network as it was published, or the ensemble under the strategy of this name."""
         if name in (*self.dense, "seed"):
             weights = {name: read_card(self.campaign.store, f"{name}/expert").weights_sha256}
-            return Subject(name, weights, lambda: self._load(name), single=True)
+            return Subject(name, weights, lambda: self._load(name), True, self.device)
         weights = {part: value for part, value in self.parts.items() if part not in self.dense}
-        return Subject(name, weights, lambda: self._load(""), single=False)
+        return Subject(name, weights, lambda: self._load(""), False, self.device)
 
     def _loaded(self, name: str) -> Ensemble | Expert:
         if name:
@@ -167,7 +170,7 @@ class Bench:
     def _draw(self, subject: Subject, guidance: float, samples: int, keep: bool) -> tuple[Row, Kept | None]:
         model, config = subject.load(), self.config.model_copy(update={"guidance": guidance})
         asked = self.conditions.first(samples)
-        drawn = draw(model, self.vae, subject.routing, asked, self.seed, config, self.device)
+        drawn = draw(model, self.vae, subject.routing, asked, self.seed, config, subject.device)
         judge = self.judge(samples)
         features = judge.look(drawn.pictures)
         row = {**judge.measure(features), "seconds": round(drawn.seconds, 1), **cost(model, drawn, config)}
@@ -176,7 +179,7 @@ class Bench:
     def show(self, subject: Subject, shown: Conditions) -> list[Any] | None:
         """Draw the pictures to look at and write them; weights `[step][picture][expert]` of an ensemble."""
         model, noise = subject.load(), self.seed + 1
-        drawn = draw(model, self.vae, subject.routing, shown, noise, self.config, self.device)
+        drawn = draw(model, self.vae, subject.routing, shown, noise, self.config, subject.device)
         self.write(subject.name, [png(picture) for picture in drawn.pictures])
         if drawn.trace is None:
             return None

@@ -217,13 +217,18 @@ def _student(store: Store) -> dict[str, Any] | None:
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
-    old, new = _flat(_decisive(frozen)), _flat(_decisive(wanted))
+    old, new = decisive(frozen), decisive(wanted)
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             raise ConfigError(
                 f"{key} is {new.get(key)!r}, but {store.location} was started with {old.get(key)!r}",
                 "put it back, or start a new campaign with 'atoll new'",
             )
+
+
+def decisive(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings that change what is learned, by their dotted names; what is empty is left out."""
+    return _flat(_decisive(tree))
 
 
 def _decisive(tree: dict[str, Any]) -> dict[str, Any]:

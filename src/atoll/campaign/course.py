@@ -184,15 +184,20 @@ class Course:
 
         What is loaded is loaded once, and let go with the function.
         """
-        load = cache(lambda: self._assembled(stage, bench.device))
+        # An ensemble of checkpoints is loaded whole: where that may not fit, it stays in host memory.
+        limited = bench.campaign.config.sampling.residency.limited
+        device = torch.device("cpu") if limited else bench.device
+        load = cache(lambda: self._assembled(stage, device))
 
         def named(name: str) -> Subject:
             if not stage.chosen:
                 return bench.published(name)
             if name in self.single:
                 origin, chosen = self.single[name], stage.chosen[name]
-                return Subject(name, stage.weights, lambda: origin.load(chosen, bench.device), True)
-            return Subject(name, stage.weights, load, False)
+                return Subject(
+                    name, stage.weights, lambda: origin.load(chosen, bench.device), True, bench.device
+                )
+            return Subject(name, stage.weights, load, False, device)
 
         return named
 

@@ -24,7 +24,7 @@ from atoll.data.partition import Partition
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vae import autoencoder_of
-from atoll.encoders.vision import VisionEncoder
+from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert, read_card
@@ -202,7 +202,7 @@ class _Diagnosis:
         if config.extractor is not None:
             return extractor(config.extractor, config.extractor_size, str(self.device))
         size = config.extractor_size or partition.encoder_size
-        return extractor(partition.encoder, size, str(self.device))
+        return vision_encoder(partition.encoder, size, str(self.device))  # as the partition saw pictures
 
     def _features(
         self, encoder: VisionEncoder, rows: NDArray[np.int64]

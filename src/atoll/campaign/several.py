@@ -1,22 +1,26 @@
 """`atoll compare` of several campaigns: each on its own, then all as one table over their seeds."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.campaign import Campaign, decisive
+from atoll.campaign.comparison import RESULT as COMPARED
 from atoll.campaign.comparison import compare_campaign
 from atoll.campaign.config import UNFROZEN
+from atoll.evaluate.pictures import Rows
 from atoll.evaluate.seeds import seeds_table, unlike
 from atoll.evaluate.streams import Table, to_csv
 from atoll.store.store import Store
-from atoll.train.settings import PRACTICAL
 
 RESULT = "reports/seeds"
 SCHEMA = 1
+PRACTICAL = {"batch", "threads", "prompts", "shown"}
+"""Settings of a comparison that decide no number."""
+OWN = ("seed", "data.path", "data.source")
+"""Settings that campaigns of several seeds need not share; which pictures their data holds is checked."""
 
 
 def compare_campaigns(campaigns: Sequence[Campaign], out: Store) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def compare_campaigns(campaigns: Sequence[Campaign], out: Store) -> dict[str, An
             raise ConfigError(
                 f"{campaign.store.location} was measured otherwise than {campaigns[0].store.location}:"
                 f" {', '.join(differs)}",
-                "compare all of them with the same settings, on the same data",
+                f"remove {COMPARED} of the older one (points are kept), and compare again",
             )
     table, metric = seeds_table(found), found[0]["metric"]
     named = [
@@ -57,7 +61,7 @@ def compare_campaigns(campaigns: Sequence[Campaign], out: Store) -> dict[str, An
 
 def _check(campaigns: Sequence[Campaign]) -> None:
     seen = dict[int, str]()
-    first = _settings(campaigns[0])
+    first, reference = _settings(campaigns[0]), _heldout(campaigns[0])
     for campaign in campaigns:
         where, seed = campaign.store.location, campaign.config.seed
         if seed in seen:
@@ -70,22 +74,24 @@ def _check(campaigns: Sequence[Campaign]) -> None:
                 f"{where} differs from {than} in more than its seed: {', '.join(differs)}",
                 "compare it by itself",
             )
+        if _heldout(campaign) != reference:
+            than = campaigns[0].store.location
+            raise ConfigError(f"{where} and {than} hold out other pictures", "compare them on the same data")
 
 
-def _settings(campaign: Campaign) -> dict[str, str]:
-    """All that decides a campaign's models but its seed and where its data lies."""
-    tree = campaign.config.model_dump(mode="json", exclude={*UNFROZEN, "seed"})
-    left_out = {f"data.{name}" for name in ("path", "source")}
-    left_out |= {f"{part}.{name}" for part in ("train", "router.train") for name in PRACTICAL}
-    return {name: value for name, value in _leaves(tree) if name not in left_out}
+def _heldout(campaign: Campaign) -> str:
+    """Digest of the pictures that judge."""
+    return Rows(campaign.dataset(), "heldout").digest
 
 
-def _leaves(tree: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{of}{name}.")
-        else:
-            yield f"{of}{name}", json.dumps(value)
+def _settings(campaign: Campaign) -> dict[str, Any]:
+    """All that decides a campaign's models, and how they are compared."""
+    tree = campaign.config.model_dump(mode="json", exclude=set(UNFROZEN))
+    found = {name: value for name, value in decisive(tree).items() if name not in OWN}
+    return {
+        **found,
+        **decisive({"compare": campaign.config.compare.model_dump(exclude=PRACTICAL)}),
+    }
 
 
 def _show(table: Table, seeds: int) -> None:
@@ -93,8 +99,9 @@ def _show(table: Table, seeds: int) -> None:
     say(f"over {seeds} seeds: median (range), and the mean with its 95 % interval")
     for one in table.records():
         if str(one["measure"]).startswith(("distance", "training")):
+            interval = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
+            few = f", in {one['campaigns']} of them" if one["campaigns"] != seeds else ""
             say(
                 f"  {one['model']:<10} {one['measure']:<52} {one['median']:.4g}"
-                f" ({one['least']:.4g} to {one['most']:.4g});"
-                f" {one['mean']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
+                f" ({one['least']:.4g} to {one['most']:.4g}); {one['mean']:.4g}{interval}{few}"
             )

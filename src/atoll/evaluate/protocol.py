@@ -71,7 +71,7 @@ class Result(Config):
     protocol: Protocol
     """How."""
     values: dict[str, dict[str, Any]]
-    """By metric: `label`, `value`, `deviation`, `settings`."""
+    """By metric: `label`, `value`, `deviation`, `settings`, `note`."""
     cost: dict[str, float | None] = {}
     """Seconds; number of processes."""
 
@@ -180,6 +180,9 @@ def table(results: Sequence[Result], compared: Collection[str] = ()) -> Table:
             warnings.append(f"{name} was measured with different settings: do not compare it")
         if labels != [name]:
             notes.append(f"{name}: {' or '.join(labels)}")
+        for result in results:
+            if note := result.values.get(name, {}).get("note"):
+                notes.append(f"{name} of {result.subject['name']}: {note}")
     return Table(lines, warnings, notes, rows)
 
 

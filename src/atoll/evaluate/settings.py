@@ -1,6 +1,6 @@
 """What a user sets of measuring: `compare`, `evaluate` and `diagnose`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from atoll.ensemble.routing import Routing
 
 BEYOND = ("guidances", "sweep", "curve", "curve_samples")
 """Settings of what is measured beyond the table of models; they decide nothing in it."""
+LITE = "efficientnet-lite2"
+"""Who judges where no other network is at hand."""
 Split = Literal["heldout", "train"]
 
 
@@ -28,7 +30,7 @@ class CompareConfig(Config):
     """Guidance scale."""
     batch: int = Field(default=250, ge=1)
     """Pictures sampled at once; it does not change them."""
-    extractor: str = "efficientnet-lite2"
+    extractor: str = LITE
     """Network whose features are compared: another one than the partition's."""
     extractor_size: int | None = Field(default=None, ge=8)
     """Side in pixels that it sees; its own if not set."""
@@ -57,13 +59,22 @@ class CompareConfig(Config):
             raise ConfigError("compare.sweep names no strategy", "name one, or leave it out for the defaults")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, tree: Any) -> Any:
+        """The size that these see by default is known by their name, and decides what a comparison is."""
+        if not isinstance(tree, dict) or tree.get("extractor_size") is not None:
+            return tree
+        lite = str(tree.get("extractor", LITE)).startswith("efficientnet")
+        return {**tree, "extractor_size": 64} if lite else tree
+
 
 class EvaluateConfig(Config):
     """How a model or a folder of pictures is measured."""
 
     metrics: str = "frechet,kid,precision,recall,density,coverage"
     """Names separated by commas; `all` takes every one that the extractor allows."""
-    extractor: str = "efficientnet-lite2"
+    extractor: str = LITE
     """Network whose features are compared: another one than the partition's."""
     extractor_size: int | None = Field(default=None, ge=8)
     """Side in pixels that it sees; its own if not set."""

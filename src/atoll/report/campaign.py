@@ -259,11 +259,13 @@ class Evaluation:
         name: of the model or the folder of pictures.
         protocol: how it was measured.
         values: by metric: `label`, `value`, `deviation`, `settings`, `note`.
+        stale: whether it is of other weights than are published now.
     """
 
     name: str
     protocol: dict[str, Any]
     values: dict[str, dict[str, Any]]
+    stale: bool
 
 
 @dataclass(frozen=True)

@@ -102,26 +102,51 @@ def _evaluations(store: Store) -> Iterator[Evaluation]:
         with _reading(store, key):
             if found["schema"] != SCHEMA:
                 continue
-            for value in found["values"].values():
-                if finite(value["value"]) is None or not isinstance(value["settings"], dict):
-                    raise ValueError("a value is no number")
-            protocol = dict(found["protocol"])
-            for name in ("samples", "reference", "reference_count", "extractor", "extractor_size"):
-                protocol[name]
-            yield Evaluation(clean(found["subject"]["name"]), protocol, dict(found["values"]))
+            values = {clean(name): _value(value) for name, value in found["values"].items()}
+            protocol, subject = dict(found["protocol"]), dict(found["subject"])
+            missing = {"samples", "reference", "reference_count", "extractor", "extractor_size"} - set(
+                protocol
+            )
+            if missing:
+                raise ValueError(f"the protocol lacks {', '.join(sorted(missing))}")
+            weights = dict(subject.get("weights") or {})
+            stale = bool(weights) and weights != _published(store, weights)
+            yield Evaluation(clean(subject["name"]), protocol, values, stale)
+
+
+def _value(found: Any) -> dict[str, Any]:
+    """One value of an evaluation; `ValueError` or `KeyError` where it has another form."""
+    if finite(found["value"]) is None or not isinstance(found["settings"], dict):
+        raise ValueError("a value is no number")
+    return {
+        "label": clean(found["label"]),
+        "value": finite(found["value"]),
+        "deviation": finite(found["deviation"]),
+        "settings": found["settings"],
+        "note": clean(found["note"]) if found.get("note") else None,
+    }
+
+
+def _published(store: Store, measured: dict[str, Any]) -> dict[str, Any]:
+    """Digests of what is published now, of the parts that were measured, and of the ensemble if it was."""
+    key = "ensemble/ensemble.json"
+    ensemble = _optional(store, key) or {}
+    with _reading(store, key):
+        parts = dict(ensemble.get("parts") or {})
+    single = [name for name in measured if name in ("monolith", "student", "seed")]
+    cards = {name: _card(store, f"{name}/expert/card.json") for name in single}
+    own = {name: card.weights for name, card in cards.items() if card}
+    return own if set(measured) == set(single) else parts | own
 
 
 def _stale(store: Store) -> Iterator[str]:
     """Commands that measured other weights than are published now: something was trained since."""
-    ensemble = _optional(store, "ensemble/ensemble.json") or {}
-    now = dict(ensemble.get("parts") or {})
-    for key, command in (("compare", "atoll compare"), ("diagnostics", "atoll diagnose")):
-        measured = dict((_optional(store, f"reports/{key}.json") or {}).get("parts") or {})
-        if not measured:
-            continue  # nothing, or by a version that did not say
-        single = [name for name in measured if name in ("monolith", "student")]
-        cards = {name: _card(store, f"{name}/expert/card.json") for name in single}
-        if measured != now | {name: card.weights for name, card in cards.items() if card}:
+    for name, command in (("compare", "atoll compare"), ("diagnostics", "atoll diagnose")):
+        key = f"reports/{name}.json"
+        found = _optional(store, key) or {}
+        with _reading(store, key):
+            measured = dict(found.get("parts") or {})  # an earlier version did not say
+        if measured and measured != _published(store, measured):
             yield command
 
 

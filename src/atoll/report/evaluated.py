@@ -26,21 +26,22 @@ def section(campaign: Campaign) -> Section | None:
 
 def _table(group: Sequence[Evaluation]) -> Section:
     about, values = group[0].protocol, group[0].values
+    stale = any(one.stale for one in group)
     return {
         "about": _sentence(about),
-        "measures": [clean(value["label"]) for value in values.values()],
+        "stale": stale,
+        "measures": [value["label"] for value in values.values()],
         "fields": [name for name in COLUMNS if any(one.protocol.get(name) is not None for one in group)],
         "rows": [
             {
                 "name": one.name,
                 "fields": {name: _plain(one.protocol.get(name)) for name in COLUMNS},
-                "values": [_number(value) for value in one.values.values()],
+                "values": [_number(one.values[metric]) for metric in values],
+                "stale": one.stale,
             }
             for one in group
         ],
-        "notes": sorted(
-            {clean(value["note"]) for one in group for value in one.values.values() if value.get("note")}
-        ),
+        "notes": sorted({value["note"] for one in group for value in one.values.values() if value["note"]}),
     }
 
 
@@ -57,5 +58,5 @@ def _plain(value: Any) -> str:
 
 
 def _number(value: Mapping[str, Any]) -> str:
-    spread = f" ± {significant(value['deviation'], 2)}" if value.get("deviation") is not None else ""
+    spread = f" ± {significant(value['deviation'], 2)}" if value["deviation"] is not None else ""
     return significant(value["value"], 4) + spread
