@@ -60,7 +60,8 @@ def test_tables_are_written_once_per_parts_and_settings(
     assert rows == min(60, sum(sizes["heldout"]))
     pairs = found["pictures"]
     assert len(pairs) == len(table(folder, "suspicious")) > 0
-    for pair in pairs:
+    assert [r["cluster"] for r in table(folder, "closest")] == [0, 1] and len(found["closest"]) == 2
+    for pair in (*pairs, *found["closest"]):
         for key in (pair["sample"], pair["training"]):
             with Image.open(folder / key) as picture:
                 picture.load()

@@ -505,6 +505,7 @@ def test_a_copied_training_picture_is_found() -> None:
     whole = found(copies.by_cluster(2), cluster="all")
     assert whole["memorised"] == pytest.approx(2 / 50) and whole["memorised_heldout"] == 0
     assert copies.suspicious(1).records() == records[:1]
+    assert copies.closest().records() == [records[1], records[0]], "of cluster 0 and of cluster 1"
     assert found(copies.by_cluster(2), cluster=1)["memorised"] == pytest.approx(1 / 25)
 
 
@@ -553,6 +554,12 @@ def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
     train, samples = draws.normal(size=(300, 8)), draws.normal(size=(4000, 8))
     whole = found(check(samples, train).by_cluster(2), cluster="all")
     assert 0 < whole["suspicious"] < 0.06 and whole["memorised"] < 0.01
+    near = check(samples[:9], train)
+    ratios = near.samples.ratio
+    assert [r["sample"] for r in near.closest().records()] == [
+        2 * ratios[::2].argmin(),
+        2 * ratios[1::2].argmin() + 1,
+    ]
     assert whole["ratio"] == pytest.approx(whole["ratio_heldout"], rel=0.1)
     assert whole["distance"] == pytest.approx(whole["distance_heldout"], rel=0.1)
 

@@ -348,6 +348,7 @@ class Builder:
                 for c in clusters
             ],
             "suspicious": [{"cluster": n % k, "ratio": 0.1 * n, "why": "ratio, distance"} for n in range(2)],
+            "closest": [{"cluster": 0, "ratio": 0.1, "why": ""}],
         }
         pictures = []
         for n in range(2):
@@ -362,6 +363,7 @@ class Builder:
             "missing": [],
             "copies": {"leaked": 0},
             "pictures": pictures,
+            "closest": pictures[:1],
             "tables": {
                 name: {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
                 for name, rows in tables.items()

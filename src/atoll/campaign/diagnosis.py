@@ -109,14 +109,16 @@ class _Diagnosis:
         monolith = load_dense(self.campaign, "monolith", self.device) if baseline else None
         tables = self._measured(monolith)
         sampled = self._sampled()
-        about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": []}
+        about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
             tables |= self._traced(sampled)
         if sampled and len(self.dataset.split("heldout")):
             copies, about["copies"], pictures = self._copies(next(iter(sampled.values())))
             tables["nearest"] = copies.by_cluster(self.made.k)
             tables["suspicious"] = copies.suspicious(self.config.named)
-            about["pictures"] = self._show(tables["suspicious"], pictures)
+            tables["closest"] = copies.closest()
+            about["pictures"] = self._show(tables["suspicious"], pictures, "pairs")
+            about["closest"] = self._show(tables["closest"], pictures, "closest")
         _summarise(tables)
         return tables, about
 
@@ -219,13 +221,13 @@ class _Diagnosis:
             else:
                 yield part, encoder.encode([self.dataset.image(int(row)) for row in part]).numpy()
 
-    def _show(self, suspicious: Table, pictures: list[Image.Image]) -> list[dict[str, Any]]:
-        """Write every suspicious sample and its nearest training picture; their keys and the caption."""
+    def _show(self, named: Table, pictures: list[Image.Image], folder: str) -> list[dict[str, Any]]:
+        """Write the samples of a table and their nearest training pictures; their keys and the caption."""
         shown = []
-        for number, record in enumerate(suspicious.records()):
+        for number, record in enumerate(named.records()):
             sample, row = record["sample"], record["row"]
             assert isinstance(sample, int) and isinstance(row, int)
-            keys = {name: f"{FOLDER}/pairs/{number:02d}-{name}.png" for name in ("sample", "training")}
+            keys = {name: f"{FOLDER}/{folder}/{number:02d}-{name}.png" for name in ("sample", "training")}
             self.campaign.store.put(keys["sample"], png(pictures[sample]))
             self.campaign.store.put(keys["training"], png(self.dataset.image(row)))
             caption = self.dataset.take([row]).column("caption").to_pylist()[0]

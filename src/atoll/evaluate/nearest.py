@@ -159,18 +159,33 @@ class Copies:
     def suspicious(self, most: int) -> Table:
         """The most suspicious samples, nearest by ratio first: number of the sample, cluster whose expert
         served it, nearest training row, ratio, distance, and why."""
-        reasons, ratio = self.reasons(), self.samples.ratio
-        found = [n for n in np.lexsort((self.samples.distances[:, 0], ratio)).tolist() if reasons[n]][:most]
+        reasons = self.reasons()
+        return self._table([n for n in self._nearest_first() if reasons[n]][:most], reasons)
+
+    def closest(self) -> Table:
+        """Of every cluster whose expert served a sample the nearest one, with the same columns; `why` is
+        empty where it is not suspicious."""
+        first: dict[int, int] = {}
+        for n in self._nearest_first():
+            first.setdefault(int(self.served[n]), n)
+        return self._table([first[cluster] for cluster in sorted(first)], self.reasons())
+
+    def _nearest_first(self) -> list[int]:
+        """Numbers of the samples by ratio, of equal ones by distance."""
+        found: list[int] = np.lexsort((self.samples.distances[:, 0], self.samples.ratio)).tolist()
+        return found
+
+    def _table(self, samples: Sequence[int], reasons: Sequence[str]) -> Table:
         rows: list[list[Cell]] = [
             [
                 n,
                 int(self.served[n]),
                 int(self.samples.rows[n, 0]),
-                _number(ratio[n]),
+                _number(self.samples.ratio[n]),
                 _number(self.samples.distances[n, 0]),
                 reasons[n],
             ]
-            for n in found
+            for n in samples
         ]
         return Table(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
 

@@ -214,7 +214,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Pair:
-    """A suspicious sample and the training picture that it is nearest to."""
+    """A sample and the training picture that it is nearest to."""
 
     caption: str
     sample: Picture | None
@@ -233,6 +233,7 @@ class Diagnosis:
         missing: numbers of the experts that were not there.
         leaked: held-out pictures that are training pictures too; None where nobody looked.
         pairs: suspicious samples, beside what they resemble.
+        closest: of each cluster the sample nearest to a training picture; empty in earlier files.
     """
 
     tables: dict[str, list[dict[str, Any]]]
@@ -242,6 +243,7 @@ class Diagnosis:
     missing: tuple[int, ...]
     leaked: int | None
     pairs: tuple[Pair, ...]
+    closest: tuple[Pair, ...]
 
     def rows(self, table: str, **where: Any) -> list[dict[str, Any]]:
         """Rows of a table that have these values; of the first split, unless another is asked for."""

@@ -41,6 +41,7 @@ DIAGNOSED = {
     "switches": "strategy step t rate ever",
     "nearest": "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
     "suspicious": "cluster ratio why",
+    "closest": "cluster ratio why",
 }
 """The columns of `reports/diagnostics.json` that the page shows, by table."""
 COMPARED = {
@@ -284,15 +285,20 @@ def _diagnosis(store: Store) -> Diagnosis | None:
             settings=dict(found["settings"]),
             missing=tuple(int(number) for number in found["missing"]),
             leaked=int(found["copies"]["leaked"]) if found["copies"] else None,
-            pairs=tuple(
-                Pair(
-                    clean(pair["caption"]),
-                    _picture(store, str(pair["sample"])),
-                    _picture(store, str(pair["training"])),
-                )
-                for pair in found["pictures"]
-            ),
+            pairs=_pairs(store, found["pictures"]),
+            closest=_pairs(store, found.get("closest") or []),
         )
+
+
+def _pairs(store: Store, found: list[dict[str, Any]]) -> tuple[Pair, ...]:
+    return tuple(
+        Pair(
+            clean(pair["caption"]),
+            _picture(store, str(pair["sample"])),
+            _picture(store, str(pair["training"])),
+        )
+        for pair in found
+    )
 
 
 def _tables(found: dict[str, Any], forms: dict[str, str]) -> dict[str, list[dict[str, Any]]]:

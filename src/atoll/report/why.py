@@ -405,11 +405,15 @@ def _copies(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
         }
         for row in rows
     ]
-    named = found.rows("suspicious")
-    pairs = [
-        {"pair": pair, "why": row["why"], "ratio": row["ratio"], "cluster": row["cluster"]}
-        for pair, row in zip(found.pairs, named, strict=False)
-    ]
-    sides = [p.width for one in found.pairs for p in (one.sample, one.training) if p is not None]
+    shown = {"suspicious": found.pairs, "closest": found.closest}
+    pairs = {
+        table: [
+            {"pair": pair, "why": row["why"], "ratio": row["ratio"], "cluster": row["cluster"]}
+            for pair, row in zip(own, found.rows(table), strict=False)
+        ]
+        for table, own in shown.items()
+    }
+    both = [p for own in shown.values() for one in own for p in (one.sample, one.training) if p is not None]
     strategy = found.strategies[0] if found.strategies else ""
-    return {"lines": lines, "pairs": pairs, "pixelated": max(sides, default=0) <= 64, "strategy": strategy}
+    pixelated = max((picture.width for picture in both), default=0) <= 64
+    return {"lines": lines, **pairs, "pixelated": pixelated, "strategy": strategy}
