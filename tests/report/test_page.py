@@ -547,7 +547,7 @@ def test_an_expert_has_one_colour_everywhere(builder: Builder):
 
 def test_small_pictures_keep_their_pixels(tmp_path: Path):
     small, large = (Builder(tmp_path / str(side), side=side).whole() for side in (16, 128))
-    assert len(page(small).with_class("pixelated")) == 3
+    assert len(page(small).with_class("pixelated")) == 4
     assert page(large).with_class("pixelated") == []
 
 
