@@ -142,8 +142,11 @@ def test_clusters_without_rows_are_empty_cells(builder: Builder):
 def test_pairs_show_both_pictures_and_the_caption(builder: Builder):
     found = page(builder.whole())
     alts = [a["alt"] for a in found.all("img")]
-    assert alts.count("Sample, left") == 2
+    assert alts.count("Sample, left") == 3, "two suspicious ones, one of a cluster"
     assert "Nearest training picture: digit two, sans" in alts
+    assert "Each expert’s nearest sample" in found.text()
+    found = page(builder.diagnose(closest=[]))
+    assert "Each expert’s nearest sample" not in found.text(), "earlier files have none"
 
 
 # Heat maps.
