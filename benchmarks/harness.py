@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def finish(
         print(f"{line['case']:<20} {line['metric']:<34} {number} {target:<10} {verdict}")
     result = {
         "benchmark": name,
-        "command": "python " + " ".join(sys.argv),
+        "command": command(),
         "machine": machine(),
         "versions": {package: version(package) for package in ("atoll", "torch", "diffusers", "numpy")},
         "rows": rows,
@@ -86,6 +87,16 @@ def finish(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(f"wrote {path}")
+
+
+def command() -> str:
+    """What was called, without the folders that only this machine has."""
+    program, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    words = [str(program.relative_to(root)) if program.is_relative_to(root) else program.name]
+    for word in sys.argv[1:]:
+        path = Path(word)
+        words.append(path.name if path.is_absolute() else word)
+    return "python " + " ".join(shlex.quote(word) for word in words)
 
 
 def tiny(folder: Path, seed: int, *own: str) -> Path:

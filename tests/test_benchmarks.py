@@ -38,6 +38,15 @@ def sampling(bench: Bench) -> Any:
     return bench("sampling")
 
 
+def test_a_result_names_its_command_and_no_folder_of_the_machine(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = bench("harness")
+    script = Path(harness.__file__).with_name("evaluate.py")
+    monkeypatch.setattr(sys, "argv", [str(script), "K = 1", "--json", str(tmp_path / "found.json")])
+    assert harness.command() == "python benchmarks/evaluate.py 'K = 1' --json found.json"
+
+
 @pytest.fixture
 def campaigns(bench: Bench) -> Any:
     return bench("campaigns")
