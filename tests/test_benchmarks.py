@@ -296,4 +296,4 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
     with pytest.raises(SystemExit):
         bench("ablations").main()
-    assert "no variant K = 3; there are K = 1 in batches of 32, K = 2" in capsys.readouterr().err
+    assert "no variant K = 3; there are K = 1 in batches of 32, K = 4, K = 8" in capsys.readouterr().err

@@ -73,10 +73,12 @@ def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
     of_vae = {"name": "sd-vae", "hash": "1", "shift": 0.0, "scale": 0.18}
     wild = e.velocity(x, t, cond)
     assert torch.equal(replace(e, card=card(latents=of_vae)).velocity(x, t, cond), wild)
-    held = replace(e, card=card()).velocity(x, t, cond)
+    own = replace(e, card=card())
+    held = own.velocity(x, t, cond)
     reached = [x - t.view(-1, 1, 1, 1) * v for v in (wild, held)]
     assert float(reached[0].abs().max()) > 10 and float(reached[1].abs().max()) <= 1 + 1e-4
     assert torch.equal(replace(e, bound=1.0).velocity(x, t, cond), held), "a preview has no card yet"
+    assert torch.equal(replace(own, card=None).velocity(x, t, cond), wild)
     inside = reached[0].abs() < 1
     torch.testing.assert_close(held[inside], wild[inside])
     flow = expert(0)

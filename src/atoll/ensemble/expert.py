@@ -31,7 +31,7 @@ class Expert:
         prediction: what it predicts.
         schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
-        bound: largest absolute value of its data, if there is one; the card tells it.
+        bound: largest absolute value of its data, if there is one; of an expert with a card the card tells it.
     """
 
     network: nn.Module
@@ -40,10 +40,6 @@ class Expert:
     schedule: str
     card: Card | None = None
     bound: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.bound is None and self.card is not None:
-            self.bound = bound_of(self.card.latents)
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
@@ -56,7 +52,8 @@ class Expert:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
             return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
-        return flow_velocity(predict, self.prediction, curve, x_t, t, self.bound)
+        bound = self.bound if self.card is None else bound_of(self.card.latents)
+        return flow_velocity(predict, self.prediction, curve, x_t, t, bound)
 
     @classmethod
     def load(cls, store: Store, prefix: str) -> "Expert":
