@@ -48,8 +48,7 @@ def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
         # Where a campaign has no number, the others' median says so: one that never got there is a miss.
         of = "" if len(one.values) == len(found) else f", in {len(one.values)} of {len(found)}"
         if one.measure.startswith("distance - "):
-            mean = sum(one.values) / len(one.values)
-            lines.append(row(one.model, f"{one.measure}, 95 %", mean, spread=one.interval))
+            lines.append(row(one.model, f"{one.measure}, 95 %", one.mean, spread=one.interval))
         else:
             lines.append(median_row(one.model, one.measure + of, one.values))
     return lines

@@ -18,6 +18,7 @@ from helpers import Answer, command, refused
 
 QUICK = [
     "diagnose.samples=16",
+    "diagnose.probed=5",
     "diagnose.steps=3",
     "diagnose.rows=60",
     "diagnose.batch=20",
@@ -55,6 +56,13 @@ def test_tables_are_written_once_per_parts_and_settings(
     assert {r["strategy"] for r in table(folder, "usage")} == {"commit", "top-1"}
     assert sum(r["used"] for r in table(folder, "usage")) == pytest.approx(2)  # type: ignore[misc]
     assert all(r["rate"] == 0 for r in table(folder, "switches") if r["strategy"] == "commit")
+    steady = {r["strategy"]: r for r in table(folder, "stability")}
+    assert list(steady) == ["commit", "top-1", "monolith"] and {r["samples"] for r in steady.values()} == {5}
+    assert all(r["sensitivity"] > 0 and r["refinement"] > 0 for r in steady.values())  # type: ignore[operator]
+    assert [r["t"] for r in table(folder, "lipschitz")] == pytest.approx([1, 2 / 3, 1 / 3] * 3)
+    ends = [r for r in table(folder, "landing") if r["cluster"] == "all"]
+    assert [r["samples"] for r in ends] == [16, 16]
+    assert all(r["own"] < r["heldout_others"] for r in ends)  # type: ignore[operator]
     sizes = json.loads((folder / "partition/partition.json").read_text())
     (rows,) = {r["rows"] for r in table(folder, "router") if r["split"] == "heldout"}
     assert rows == min(60, sum(sizes["heldout"]))
@@ -84,7 +92,8 @@ def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
     for setting in ("diagnose.batch=1000", change):
         (folder / "reports/diagnostics.json").unlink(missing_ok=True)
         assert diagnose(capsys, folder, setting).code == 0
-        rows.append([v for r in table(folder, "errors") + table(folder, "usage") for v in r.values()])
+        names = ("errors", "usage", "stability", "lipschitz", "landing")
+        rows.append([v for name in names for r in table(folder, name) for v in r.values()])
     assert len(rows[0]) == len(rows[1])
     for one, other in zip(*rows, strict=True):
         assert one == (pytest.approx(other, rel=1e-4, abs=1e-6) if isinstance(other, float) else other)
@@ -107,6 +116,15 @@ def test_without_a_monolith_its_columns_are_left_out(
     shutil.rmtree(folder / "monolith/expert")
     assert diagnose(capsys, folder, "diagnose.samples=0").code == 0
     assert {r["model"] for r in table(folder, "errors")} == {"own", "selected", "others", "mixture"}
+
+
+def test_another_extractor_knows_nothing_of_the_clusters(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ("diagnose.extractor=efficientnet-lite2", "diagnose.extractor_size=32", "diagnose.probed=0")
+    assert diagnose(capsys, folder, *other).code == 0
+    tables = json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
+    assert "nearest" in tables and not {"landing", "stability", "lipschitz"} & set(tables)
 
 
 def test_without_a_router_there_is_no_ensemble(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

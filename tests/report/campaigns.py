@@ -335,6 +335,33 @@ class Builder:
                     ("commit", "top-1"), (("all", None), (1, 0.5), (2, 0.25))
                 )
             ],
+            "landing": [
+                {
+                    "strategy": n,
+                    "cluster": c,
+                    "landed": 0.75,
+                    "served": 0.5,
+                    "others": 0.8,
+                    "own": 0.4,
+                    "heldout_others": 0.9,
+                }
+                for n, c in itertools.product(("commit", "top-1"), clusters)
+            ],
+            "stability": [
+                {
+                    "strategy": n,
+                    "samples": 100,
+                    "sensitivity": 1.5,
+                    "sensitivity_se": 0.1,
+                    "refinement": 0.05,
+                    "refinement_se": 0.002,
+                }
+                for n in ("commit", "top-1", "monolith")
+            ],
+            "lipschitz": [
+                {"strategy": n, "step": step, "t": t, "lipschitz": 1.0 + t}
+                for n, (step, t) in itertools.product(("commit", "top-1", "monolith"), ((0, 1.0), (1, 0.5)))
+            ],
             "nearest": [
                 {
                     "cluster": c,

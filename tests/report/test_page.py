@@ -298,7 +298,7 @@ def test_an_island_without_held_out_rows_is_named(builder: Builder):
 
 def test_every_run_is_in_every_chart(builder: Builder):
     charts = [a["aria-label"] for a in page(builder.whole()).with_class("chart")]
-    assert len(charts) == 4 + 7  # those of training, and those of the reasons
+    assert len(charts) == 4 + 8  # those of training, and those of the reasons
     for chart in charts[:2]:
         for name in ("Expert 0", "Expert 1", "Expert 2", "Expert 3", "Monolith"):
             assert name in chart

@@ -120,13 +120,28 @@ def test_two_splits_are_two_lines(builder: Builder):
 def test_a_diagnosis_without_samples_has_no_tables_of_them(builder: Builder):
     builder.whole()
     found = builder.store.get_json("reports/diagnostics.json")
-    for name in ("usage", "switches", "nearest", "suspicious"):
+    for name in ("usage", "switches", "landing", "stability", "lipschitz", "nearest", "suspicious"):
         del found["tables"][name]
     found |= {"pictures": [], "copies": None, "strategies": []}
     builder.store.put_json("reports/diagnostics.json", found)
     text = page(builder).text()
     assert "Who is used" not in text and "Copies of training pictures" not in text
+    assert "Where samples end" not in text and "How steady paths are" not in text
     assert "Who knows what" in text
+
+
+def test_ends_and_steadiness_of_paths_are_told(builder: Builder):
+    found = page(builder.whole())
+    text = found.text()
+    assert "under commit: 0.500, and 0.800 from the others’; top-1: 0.500" in text
+    assert "held-out pictures, from their own cluster’s: 0.400, and 0.900 from the others’" in text
+    assert "1.50 ± 0.10" in text and "0.0500 ± 0.0020" in text
+    assert "Speed of change of the velocity" in text
+    table(builder, "landing", {"landed": None, "served": None, "others": None}, cluster=1)
+    table(builder, "landing", {"own": None, "heldout_others": None})
+    table(builder, "stability", {"sensitivity_se": None, "refinement_se": None})
+    text = page(builder).text()
+    assert "Where samples end" in text and "held-out pictures, from" not in text and "1.50 ±" not in text
 
 
 def test_clusters_without_rows_are_empty_cells(builder: Builder):

@@ -27,11 +27,14 @@ from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler
-from atoll.evaluate.diagnostics import PRACTICAL, SCHEMA, Sampled, labelled, measure, sample_traced
-from atoll.evaluate.nearest import Copies, Nearest, leaders, two_nearest
+from atoll.evaluate.diagnostics import PRACTICAL, SCHEMA, Sampled, asked, labelled, measure, sample_traced
+from atoll.evaluate.landing import landing
+from atoll.evaluate.nearest import Copies, leaders, two_nearest
+from atoll.evaluate.stability import stability
 from atoll.evaluate.streams import Table, to_csv
 from atoll.evaluate.usage import by_strategy, switches, usage
 from atoll.networks.families import DataShape
@@ -40,6 +43,7 @@ from atoll.train.parallel import own_device
 RESULT = "reports/diagnostics.json"
 FOLDER = "reports/diagnostics"
 _CHUNK = 4096
+F32 = NDArray[np.float32]
 
 
 def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
@@ -108,17 +112,13 @@ class _Diagnosis:
             say(f"  warning: experts {names} are missing and left out; their share goes to the others")
         monolith = load_dense(self.campaign, "monolith", self.device) if baseline else None
         tables = self._measured(monolith)
-        sampled = self._sampled()
+        routings = {str(routing): routing for routing in self._strategies()}
+        sampled = {name: self._sampled(routing) for name, routing in routings.items()}
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
-            tables |= self._traced(sampled)
-        if sampled and len(self.dataset.split("heldout")):
-            copies, about["copies"], pictures = self._copies(next(iter(sampled.values())))
-            tables["nearest"] = copies.by_cluster(self.made.k)
-            tables["suspicious"] = copies.suspicious(self.config.named)
-            tables["closest"] = copies.closest()
-            about["pictures"] = self._show(tables["suspicious"], pictures, "pairs")
-            about["closest"] = self._show(tables["closest"], pictures, "closest")
+            ends, told = self._ends(sampled)
+            tables |= self._traced(sampled) | self._stability(routings, monolith) | ends
+            about |= told
         _summarise(tables)
         return tables, about
 
@@ -136,23 +136,25 @@ class _Diagnosis:
             found.append({name: table.led_by("split", split) for name, table in measured.items()})
         return {name: Table.joined([one[name] for one in found]) for name in found[0]}
 
-    def _sampled(self) -> dict[str, Sampled]:
-        """Samples under every strategy that this ensemble can follow; latents of the first only."""
-        config, found = self.config, dict[str, Sampled]()
-        if not config.samples:
-            return found
-        samples, (index, _) = self._samples(config.conditions), self._asked()
-        shape = samples.shape
-        for name in config.strategies:
-            routing = Routing.named(name)
+    def _strategies(self) -> list[Routing]:
+        """Those that are sampled: all that this ensemble can follow."""
+        found = []
+        for routing in map(Routing.named, self.config.strategies if self.config.samples else ()):
             if routing.strategy == "top-k" and routing.k > len(self.ensemble.experts):
-                say(f"  warning: {name} is left out: there are {len(self.ensemble.experts)} experts")
-                continue
-            say(f"diagnose: {config.samples:,} pictures under {routing}, {config.steps} steps")
-            form = (shape.channels, shape.size, shape.size)
-            how = Sampling(routing, config.guidance, config.steps, self.seed, form, config.batch, self.device)
-            found[str(routing)] = sample_traced(self.ensemble, samples, index, how, keep=not found)
+                say(f"  warning: {routing} is left out: there are {len(self.ensemble.experts)} experts")
+            else:
+                found.append(routing)
         return found
+
+    def _sampling(self, routing: Routing) -> Sampling:
+        config, shape = self.config, DataShape(**self.router.shape)
+        form = (shape.channels, shape.size, shape.size)
+        return Sampling(routing, config.guidance, config.steps, self.seed, form, config.batch, self.device)
+
+    def _sampled(self, routing: Routing) -> Sampled:
+        say(f"diagnose: {self.config.samples:,} pictures under {routing}, {self.config.steps} steps")
+        samples, (index, _) = self._samples(self.config.conditions), self._asked()
+        return sample_traced(self.ensemble, samples, index, self._sampling(routing))
 
     def _asked(self) -> tuple[NDArray[np.int64], torch.Tensor]:
         """Which rows' conditions are sampled, by their number in the split, and their clusters."""
@@ -171,33 +173,81 @@ class _Diagnosis:
             "switches": by_strategy({n: switches(s.weights, times) for n, s in sampled.items()}),
         }
 
-    def _copies(self, sampled: Sampled) -> tuple[Copies, dict[str, Any], list[Image.Image]]:
+    def _stability(self, routings: dict[str, Routing], monolith: Expert | None) -> dict[str, Table]:
+        """Of every strategy and of the monolith, on the first of the samples."""
+        samples, (index, _) = self._samples(self.config.conditions), self._asked()
+        index = index[: self.config.probed]
+        if not len(index):
+            return {}
+        say(f"diagnose: {len(index):,} of them nudged, and in {2 * self.config.steps} steps")
+        conditions, null = asked(samples, index, self.device)
+        models: dict[str, tuple[Ensemble | Expert, Routing]] = {
+            name: (self.ensemble, routing) for name, routing in routings.items()
+        }
+        if monolith is not None:
+            models["monolith"] = (monolith, Routing())
+        found = {
+            name: stability(model, conditions, null, len(index), self._sampling(routing))
+            for name, (model, routing) in models.items()
+        }
+        return {
+            "stability": by_strategy({name: ends for name, (ends, _) in found.items()}),
+            "lipschitz": by_strategy({name: path for name, (_, path) in found.items()}),
+        }
+
+    def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Whether samples lie in their experts' clusters, and those of the first strategy, whether they are
+        copies; tables, and what is shown of the copies."""
+        encoder, heldout = self._extractor(), self.dataset.split("heldout")
+        vae = autoencoder_of(self.router.latents, str(self.device))
+        parts = [features for _, features in self._features(encoder, heldout)]
+        real = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+        tables, told, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
+        own_space = self.config.extractor is None and len(self.made.centroids) > 0
+        for name, one in sampled.items():
+            first = name == next(iter(sampled))
+            if not own_space and not (first and len(heldout)):
+                continue
+            numbers = torch.arange(len(one.latents)).split(self.config.batch)
+            pictures = [p for part in numbers for p in vae.pictures(one.latents[part], part.tolist())]
+            features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
+            if own_space:
+                clusters = self.made.clusters[heldout]
+                landings[name] = landing(features, weights, real, clusters, self.made.centroids)
+            if first and len(heldout):
+                copies = self._copies(encoder, features, real, leaders(weights))
+                tables, told = self._told(copies, encoder, pictures)
+        return tables | ({"landing": by_strategy(landings)} if landings else {}), told
+
+    def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
         """Samples and held-out pictures beside their nearest training pictures."""
-        assert sampled.latents is not None
-        encoder, vae = self._extractor(), autoencoder_of(self.router.latents, str(self.device))
-        numbers = torch.arange(len(sampled.latents)).split(self.config.batch)
-        pictures = [p for part in numbers for p in vae.pictures(sampled.latents[part], part.tolist())]
         train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
-        say(f"diagnose: {len(pictures):,} pictures against {len(train):,} training pictures")
-        own = two_nearest(encoder.encode(pictures).numpy(), self._features(encoder, train))
-        other = self._nearest_heldout(encoder, heldout, train)
-        served = leaders(sampled.weights.numpy())
-        copies = Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
+        say(f"diagnose: {len(features):,} pictures against {len(train):,} training pictures")
+        own, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
         leaked = int(other.same.sum())
         if leaked:
             say(
                 f"  warning: {leaked} of {len(heldout)} held-out pictures are training pictures too: what is"
                 " measured on held-out rows flatters (see data.ingest.group)"
             )
-        limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
-        about = {"limits": limits, "leaked": leaked, **encoder.producer()}
-        return copies, about, pictures
+        return Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
 
-    def _nearest_heldout(
-        self, encoder: VisionEncoder, heldout: NDArray[np.int64], train: NDArray[np.int64]
-    ) -> Nearest:
-        values = [features for _, features in self._features(encoder, heldout)]
-        return two_nearest(np.concatenate(values), self._features(encoder, train))
+    def _told(
+        self, copies: Copies, encoder: VisionEncoder, pictures: list[Image.Image]
+    ) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Tables of the copies, and the pictures that they name."""
+        limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
+        leaked = int(copies.heldout.same.sum())
+        tables = {
+            "nearest": copies.by_cluster(self.made.k),
+            "suspicious": copies.suspicious(self.config.named),
+            "closest": copies.closest(),
+        }
+        return tables, {
+            "copies": {"limits": limits, "leaked": leaked, **encoder.producer()},
+            "pictures": self._show(tables["suspicious"], pictures, "pairs"),
+            "closest": self._show(tables["closest"], pictures, "closest"),
+        }
 
     def _extractor(self) -> VisionEncoder:
         config, partition = self.config, self.campaign.config.partition

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.ensemble.dispatch import Expecting
-from atoll.ensemble.ensemble import Ensemble, SingleField, Trace
+from atoll.ensemble.ensemble import Ensemble, Field, SingleField, Trace
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler, sample, starting_noise
 
@@ -74,6 +74,7 @@ def sample_batches(
     count: int,
     sampling: Sampling,
     labels: Int[Tensor, "N"] | None = None,
+    around: Callable[[Field, Sequence[int]], Field] | None = None,
 ) -> Iterator[Drawn]:
     """Draw `count` samples from number `sampling.first` on, batch by batch.
 
@@ -89,6 +90,7 @@ def sample_batches(
         count: how many.
         sampling: how.
         labels: cluster of each sample by number, for `oracle`.
+        around: of a batch's field and the numbers of its samples the field to follow instead.
 
     Yields:
         Batches; every number is in exactly one.
@@ -97,7 +99,8 @@ def sample_batches(
     if not isinstance(model, Ensemble):
         for rows in plain:
             single = SingleField(model, conditions(rows), null, sampling.guidance, len(rows))
-            yield Drawn(rows, sample(single, sampling.noise(rows), sampling.steps), None)
+            followed = around(single, rows) if around else single
+            yield Drawn(rows, sample(followed, sampling.noise(rows), sampling.steps), None)
         return
     chosen = None
     groups, experts = plain, [list[int]() for _ in plain]
@@ -117,7 +120,7 @@ def sample_batches(
             None if chosen is None else chosen[[row - sampling.first for row in rows]],
             experts[turn + 1] if turn + 1 < len(groups) else (),
         )
-        latents = sample(field, sampling.noise(rows), sampling.steps)
+        latents = sample(around(field, rows) if around else field, sampling.noise(rows), sampling.steps)
         yield Drawn(rows, latents, field.trace)
 
 

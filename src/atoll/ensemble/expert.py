@@ -31,7 +31,7 @@ class Expert:
         prediction: what it predicts.
         schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
-        bound: largest absolute value of its data, if there is one; of an expert with a card the card tells it.
+        bound: largest absolute value of its data, if there is one. A card tells it better.
     """
 
     network: nn.Module

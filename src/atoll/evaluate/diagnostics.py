@@ -2,7 +2,8 @@
 
 Rows come in batches and nothing is kept but sums. The noise of a row depends on the seed and the row's number
 alone, and is the same at every time and for every model, so what is compared differs in nothing else.
-`calibration`, `alignment`, `usage` and `nearest` define every number and name its source.
+`calibration`, `alignment`, `usage`, `landing`, `stability` and `nearest` define every number and name its
+source.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
 from atoll.data.samples import Samples
-from atoll.ensemble.batches import Sampling, sample_batches
+from atoll.ensemble.batches import Conditions, Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble
 from atoll.evaluate.alignment import Alignment
 from atoll.evaluate.calibration import Calibration
@@ -149,15 +150,15 @@ class Sampled:
 
     Attributes:
         weights: of the trace `(S, N, K)`.
-        latents: `(N, C, H, W)`; None where they were not asked for.
+        latents: `(N, C, H, W)`.
     """
 
     weights: Tensor
-    latents: Tensor | None
+    latents: Tensor
 
 
 def sample_traced(
-    ensemble: Ensemble, samples: Samples, index: NDArray[np.int64], sampling: Sampling, keep: bool
+    ensemble: Ensemble, samples: Samples, index: NDArray[np.int64], sampling: Sampling
 ) -> Sampled:
     """Sample at the conditions of these rows and keep the trace.
 
@@ -166,18 +167,23 @@ def sample_traced(
         samples: rows.
         index: numbers within `samples` `(N,)`, one per picture.
         sampling: how.
-        keep: whether the latents are wanted.
     """
-
-    def conditions(rows: Sequence[int]) -> Condition:
-        return samples.conditions(index[list(rows)]).to(sampling.device)
-
     weights = torch.empty(sampling.steps, len(index), len(ensemble.experts))
-    latents = torch.empty(len(index), *sampling.shape) if keep else None
-    null = samples.null().to(sampling.device)
+    latents = torch.empty(len(index), *sampling.shape)
+    conditions, null = asked(samples, index, sampling.device)
     for drawn in sample_batches(ensemble, conditions, null, len(index), sampling):
         assert drawn.trace is not None
         weights[:, drawn.rows] = drawn.trace.stacked()
-        if latents is not None:
-            latents[drawn.rows] = drawn.latents.cpu()
+        latents[drawn.rows] = drawn.latents.cpu()
     return Sampled(weights, latents)
+
+
+def asked(
+    samples: Samples, index: NDArray[np.int64], device: torch.device | str
+) -> tuple[Conditions, Condition]:
+    """Conditions of these rows, by their place in `index`, and the null condition, on the device."""
+
+    def conditions(rows: Sequence[int]) -> Condition:
+        return samples.conditions(index[list(rows)]).to(device)
+
+    return conditions, samples.null().to(device)

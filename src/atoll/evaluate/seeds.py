@@ -44,6 +44,11 @@ class Values:
     values: list[float]
 
     @property
+    def mean(self) -> float:
+        """Over campaigns."""
+        return statistics.fmean(self.values)
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """Of the mean; None for a single value."""
         return interval(self.values)
@@ -52,10 +57,9 @@ class Values:
         """A row of the table."""
         low, high = self.interval or (None, None)
         own = self.values
-        mean = statistics.fmean(own)
         return [
             *(self.model, self.measure, len(own), statistics.median(own)),
-            *(min(own), max(own), mean, low, high),
+            *(min(own), max(own), self.mean, low, high),
         ]
 
 

@@ -116,7 +116,9 @@ class DiagnoseConfig(Config):
     strategies: list[str] = ["commit", "top-1"]
     """Routing strategies whose use of experts is traced. Copies are looked for in samples of the first."""
     samples: int = Field(default=500, ge=0)
-    """Pictures sampled under each; 0 leaves out usage, switches and copies."""
+    """Pictures sampled under each; 0 leaves out all that follows from them."""
+    probed: int = Field(default=100, ge=0)
+    """Most of them that are sampled again, nudged and in finer steps, to see how stable that is; 0: none."""
     conditions: Split = "heldout"
     """Rows whose captions or labels are sampled. At training captions a good model resembles what it saw."""
     steps: int = Field(default=20, ge=1)

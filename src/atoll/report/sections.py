@@ -6,9 +6,9 @@ from typing import Any
 from markupsafe import Markup
 
 from atoll.base.console import duration
-from atoll.report import figures
+from atoll.report import figures, timed
 from atoll.report.campaign import Campaign, Comparison, Measured, Run
-from atoll.report.figures import Axis, Series
+from atoll.report.figures import Series
 from atoll.report.wording import NONE, clean, finite, flops, percent, ratio, significant, whole
 
 Section = dict[str, Any]
@@ -263,43 +263,27 @@ def _by_time(run: Run, values: tuple[float | None, ...]) -> list[tuple[float, fl
     return [(t, v) for t, v in zip(times(len(values)), values, strict=True) if v is not None]
 
 
-def time_axis() -> Axis:
-    """The axis of t, from data to noise."""
-    ends = {0.0: "0 data", 1.0: "1 noise"}
-    return Axis("t", -0.02, 1.02, marks=(0.0, 0.25, 0.5, 0.75, 1.0), label=lambda t: ends.get(t, f"{t:.2g}"))
-
-
 def _validation(runs: list[Run]) -> Markup | None:
     drawn = [Series(r.name, r.style, _by_time(r, r.validation), dots=True) for r in runs if r.validation]
-    drawn = [one for one in drawn if one.points]
-    if not drawn:
-        return None
-    y = figures.linear_axis("loss", [v for one in drawn for _, v in one.points])
-    names = ", ".join(one.name for one in drawn)
-    return figures.line_chart(drawn, time_axis(), y, f"Validation loss at fixed times t: {names}")
+    names = ", ".join(one.name for one in drawn if one.points)
+    return timed.by_time(drawn, "loss", f"Validation loss at fixed times t: {names}")
 
 
 def _router_loss(campaign: Campaign) -> Markup | None:
-    points = _by_time(campaign.router, campaign.router.validation)
-    if not points:
-        return None
     total = sum(campaign.partition.sizes)
     guess = -sum(s / total * math.log(s / total) for s in campaign.partition.sizes)
-    y = figures.linear_axis("cross-entropy", [guess, *(v for _, v in points)], zero=True)
+    points = _by_time(campaign.router, campaign.router.validation)
     line = Series("Router, cross-entropy", "router", points, dots=True)
     about = "Cross-entropy of the router at fixed times t"
-    return figures.line_chart([line], time_axis(), y, about, [("knowing only the sizes", guess)])
+    return timed.by_time([line], "cross-entropy", about, [("knowing only the sizes", guess)], zero=True)
 
 
 def _router_accuracy(campaign: Campaign) -> Markup | None:
-    points = _by_time(campaign.router, campaign.router.accuracy)
-    if not points:
-        return None
     guess = max(campaign.partition.sizes) / sum(campaign.partition.sizes)
-    y = Axis("accuracy", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label=lambda v: f"{v:.0%}")
+    points = _by_time(campaign.router, campaign.router.accuracy)
     line = Series("Router, accuracy", "router", points, dots=True)
     about = "Share of held-out rows whose cluster the router finds, at fixed times t"
-    return figures.line_chart([line], time_axis(), y, about, [("always the largest cluster", guess)])
+    return timed.by_time([line], "accuracy", about, [("always the largest cluster", guess)], share=True)
 
 
 def strategies(campaign: Campaign) -> Section | None:

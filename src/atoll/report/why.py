@@ -5,10 +5,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from atoll.report import figures
+from atoll.report import figures, paths
 from atoll.report.campaign import Campaign, Diagnosis
-from atoll.report.figures import Axis, Heat, Series
-from atoll.report.sections import Section, time_axis
+from atoll.report.figures import Heat, Series
+from atoll.report.sections import Section
+from atoll.report.timed import by_time
 from atoll.report.wording import finite, percent, ratio, significant
 
 Row = dict[str, Any]
@@ -38,8 +39,10 @@ def section(campaign: Campaign) -> Section | None:
         "experts": _experts(campaign, found),
         "absent": _absent(campaign, found),
         "disagreement": _disagreement(found),
-        "switches": _switches(found),
-        "usage": _usage(campaign, found),
+        "switches": paths.switches(found),
+        "usage": paths.usage(campaign, found),
+        "landing": paths.landing(campaign, found),
+        "stability": paths.stability(found),
         "copies": _copies(campaign, found),
     }
 
@@ -172,14 +175,14 @@ def _router(found: Diagnosis) -> dict[str, Markup | None]:
     prior = finite(own[0]["prior_nll"]) if own else None
     guess = finite(own[0]["prior_accuracy"]) if own else None
     return {
-        "nll": _chart(
+        "nll": by_time(
             [_line(found, split, "nll") for split in found.splits],
             "cross-entropy",
             "Cross-entropy of the router by time",
             [("knowing only the sizes", prior)] if prior is not None else [],
             zero=True,
         ),
-        "accuracy": _chart(
+        "accuracy": by_time(
             [
                 *(_line(found, split, "accuracy") for split in found.splits),
                 _line(found, found.splits[0], "confidence", "confidence", "mixture"),
@@ -189,7 +192,7 @@ def _router(found: Diagnosis) -> dict[str, Markup | None]:
             [("always the largest cluster", guess)] if guess is not None else [],
             share=True,
         ),
-        "calibration": _chart(
+        "calibration": by_time(
             [
                 _line(found, found.splits[0], "ece", "calibration error", "selected"),
                 _line(found, found.splits[0], "ece_chance", "a calibrated router, by chance", "faint"),
@@ -209,24 +212,6 @@ def _line(found: Diagnosis, split: str, column: str, name: str = "", style: str 
     rows = [(r["t"], finite(r[column])) for r in found.rows("router", split=split)]
     label = name or f"{column} on {SPLITS.get(split, split)}"
     return Series(label, style or _split_style(split), [(t, v) for t, v in rows if v is not None], dots=True)
-
-
-def _chart(
-    series: Sequence[Series],
-    title: str,
-    about: str,
-    guides: Sequence[tuple[str, float]] = (),
-    zero: bool = False,
-    share: bool = False,
-) -> Markup | None:
-    drawn = [one for one in series if one.points]
-    if not drawn:
-        return None
-    y = Axis(title, 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label=lambda v: f"{v:.0%}")
-    if not share:
-        values = [v for one in drawn for _, v in one.points] + [value for _, value in guides]
-        y = figures.linear_axis(title, values, zero=zero)
-    return figures.line_chart(drawn, time_axis(), y, about, guides)
 
 
 def _models(found: Diagnosis) -> dict[str, Any]:
@@ -252,8 +237,8 @@ def _models(found: Diagnosis) -> dict[str, Any]:
     return {
         "legend": [(name, model) for model, name in MODELS.items()],
         "relative": bool(base),
-        "chart": _chart(series, title, "Error by time of the ensemble’s ways to answer", guide),
-        "clusters": _chart(clusters, title, "Error of the first choice by time and cluster", guide),
+        "chart": by_time(series, title, "Error by time of the ensemble’s ways to answer", guide),
+        "clusters": by_time(clusters, title, "Error of the first choice by time and cluster", guide),
         "cluster_legend": [(one.name.capitalize(), one.style) for one in clusters if one.points],
     }
 
@@ -345,52 +330,7 @@ def _disagreement(found: Diagnosis) -> Markup | None:
     rows = found.rows("disagreement", cluster="all")
     points = [(r["t"], r["angle"]) for r in rows if r["t"] != "mean" and r["angle"] is not None]
     line = Series("angle between two experts", "selected", points, dots=True)
-    return _chart([line], "degrees", "Mean angle between the velocities of two experts by time", zero=True)
-
-
-def _switches(found: Diagnosis) -> dict[str, Any] | None:
-    rates = {r["strategy"]: r for r in found.rows("switches", step="all")}
-    if not rates:
-        return None
-    said = [
-        f"{name}: {percent(r['rate'])} of the steps, {percent(r['ever'])} of the samples at least once"
-        for name, r in rates.items()
-    ]
-    moving = [name for name, r in rates.items() if r["rate"]]
-    styles = ("selected", "mixture", "own", "monolith")
-    series = [
-        Series(
-            name,
-            styles[n % len(styles)],
-            [(r["t"], r["rate"]) for r in found.rows("switches", strategy=name) if r["step"] != "all"],
-            dots=True,
-        )
-        for n, name in enumerate(moving)
-    ]
-    chart = _chart(series, "share of samples", "Share of samples whose leading expert changes", zero=True)
-    return {"said": said, "chart": chart, "legend": [(one.name, one.style) for one in series]}
-
-
-def _usage(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
-    rows = found.rows("usage")
-    if not rows:
-        return None
-    names = list(dict.fromkeys(r["strategy"] for r in rows))
-    used = {(r["strategy"], r["expert"]): r for r in rows}
-    longest = max(max(r["used"], r["size"], r["asked"]) for r in rows) or 1.0
-    lines = []
-    for expert in range(campaign.partition.k):
-        first = used[names[0], expert]
-        shares = [("training rows", first["size"]), ("conditions", first["asked"])]
-        shares += [(name, used[name, expert]["used"]) for name in names]
-        lines.append(
-            {
-                "name": f"Expert {expert}",
-                "style": f"e{expert}",
-                "shares": [(label, value, 100 * value / longest) for label, value in shares],
-            }
-        )
-    return {"names": names, "lines": lines}
+    return by_time([line], "degrees", "Mean angle between the velocities of two experts by time", zero=True)
 
 
 def _copies(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
