@@ -116,9 +116,9 @@ class _Diagnosis:
         sampled = {name: self._sampled(routing) for name, routing in routings.items()}
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
+            tables |= self._traced(sampled) | self._stability(routings, monolith)
             ends, told = self._ends(sampled)
-            tables |= self._traced(sampled) | self._stability(routings, monolith) | ends
-            about |= told
+            tables, about = tables | ends, about | told
         _summarise(tables)
         return tables, about
 
@@ -179,7 +179,7 @@ class _Diagnosis:
         index = index[: self.config.probed]
         if not len(index):
             return {}
-        say(f"diagnose: {len(index):,} of them nudged, and in {2 * self.config.steps} steps")
+        say(f"diagnose: {len(index):,} pictures of each nudged, and in {2 * self.config.steps} steps")
         conditions, null = asked(samples, index, self.device)
         models: dict[str, tuple[Ensemble | Expert, Routing]] = {
             name: (self.ensemble, routing) for name, routing in routings.items()

@@ -122,7 +122,9 @@ class DataSet:
         """The same for one shard."""
         names = None if columns is None else list(columns)
         data = read_verified(self.store, self.prefix, self.shards[shard].files["rows"])
-        return pq.read_table(io.BytesIO(data), columns=names)
+        # Not through a file object of Python's: Arrow's threads may still hold one when Python takes itself
+        # down, which aborts the process (apache/arrow#34314).
+        return pq.read_table(pa.BufferReader(data), columns=names)
 
     @cached_property
     def ids(self) -> list[str]:
