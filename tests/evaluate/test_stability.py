@@ -54,6 +54,8 @@ def measured(
 def test_a_linear_flow_has_the_numbers_of_its_slope(slope: float, guidance: float) -> None:
     line, path = measured(Linear(slope, 0.3), guidance=guidance)
     assert [row["lipschitz"] for row in path] == pytest.approx([abs(slope)] * STEPS, rel=1e-4)
+    foreseen = [abs(1 - slope * t) for t in (1.0, 0.75, 0.5, 0.25)]
+    assert [row["foreseen"] for row in path] == pytest.approx(foreseen, rel=1e-3)
     assert [row["t"] for row in path] == [1.0, 0.75, 0.5, 0.25] and path[0]["samples"] == 40
     assert line["sensitivity"] == pytest.approx(abs(1 - slope / STEPS) ** STEPS, rel=1e-3)
     assert line["sensitivity_se"] == pytest.approx(0, abs=1e-4)
@@ -72,7 +74,7 @@ def test_a_linear_flow_has_the_numbers_of_its_slope(slope: float, guidance: floa
 def test_a_change_of_expert_counts_for_the_ends_and_not_for_the_field() -> None:
     model = Ensemble([Linear(0, 1), Linear(0, -1)], Restless())
     line, path = measured(model, routing=Routing.named("top-1"))
-    assert [row["lipschitz"] for row in path] == [0.0] * STEPS
+    assert [(row["lipschitz"], row["foreseen"]) for row in path] == [(0.0, 1.0)] * STEPS
     assert line["sensitivity"] > 10  # some steps of 1 / 4 either way, from a nudge of 0.01
     one = Ensemble([Linear(0, 1)], type("Sure", (), {"logits": lambda *a: torch.zeros(len(a[1]), 1)})())
     assert measured(one, routing=Routing.named("top-1"))[0]["sensitivity"] == pytest.approx(1, rel=1e-4)

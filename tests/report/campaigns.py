@@ -359,7 +359,7 @@ class Builder:
                 for n in ("commit", "top-1", "monolith")
             ],
             "lipschitz": [
-                {"strategy": n, "step": step, "t": t, "lipschitz": 1.0 + t}
+                {"strategy": n, "step": step, "t": t, "foreseen": 1.0 - t / 2}
                 for n, (step, t) in itertools.product(("commit", "top-1", "monolith"), ((0, 1.0), (1, 0.5)))
             ],
             "nearest": [

@@ -136,7 +136,7 @@ def test_ends_and_steadiness_of_paths_are_told(builder: Builder):
     assert "under commit: 0.500, and 0.800 from the others’; top-1: 0.500" in text
     assert "held-out pictures, from their own cluster’s: 0.400, and 0.900 from the others’" in text
     assert "1.50 ± 0.10" in text and "0.0500 ± 0.0020" in text
-    assert "Speed of change of the velocity" in text
+    assert "Change of the foreseen picture" in text
     table(builder, "landing", {"landed": None, "served": None, "others": None}, cluster=1)
     table(builder, "landing", {"own": None, "heldout_others": None})
     table(builder, "stability", {"sensitivity_se": None, "refinement_se": None})

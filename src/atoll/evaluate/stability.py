@@ -33,9 +33,10 @@ class Probe:
         rows: numbers of the samples `(B,)`.
 
     Attributes:
-        found: `|v(x + d) - v(x)| / |d|` of each step `(B,)`, along one random direction d: on average over
-            directions its square is the mean of the Jacobian's squared singular values, and it is a lower
-            bound of the local Lipschitz constant.
+        found: of each step `(B, 2)`, along one random direction d: `|v(x + d) - v(x)| / |d|`, and the same of
+            the picture that is foreseen, x - t v, since next to data all velocities change by 1 / t. Their
+            squares are on average the mean squared singular value of the Jacobian, so they are lower bounds
+            of the local Lipschitz constants.
     """
 
     def __init__(self, field: Field, seed: int, rows: Sequence[int]) -> None:
@@ -46,7 +47,8 @@ class Probe:
         """The field's own velocity."""
         nudge = _nudge(self.seed, f"probe/{step}", self.rows, x_t)
         v = self.field(x_t, t, step)
-        self.found.append(_size(self.field(x_t + nudge, t, step) - v) / _size(nudge))
+        change = self.field(x_t + nudge, t, step) - v
+        self.found.append(torch.stack([_size(change), _size(nudge - t * change)], 1) / _size(nudge)[:, None])
         return v
 
 
@@ -80,7 +82,7 @@ def stability(
         `stability`, one row. sensitivity: how much farther the ends of a sample and of its nudged twin are
         apart than their starts were, where a change of expert counts. refinement: root mean square of what
         twice the steps change in it, in units of the latents.
-        `lipschitz`, a row for each step. lipschitz: see `Probe`.
+        `lipschitz`, a row for each step. lipschitz: of the velocity, foreseen: of the picture; see `Probe`.
         Both have the mean over samples and its standard error.
     """
     probes: dict[int, Probe] = {}
@@ -90,7 +92,7 @@ def stability(
         return probes[rows[0]]
 
     nudged = Nudged(**vars(sampling))
-    paths, ends = Means(1, (sampling.steps,)), Means(1, (2,))
+    paths, ends = Means(1, (sampling.steps, 2)), Means(1, (2,))
     plain = torch.empty(count, *sampling.shape)
     for drawn in sample_batches(model, conditions, null, count, sampling, around=probed):
         plain[drawn.rows] = drawn.latents.float().cpu()
@@ -111,8 +113,8 @@ def stability(
     return (
         Table(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
         Table(
-            ("step", "t", "samples", "lipschitz", "se"),
-            [[number, t, *steps.cells(number)] for number, t in enumerate(times)],
+            ("step", "t", "samples", "lipschitz", "lipschitz_se", "foreseen", "foreseen_se"),
+            [[n, t, *steps.cells(n, 0), *steps.cells(n, 1)[1:]] for n, t in enumerate(times)],
         ),
     )
 

@@ -41,7 +41,7 @@ DIAGNOSED = {
     "switches": "strategy step t rate ever",
     "landing": "strategy cluster landed served others own heldout_others",
     "stability": "strategy samples sensitivity sensitivity_se refinement refinement_se",
-    "lipschitz": "strategy step t lipschitz",
+    "lipschitz": "strategy step t foreseen",
     "nearest": "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
     "suspicious": "cluster ratio why",
     "closest": "cluster ratio why",

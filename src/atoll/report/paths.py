@@ -55,8 +55,8 @@ def stability(found: Diagnosis) -> dict[str, Any] | None:
     if not rows:
         return None
     names = [r["strategy"] for r in rows]
-    series = _lines(found, names, "lipschitz", "lipschitz")
-    chart = by_time(series, "Lipschitz constant", "How fast the velocity changes with the state", zero=True)
+    series = _lines(found, names, "lipschitz", "foreseen")
+    chart = by_time(series, "change", "How fast the foreseen picture changes with the state", zero=True)
     lines = [
         {
             "name": r["strategy"],
