@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.condition import Condition
+from atoll.base.errors import DataError
 from atoll.ensemble.batches import Sampling
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.routing import Routing
@@ -86,6 +87,11 @@ def test_numbers_do_not_depend_on_batches(name: str) -> None:
     whole, parts = (measured(model, batch=size, routing=Routing.named(name)) for size in (40, 7))
     assert whole[0] == pytest.approx(parts[0], rel=1e-4)
     assert [row["lipschitz"] for row in whole[1]] == pytest.approx([row["lipschitz"] for row in parts[1]])
+
+
+def test_a_model_that_gives_no_numbers_is_refused() -> None:
+    with pytest.raises(DataError, match="NaN or infinity"):
+        measured(Linear(float("nan")))
 
 
 def test_where_samples_land_by_hand() -> None:

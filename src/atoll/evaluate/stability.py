@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
+from atoll.base.errors import DataError
 from atoll.base.rng import normals
 from atoll.ensemble.batches import Conditions, Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble, Field
@@ -84,6 +85,9 @@ def stability(
         twice the steps change in it, in units of the latents.
         `lipschitz`, a row for each step. lipschitz: of the velocity, foreseen: of the picture; see `Probe`.
         Both have the mean over samples and its standard error.
+
+    Raises:
+        DataError: the model gives NaN or infinity.
     """
     probes: dict[int, Probe] = {}
 
@@ -103,6 +107,8 @@ def stability(
         for drawn in sample_batches(model, conditions, null, count, other):
             apart = drawn.latents.float().cpu() - plain[drawn.rows]
             gaps[drawn.rows, column] = _size(apart)
+    if not gaps.isfinite().all():
+        raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
     start = _size(nudged.nudge(range(count), plain))
     gaps[:, 0] /= start
     gaps[:, 1] /= plain[0].numel() ** 0.5
