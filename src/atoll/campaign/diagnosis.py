@@ -198,16 +198,19 @@ class _Diagnosis:
     def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
         """Whether samples lie in their experts' clusters, and those of the first strategy, whether they are
         copies; tables, and what is shown of the copies."""
-        encoder, heldout = self._extractor(), self.dataset.split("heldout")
+        heldout = self.dataset.split("heldout")
+        own_space = self.config.extractor is None and len(self.made.centroids) > 0
+        if not own_space and not len(heldout):
+            return {}, {}
+        encoder = self._extractor()
         vae = autoencoder_of(self.router.latents, str(self.device))
         parts = [features for _, features in self._features(encoder, heldout)]
         real = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
         tables, told, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
-        own_space = self.config.extractor is None and len(self.made.centroids) > 0
         for name, one in sampled.items():
             first = name == next(iter(sampled))
-            if not own_space and not (first and len(heldout)):
-                continue
+            if not own_space and not first:
+                break
             numbers = torch.arange(len(one.latents)).split(self.config.batch)
             pictures = [p for part in numbers for p in vae.pictures(one.latents[part], part.tolist())]
             features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
