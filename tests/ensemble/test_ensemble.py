@@ -253,6 +253,53 @@ def test_sparse_strategies_use_the_conditional_expert_for_both_branches(
     assert field.trace.router_calls == B and field.trace.expert_calls == 2 * B
 
 
+@pytest.mark.parametrize("routing", ["top-1", "commit", "oracle"])
+def test_a_null_branch_of_its_own(routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor) -> None:
+    """Its weights come from its own posterior, whatever the conditional branch does."""
+    field = field_of(ensemble, shape, f"{routing} null top-1", 3.0)
+    v = field(x, 0.7, 0)
+    served = field.trace.weights[0]
+    close(v, by_hand(ensemble, shape, x, 0.7, 3.0, lambda p, p_null: (served, top(p_null))))
+    plain = field_of(ensemble, shape, routing, 3.0)
+    shared = plain(x, 0.7, 0)
+    assert torch.equal(plain.trace.weights[0], served) and float((v - shared).abs().max()) > 1e-2
+    assert field.trace.router_calls == plain.trace.router_calls + B
+    assert field.trace.expert_calls == plain.trace.expert_calls == 2 * B
+
+
+def test_the_null_branchs_draws_average_to_its_posterior(
+    ensemble: Ensemble, shape: DataShape, x: Tensor
+) -> None:
+    """And are none of those that the conditional branch had."""
+    own = by_hand(ensemble, shape, x, 0.7, 3.0, lambda p, p_null: (top(p), p_null))
+    routing, cond = Routing.named("top-1 null sample-1"), conditions(B, shape)
+    found = [ensemble.field(cond, null(shape), 3.0, routing, s, range(B))(x, 0.7, 0) for s in range(400)]
+    error = (torch.stack(found).mean(0) - own).abs().mean() / (torch.stack(found) - own).abs().mean()
+    assert float(error) < 0.1  # 1 / sqrt(400) of one draw's, and no bias beside it
+    twice = field_of(ensemble, shape, "sample-1 null sample-1", 3.0)
+    twice(x, 0.7, 0)
+    alone = field_of(ensemble, shape, "sample-1", 3.0)
+    alone(x, 0.7, 0)
+    assert torch.equal(twice.trace.weights[0], alone.trace.weights[0])
+
+
+def test_each_branch_asks_at_its_own_steps(shape: DataShape, x: Tensor) -> None:
+    counting = Logits(router(9, K, shape))
+    ensemble = Ensemble([expert(k, shape) for k in range(K)], counting)
+    for routing, calls in (
+        ("commit null sample-1", 1 + 6),
+        ("top-1 every 3 null sample-1 every 2", 2 + 3),
+        ("oracle null top-1 every 6", 1),
+        ("full", 12),
+        ("full every 2", 6),
+    ):
+        counting.calls = 0
+        field = field_of(ensemble, shape, routing, 2.0)
+        sample(field, x, 6)
+        assert counting.calls == calls and len(field.trace.weights) == 6, routing
+        assert field.trace.router_calls == calls * B
+
+
 def test_the_trace_is_of_the_conditional_branch(ensemble: Ensemble, shape: DataShape, x: Tensor) -> None:
     field = field_of(ensemble, shape, "full", 3.0)
     field(x, 0.7, 0)
@@ -260,7 +307,7 @@ def test_the_trace_is_of_the_conditional_branch(ensemble: Ensemble, shape: DataS
     close(field.trace.weights[0], posterior, 1e-6)
 
 
-@pytest.mark.parametrize("routing", ["full", "commit"])
+@pytest.mark.parametrize("routing", ["full", "commit", "commit null sample-1"])
 def test_without_guidance_there_is_no_second_branch(
     routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor
 ) -> None:
@@ -273,7 +320,10 @@ def test_without_guidance_there_is_no_second_branch(
 # Experts that are missing.
 
 
-@pytest.mark.parametrize("routing", ["full", "top-2", "threshold(0.01)", "sample-4", "nucleus(1)", "commit"])
+@pytest.mark.parametrize(
+    "routing",
+    ["full", "top-2", "threshold(0.01)", "sample-4", "nucleus(1)", "commit", "commit null sample-4"],
+)
 def test_a_missing_expert_gets_no_weight(routing: str, shape: DataShape, x: Tensor) -> None:
     class Absent:
         def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:

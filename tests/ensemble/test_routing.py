@@ -25,6 +25,8 @@ CANONICAL = [
     "commit",
     "commit(0.5)",
     "top-1 every 5",
+    "commit null sample-1",
+    "top-1 every 5 null nucleus(0.9, 2.0) every 2",
 ]
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 
@@ -45,6 +47,7 @@ def test_other_spellings() -> None:
     assert str(Routing.named("nucleus(0.9,2)")) == "nucleus(0.9, 2.0)"
     assert Routing.named("sample-2(1)") == Routing.named("sample-2")
     assert Routing() == Routing.named("commit")
+    assert Routing.named("Top-1  NULL  Sample-1") == Routing.named("top-1 null sample-1")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,12 @@ def test_other_spellings() -> None:
         ("full-2", "form of 'full'"),
         ("top-1 every 0", "every 0"),
         ("commit every 2", "has no every"),
+        ("top-1 null", "there is no routing 'top-1 null'"),
+        ("top-1 null comit", "there is no routing 'comit'"),
+        ("top-1 null top-0", "k = 0"),
+        ("top-1 null commit", "the null branch takes full, top-K"),
+        ("top-1 null oracle", "the null branch takes full, top-K"),
+        ("top-1 null sample-1 null full", "the null branch takes full, top-K"),
     ],
 )
 def test_wrong_names_say_why(name: str, hint: str) -> None:
@@ -82,6 +91,15 @@ def test_settings_a_strategy_does_not_use_are_refused() -> None:
         Routing(strategy="nucleus")
     with pytest.raises(ConfigError, match="k = 0"):
         Routing(strategy="top-k", k=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("top-3", 3), ("commit null top-2", 2), ("top-3 null top-2", 3), ("top-2 null top-3", 3)],
+)
+def test_how_many_experts_suffice(name: str, least: int) -> None:
+    assert Routing.named(name).possible(least) and not Routing.named(name).possible(least - 1)
+    assert Routing.named("sample-9 null sample-9").possible(1)
 
 
 def test_when_the_router_is_asked() -> None:

@@ -263,6 +263,7 @@ def test_slicing_says_why_it_does_nothing(pipe: AtollPipeline, caplog: pytest.Lo
     [
         ({"routing": "top1"}, "there is no routing 'top1': did you mean 'top-K'"),
         ({"routing": "top-4"}, "'top-4' with 3 experts: give k of at most 3"),
+        ({"routing": "commit null top-4"}, "'commit null top-4' with 3 experts: give k of at most 3"),
         ({"guidance_scale": -1.0}, "guidance_scale=-1.0: give 0 or more"),
         ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
         ({"num_inference_steps": 0}, "num_inference_steps=0: give a whole number, 1 or more"),

@@ -32,7 +32,7 @@ def guidance_sweep(bench: Bench, models: Sequence[str], scales: Sequence[float])
     for record in best.records():
         ratio = f"   {record['ratio']:.3f} of the monolith's" if record["ratio"] is not None else ""
         edge = ", the last scale tried" if record["edge"] else ""
-        say(f"  {record['model']:<14} best at guidance {record['guidance']:g}{edge}{ratio}")
+        say(f"  {record['model']:<20} best at guidance {record['guidance']:g}{edge}{ratio}")
     return {"guidance": table, "best": best}
 
 
@@ -61,7 +61,7 @@ def flops_curve(bench: Bench, course: Course, strategies: Sequence[str], samples
     table = Table(CURVE, sorted(lines, key=lambda line: order.index(str(line[0]))))
     reach = reach_table(table.records(), "seed" if course.seeded else None)
     for record in reach.records():
-        say(f"  {record['model']:<14} {told(record)}")
+        say(f"  {record['model']:<20} {told(record)}")
     return {"curve": table, "reach": reach}
 
 
@@ -75,4 +75,4 @@ def told(record: dict[str, Cell]) -> str:
 
 def _tell(name: str, where: str, row: Row, drawn: bool) -> None:
     spent = f"{row['seconds']:.0f} s" if drawn else "known"
-    say(f"  {name:<14} {where}   distance {row['distance']:8.3f}   {spent}")
+    say(f"  {name:<20} {where}   distance {row['distance']:8.3f}   {spent}")

@@ -168,7 +168,7 @@ def _possible(names: Sequence[str], experts: int, present: Sequence[int]) -> lis
         routing = Routing.named(name)
         if routing.strategy == "oracle" and len(present) < experts:
             say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
-        elif routing.strategy == "top-k" and routing.k > experts:
+        elif not routing.possible(experts):
             say(f"  warning: {name} is left out: there are {experts} experts")
         else:
             kept.append(name)
@@ -190,7 +190,7 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
             traces[name] = weights
         rows.append(row)
         say(
-            f"  {name:<14} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
+            f"  {name:<20} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
             f" (router {row['router_share']:.1%})   {row['seconds']:.0f} s"
         )
     bench.write("data", [png(bench.dataset.image(int(bench.train.rows[index]))) for index in shown.index])
@@ -252,7 +252,7 @@ def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Any]:
         if record["space"] == "pixels" and record["partner"] == "any" and record["effect"] is not None:
             same = next(r for r in table.records() if r["strategy"] == record["strategy"])
             say(
-                f"  {record['strategy']:<14} and monolith, same noise: pixels correlate by"
+                f"  {record['strategy']:<20} and monolith, same noise: pixels correlate by"
                 f" {same['mean']:.3f}, any two by {record['mean']:.3f}"
             )
     return {"pairs": table.to_json()}

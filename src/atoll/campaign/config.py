@@ -98,7 +98,7 @@ class SamplingConfig(Config):
     guidance: float = Field(default=2.0, ge=0)
     """Classifier-free guidance scale; 1 is none."""
     routing: str = "commit"
-    """Routing strategy."""
+    """Routing strategy; `commit null sample-1` routes guidance's null branch by itself."""
     residency: Residency = Residency()
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 

@@ -140,7 +140,7 @@ class _Diagnosis:
         """Those that are sampled: all that this ensemble can follow."""
         found = []
         for routing in map(Routing.named, self.config.strategies if self.config.samples else ()):
-            if routing.strategy == "top-k" and routing.k > len(self.ensemble.experts):
+            if not routing.possible(len(self.ensemble.experts)):
                 say(f"  warning: {routing} is left out: there are {len(self.ensemble.experts)} experts")
             else:
                 found.append(routing)
@@ -227,12 +227,6 @@ class _Diagnosis:
         train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
         say(f"diagnose: {len(features):,} pictures against {len(train):,} training pictures")
         own, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
-        leaked = int(other.same.sum())
-        if leaked:
-            say(
-                f"  warning: {leaked} of {len(heldout)} held-out pictures are training pictures too: what is"
-                " measured on held-out rows flatters (see data.ingest.group)"
-            )
         return Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
 
     def _told(
@@ -240,7 +234,13 @@ class _Diagnosis:
     ) -> tuple[dict[str, Table], dict[str, Any]]:
         """Tables of the copies, and the pictures that they name."""
         limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
-        leaked = int(copies.heldout.same.sum())
+        same = copies.heldout.same
+        leaked = int(same.sum())
+        if leaked:
+            say(
+                f"  warning: {leaked} of {len(same)} held-out pictures are training pictures too: what is"
+                " measured on held-out rows flatters (see data.ingest.group)"
+            )
         tables = {
             "nearest": copies.by_cluster(self.made.k),
             "suspicious": copies.suspicious(self.config.named),

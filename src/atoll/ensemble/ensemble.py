@@ -238,6 +238,8 @@ class RoutedField:
         self.later, self.trace = later, Trace()
         self._step = -1
         self._chosen = chosen
+        self._of_null = routing.of_null if guidance != 1.0 else None
+        self._weights: list[Tensor] = []  # of the conditional branch, and of one with a routing of its own
         self._dispatch: Dispatch | None = None
         self._seen: Tensor | None = None
 
@@ -252,40 +254,45 @@ class RoutedField:
 
     def weights_at(self, x_t: Float[Tensor, "B C H W"], t: float, step: int) -> Float[Tensor, "B K"]:
         """The strategy's weights of the conditional branch, from the router's logits and the step's draws."""
-        logits = self._logits(x_t, t, self.cond)
-        draws = uniforms(self.seed, f"route/{step}", self.indices, (max(1, uniforms_needed(self.routing)),))
-        return route(self.routing, logits, draws.to(logits), self.labels)
+        if self.routing.strategy == "oracle":
+            even = x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
+            return route(self.routing, self.ensemble.without_missing(even), even, self.labels)
+        return self._ask(self.routing, x_t, t, self.cond, f"route/{step}")
+
+    def _ask(self, routing: Routing, x_t: Tensor, t: float, cond: Condition, stream: str) -> Tensor:
+        self._count_router(x_t.shape[0])
+        logits = self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
+        draws = uniforms(self.seed, stream, self.indices, (max(1, uniforms_needed(routing)),))
+        return route(routing, logits, draws.to(logits))
 
     def _route(self, x_t: Tensor, t: float, step: int) -> None:
         self._step = step
-        if self._dispatch is None or asked_at(self.routing, step):
-            null = None
-            if self._chosen is None:
-                weights = self.weights_at(x_t, t, step)
-                if self.routing.strategy == "full" and self.guidance != 1.0:
-                    null = self._logits(x_t, t, self.null).softmax(dim=1)
-            else:
-                weights = self._chosen
-                self._count_router(len(weights))  # asked before, for these samples
-            # Sparse strategies use the conditional branch's experts for both branches.
-            both = torch.cat([weights, weights if null is None else null])
-            self._dispatch = Dispatch(both if self.guidance != 1.0 else weights, self.both)
+        known, own = self._weights, self._of_null
+        weights = known[0] if known and not asked_at(self.routing, step) else self._first(x_t, t, step)
+        found = [weights]
+        if own is not None:
+            kept = known and not asked_at(own, step)
+            found.append(known[1] if kept else self._ask(own, x_t, t, self.null, f"route-null/{step}"))
+        if len(known) != len(found) or any(a is not b for a, b in zip(known, found, strict=True)):
+            self._weights = found
+            both = torch.cat([weights, found[-1]]) if self.guidance != 1.0 else weights
+            self._dispatch = Dispatch(both, self.both)
             self._seen = weights.float().cpu()
         assert self._seen is not None
         self.trace.weights.append(self._seen)
 
-    def _logits(self, x_t: Tensor, t: float, cond: Condition) -> Tensor:
-        if self.routing.strategy == "oracle":
-            even = x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
-            return self.ensemble.without_missing(even)
-        self._count_router(x_t.shape[0])
-        return self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
+    def _first(self, x_t: Tensor, t: float, step: int) -> Tensor:
+        """Weights of the conditional branch: those that were found before, or the router's."""
+        if self._chosen is None:
+            return self.weights_at(x_t, t, step)
+        if self.routing.strategy != "oracle":
+            self._count_router(len(self._chosen))  # asked before, for these samples
+        return self._chosen
 
     def _count_router(self, samples: int) -> None:
-        if self.routing.strategy != "oracle":
-            costs = self.ensemble.costs
-            self.trace.router_calls += samples
-            self.trace.router_flops += samples * costs.router if costs else math.nan
+        costs = self.ensemble.costs
+        self.trace.router_calls += samples
+        self.trace.router_flops += samples * costs.router if costs else math.nan
 
     def _mix(self, x_t: Tensor, t: float) -> Tensor:
         dispatch, costs = self._dispatch, self.ensemble.costs

@@ -5,7 +5,7 @@ experts depend neither on its batch nor on its starting noise.
 """
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -49,9 +49,17 @@ class Routing(Config):
     """Divides the logits before a draw (sample-k, nucleus, commit)."""
     every: int = 1
     """The router is asked every so many steps (commit: at the first only); weights are kept in between."""
+    null: "Routing | None" = None
+    """Strategy of guidance's null branch, on its own posterior. Without one, it has the conditional branch's
+    experts; under `full` its own posterior all the same."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.null is not None and (self.null.strategy in ("commit", "oracle") or self.null.null):
+            raise ConfigError(
+                f"routing {self.strategy!r} with null {str(self.null)!r}",
+                "the null branch takes full, top-K, threshold(P), sample-K or nucleus(P)",
+            )
         uses = (*_USES[self.strategy], *(() if self.strategy == "commit" else ("every",)))
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
@@ -70,12 +78,13 @@ class Routing(Config):
 
     @classmethod
     def named(cls, text: str) -> Self:
-        """The routing of a name, such as "top-2", "threshold(0.1)", "nucleus(0.9, 2)" or "top-1 every 5".
+        """The routing of a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "commit null sample-1".
 
         Raises:
             ConfigError: no strategy is called so, or a number is missing, malformed or out of range.
         """
-        match = _GRAMMAR.fullmatch(text.strip().lower())
+        own, word_null, null = text.strip().lower().partition(" null ")
+        match = _GRAMMAR.fullmatch(own.strip())
         word, dash, args, every = match.group("word", "dash", "args", "every") if match else (None,) * 4
         strategy = next((s for s in _USES if s.removesuffix("-k") == word), None)
         if strategy is None:
@@ -85,7 +94,8 @@ class Routing(Config):
         needed = sum(name in ("k", "p") for name in names)
         if not needed <= len(values) <= len(names) or ("k" in names and dash is None):
             raise ConfigError(f"routing {text!r} does not have the form of {word!r}", f"valid: {_FORMS}")
-        settings = dict(zip(names, values, strict=False)) | ({"every": every} if every else {})
+        settings: dict[str, Any] = dict(zip(names, values, strict=False))
+        settings |= ({"every": every} if every else {}) | ({"null": cls.named(null)} if word_null else {})
         return cls.parse({"strategy": strategy, **settings}, f"routing {text!r}")
 
     def __str__(self) -> str:
@@ -94,7 +104,18 @@ class Routing(Config):
         args = [] if self.p is None else [repr(self.p)]
         args += [] if self.temperature == 1 else [repr(self.temperature)]
         suffix = "" if self.every == 1 else f" every {self.every}"
+        suffix += "" if self.null is None else f" null {self.null}"
         return name + (f"({', '.join(args)})" if args else "") + suffix
+
+    @property
+    def of_null(self) -> "Routing | None":
+        """How the null branch of guidance is routed; None where it has the conditional branch's experts."""
+        return self if self.null is None and self.strategy == "full" else self.null
+
+    def possible(self, experts: int) -> bool:
+        """Whether there are experts enough, both branches looked at."""
+        enough = self.strategy != "top-k" or self.k <= experts
+        return enough and (self.null is None or self.null.possible(experts))
 
 
 def uniforms_needed(routing: Routing) -> int:

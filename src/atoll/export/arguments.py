@@ -63,7 +63,7 @@ def routing_of(value: Any, k: int) -> Routing:
     if not isinstance(value, str | Routing):
         raise ConfigError(f"routing={_short(value)}", "give a name such as 'top-1'")
     routing = Routing.named(value) if isinstance(value, str) else value
-    if routing.strategy == "top-k" and routing.k > k:
+    if not routing.possible(k):
         raise ConfigError(f"routing {str(routing)!r} with {k} experts", f"give k of at most {k}")
     return routing
 

@@ -201,7 +201,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             generator: one, or one for each picture, which makes a picture independent of its batch. It
                 gives the starting noise, then one number that decides the draws of the routing.
             latents: starting noise `(B, C, H, W)` in place of the generator's.
-            routing: strategy, such as "top-1", "commit", "full" or "top-2 every 5".
+            routing: strategy, such as "top-1", "commit", "top-2 every 5" or "commit null sample-1".
             clusters: cluster of every picture, for routing "oracle".
             prompt_embeds: text states `(N, L, D)` in place of prompts.
             prompt_attention_mask: which of them are real `(N, L)`.

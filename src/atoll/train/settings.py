@@ -187,6 +187,8 @@ class StudentConfig(Config):
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
         if routing.every != 1:
             raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
+        if routing.null is not None:
+            raise ConfigError("student.routing: training is not guided", "leave 'null' out")
         if "batch" in self.train:
             raise ConfigError(
                 "student.train.batch: the student's batch is a share of train.batch",
