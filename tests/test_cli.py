@@ -184,6 +184,11 @@ def test_a_wrong_setting_in_the_file_is_found_by_every_command(run: Run, tmp_pat
         refused(run(*argv, folder), "unknown key 'train.batsh' in", "did you mean 'batch'?")
     assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
 
+    whole = write_campaign(tmp_path / "d", {})
+    refused(run("compare", whole, "--set", "compare.samples=.nan"), "'compare.samples' in --set: ")
+    answer = run("compare", folder, "--set", "compare.samples=9")
+    refused(answer, f"unknown key 'train.batsh' in {folder / 'campaign.yaml'}")
+
 
 # Sources. After each mistake, the same folder and the right command.
 

@@ -72,9 +72,13 @@ def test_a_folder_against_a_folder(
     assert found["protocol"]["picture_size"] == [12, 12] and found["protocol"]["routing"] is None
     assert found["values"]["kid"]["settings"]["size"] == 20 and found["values"]["kid"]["deviation"] > 0
     assert "FID" not in answer.out and "Fréchet distance on" in answer.out
+    few = found["values"]["frechet"]["settings"]["components"]
+    assert f"45 samples for {few} dimensions: so few make" in answer.out
+    assert f"37 reference pictures for {few} dimensions: so few make" in answer.out
     (table,) = (tmp_path / "reports/evaluate").glob("*.csv")
     (row,) = csv.DictReader(table.read_text().splitlines())
     assert float(row["frechet"]) == values(found)["frechet"] and row["name"] == "made"
+    assert row["reference_hash"] == found["protocol"]["reference_hash"] and row["picture_size"] == "12x12"
     again = command(capsys, *of_folders(folders, net, tmp_path))
     assert "finished already" in again.out and "Fréchet distance on" in again.out
 

@@ -148,6 +148,7 @@ class Builder:
         content = {
             "schema": 1,
             "code": "0.1.0",
+            "default": "commit",
             "metric": {
                 "name": "efficientnet-lite2",
                 "hash": HASH,

@@ -189,7 +189,8 @@ def resident(
 def read_manifest(store: Store) -> dict[str, Any]:
     """What `ensemble.json` says; `StoreError` if nothing was assembled, or by another version."""
     if not store.exists(MANIFEST):
-        raise StoreError(f"{store.location} has no ensemble", "run 'atoll assemble' first")
+        fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
+        raise StoreError(f"{store.location} has no ensemble", fix)
     content: dict[str, Any] = store.get_json(MANIFEST)
     if content.get("schema") != SCHEMA:
         raise StoreError(

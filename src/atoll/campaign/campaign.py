@@ -72,10 +72,13 @@ class Campaign:
         if student is not None and not tree.get("student"):
             tree["student"] = deepcopy(student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
-        overrides = (*(frozen or {}).get("overrides", ()), *from_shell(sets))
-        for assignment in overrides:
+        kept, added = tuple((frozen or {}).get("overrides", ())), tuple(from_shell(sets))
+        for assignment in kept:
             set_value(tree, assignment)
-        config = CampaignConfig.parse(tree, store.name(YAML))
+        before, overrides = deepcopy(tree), (*kept, *added)
+        for assignment in added:
+            set_value(tree, assignment)
+        config = CampaignConfig.parse(tree, "--set" if sets and _is_valid(before) else store.name(YAML))
         if frozen is not None:
             _must_agree(frozen["config"], config.frozen(), store)
         if student is not None:
@@ -153,6 +156,14 @@ def is_loose(assignment: str) -> bool:
     """Whether it sets what may change at any time, so that it holds for the command that gives it only."""
     path = assignment.partition("=")[0].strip().split(".")
     return path[0] in UNFROZEN or any(name in LOOSE.get(group, ()) for group, name in pairwise(path))
+
+
+def _is_valid(tree: dict[str, Any]) -> bool:
+    try:
+        CampaignConfig.parse(tree, "")
+    except ConfigError:
+        return False
+    return True
 
 
 def from_shell(sets: Sequence[str]) -> list[str]:

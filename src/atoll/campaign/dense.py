@@ -17,7 +17,8 @@ def dense(campaign: Campaign, name: str) -> str:
     """Folder of one of them; `StoreError` if it is not published."""
     folder = f"{name}/expert"
     if not published(campaign.store, folder):
-        raise StoreError(f"{campaign.store.location} has no {name} yet", f"train it: atoll train {name}")
+        where = campaign.store.location
+        raise StoreError(f"{where} has no {name} yet", f"train it: atoll train {name} {where}")
     return folder
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, nearest
+from atoll.encoders.hub import loading
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 
 NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2")
@@ -88,10 +89,8 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with loading("extractor", name):
         network = transformers.CLIPModel.from_pretrained(name).eval().requires_grad_(False).to(device)
-    except (OSError, ValueError) as error:
-        raise _unloadable(name, error) from None
     own = int(network.config.vision_config.image_size)
     if size not in (None, own):
         raise ConfigError(f"{name!r} sees pictures of {own} px, not {size}", "leave the size out")
@@ -129,15 +128,8 @@ def _tokenizer(name: str) -> Any:
 def _model_type(name: str) -> str:
     import transformers
 
-    try:
+    with loading("extractor", name):
         return str(transformers.AutoConfig.from_pretrained(name).model_type)
-    except (OSError, ValueError) as error:
-        raise _unloadable(name, error) from None
-
-
-def _unloadable(name: str, error: Exception) -> ConfigError:
-    reason = str(error).strip().splitlines()[0]
-    return ConfigError(f"cannot load the extractor {name!r}: {reason}", "give a folder or a hub name")
 
 
 def _inception(name: str, size: int | None, device: str) -> VisionEncoder:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
+from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
 
 # class of the text tower by the `model_type` of its config
@@ -114,16 +115,11 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with loading("text encoder", name, "use 'minilm', a folder, or a hub name that can be reached"):
         config = transformers.AutoConfig.from_pretrained(location)
         tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))
         network = tower.from_pretrained(location).eval().requires_grad_(False).to(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(location)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load the text encoder {name!r}: {reason}", "use 'minilm', a folder, or a hub name"
-        ) from None
     if len({tuple(tokenizer(word)["input_ids"]) for word in ("a", "red", "house")}) == 1:
         # transformers makes up a tokenizer that knows no words where a folder holds none.
         raise ConfigError(

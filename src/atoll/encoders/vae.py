@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
+from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
 
 # channels and factor of well-known autoencoders, so that a plan need not ask for their config
@@ -100,16 +101,10 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
         return Autoencoder("none")
     import diffusers
 
-    try:
-        with _quiet():
-            settings = diffusers.AutoencoderKL.load_config(name)
-            kind = settings.get("_class_name", "AutoencoderKL")
-            network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load the VAE {name!r}: {reason}", "use 'none', a folder, or a hub name"
-        ) from None
+    with loading("VAE", name, "use 'none', a folder, or a hub name that can be reached"), _quiet():
+        settings = diffusers.AutoencoderKL.load_config(name)
+        kind = settings.get("_class_name", "AutoencoderKL")
+        network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device)

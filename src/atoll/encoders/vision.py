@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, nearest
+from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
 
 _LITE = {
@@ -117,13 +118,8 @@ def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with loading("vision encoder", name):
         network = transformers.AutoModel.from_pretrained(name).eval().requires_grad_(False).to(device)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load the vision encoder {name!r}: {reason}", "give a folder or a hub name"
-        ) from None
     if network.config.model_type != "dinov2":
         raise ConfigError(f"{name!r} is no DINOv2 but {network.config.model_type}", "give one")
     mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(1, 3, 1, 1)

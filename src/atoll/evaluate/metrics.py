@@ -18,6 +18,8 @@ NEIGHBOURS = ("precision", "recall", "density", "coverage")
 METRICS = ("frechet", "kid", "cmmd", *NEIGHBOURS, "clip-score")
 PAIRWISE = ("kid", "cmmd", *NEIGHBOURS)
 """Those that need every picture's features, and not their moments alone."""
+ENOUGH = 10
+"""Pictures per dimension, below which the bias of a Fréchet distance is said: it falls with their number."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,21 @@ class Comparison:
     def _note(self, metric: str, settings: dict[str, Any]) -> str | None:
         if metric != "frechet":
             return None
-        named = zip(("samples", "reference"), self._compared(settings["components"]), strict=True)
+        named = list(
+            zip(("samples", "reference pictures"), self._compared(settings["components"]), strict=True)
+        )
         flat = [
             f"the covariance of the {name} is singular: they fill {found} of {moments.width} dimensions"
             for name, moments in named
             if (found := rank(moments)) < moments.width
         ]
-        return "; ".join(flat) or None
+        few = [
+            f"{moments.count} {name} for {moments.width} dimensions: so few make the distance larger by"
+            " themselves (compare it with one of as many, or take KID)"
+            for name, moments in named
+            if moments.count < ENOUGH * moments.width
+        ]
+        return "; ".join(flat + few) or None
 
     def _spread(self, metric: str) -> Spread:
         settings = self.settings(metric)

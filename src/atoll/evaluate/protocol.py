@@ -197,7 +197,8 @@ def _row(result: Result, names: Sequence[str], compared: Collection[str]) -> dic
     for name in names:
         value = result.values.get(name, {})
         row[name], row[f"{name} deviation"] = value.get("value"), value.get("deviation")
-    return row
+    fields["picture_size"] = "x".join(map(str, fields["picture_size"]))
+    return row | fields
 
 
 def _cell(value: Any) -> str:

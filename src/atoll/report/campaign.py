@@ -337,12 +337,9 @@ class Campaign:
         return self.config.get("monolith", True) is not False or self.monolith.finished
 
     @property
-    def default(self) -> str:
-        """The routing strategy that the campaign samples with."""
-        if self.comparison and self.comparison.default:
-            return self.comparison.default
-        sampling = self.config.get("sampling")
-        return str(sampling.get("routing", "commit")) if isinstance(sampling, dict) else "commit"
+    def default(self) -> str | None:
+        """The routing strategy that the campaign samples with, as its comparison says."""
+        return self.comparison.default if self.comparison else None
 
     @property
     def flops_ratio(self) -> float | None:

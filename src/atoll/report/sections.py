@@ -73,7 +73,7 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
         base = compared.row("monolith")
         if base:
             tiles.append(_tile("Monolith distance", significant(base.distance, 4), "lower is better"))
-        best, default = compared.best, compared.row(campaign.default)
+        best, default = compared.best, compared.row(campaign.default or "")
         if best and default and best.name == default.name:
             tiles.append(_distance_tile("Ensemble distance", best, compared, ", the best and the default"))
         else:
@@ -84,7 +84,8 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
     note = f"of the monolith’s training FLOPs, router {'and seed ' if campaign.seed else ''}included"
     tiles.append(_tile("Training cost", ratio_exact(spent), note if done else note + "; as planned"))
     if campaign.seconds is not None:
-        tiles.append(_tile("Time", duration(campaign.seconds), "all stages, on one machine"))
+        what = "all stages" if done else "the stages so far"
+        tiles.append(_tile("Time", duration(campaign.seconds), f"{what}, on one machine"))
     return tiles
 
 

@@ -1,0 +1,28 @@
+"""Networks from a folder or the Hugging Face hub: where that fails, one line says why."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from atoll.base.errors import ConfigError
+
+
+@contextmanager
+def loading(
+    what: str, name: str, fix: str = "give a folder, or a hub name that can be reached"
+) -> Iterator[None]:
+    """Load `what` of this name within.
+
+    Raises:
+        ConfigError: the library could not; what it tells of its retries on the way is left out.
+    """
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except (OSError, ValueError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+        raise ConfigError(f"cannot load the {what} {name!r}: {reason}", fix) from None
+    finally:
+        logger.setLevel(level)
