@@ -32,7 +32,7 @@ def main(folder: str, target: Path, names: list[str]) -> None:
             cell.set(xticks=[], yticks=[])
             for side in cell.spines.values():
                 side.set_color("#cccccc")
-        line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=10)
+        line[0].set_ylabel(fill(label, 14), rotation=0, ha="right", va="center", fontsize=10)
     for cell, prompt in zip(axes[-1], prompts, strict=True):
         cell.set_xlabel(fill(prompt, 15, max_lines=5, placeholder=" …"), fontsize=7)
     below = captions / height

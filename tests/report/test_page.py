@@ -477,6 +477,25 @@ def test_the_head_tells_the_key_figures(builder: Builder):
     assert "commit: 0.90× the monolith’s" in found.text()
 
 
+def test_every_way_to_route_is_told_in_words(builder: Builder):
+    names = [
+        "monolith",
+        "top-1",
+        "top-2 every 5",
+        "commit null sample-1",
+        "sample-1 every 3 null nucleus(0.9)",
+    ]
+    row = {"distance": 1.0, "seconds": 1.0, "gflops_per_step": 0.1}
+    text = page(builder.whole().compare(rows=[row | {"name": name} for name in names])).text()
+    for words in (
+        "at every step, the expert that the router finds likeliest",
+        "every 5 steps, the 2 likeliest experts, weighted by the router",
+        "one expert drawn at the start of each picture, and kept; guidance’s null branch by sample-1",
+        "experts drawn anew every 3 steps; guidance’s null branch by nucleus(0.9)",
+    ):
+        assert words in text, words
+
+
 def test_the_default_may_be_the_best(builder: Builder):
     builder.whole().compare(default="top-2")
     found = page(builder)

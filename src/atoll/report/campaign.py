@@ -201,7 +201,9 @@ class Comparison:
     @property
     def best(self) -> Measured | None:
         """The strategy of the smallest distance. `oracle` is told the cluster, so it does not compete."""
-        found = [row for row in self.strategies if row.distance is not None and row.name != "oracle"]
+        found = [
+            row for row in self.strategies if row.distance is not None and not row.name.startswith("oracle")
+        ]
         return min(found, key=lambda row: row.distance or 0.0, default=None)
 
     def ratio(self, row: Measured | None) -> float | None:

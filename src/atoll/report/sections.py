@@ -299,7 +299,7 @@ def strategies(campaign: Campaign) -> Section | None:
     rows = [
         {
             "row": row,
-            "what": WHAT.get(row.name) or _describe(row.name),
+            "what": _describe(row.name),
             "ratio": compared.ratio(row) if row.name != "monolith" else None,
             "best": best is not None and row.name == best.name,
             "default": row.name == campaign.default,
@@ -318,11 +318,20 @@ def strategies(campaign: Campaign) -> Section | None:
         "k": real.get("k"),
         "real": {name: finite(real.get(f"real_{name}")) for name in ("precision", "recall")},
         "has_baseline": compared.row("monolith") is not None,
-        "oracle": any(row.name == "oracle" for row in compared.rows),
+        "oracle": any(row.name.startswith("oracle") for row in compared.rows),
     }
 
 
 def _describe(name: str) -> str:
+    """A model or a routing strategy in words."""
+    own, _, null = name.partition(" null ")
+    strategy, _, every = own.partition(" every ")
+    said = WHAT.get(strategy) or _kind(strategy)
+    said = said.replace("at every step", f"every {clean(every)} steps") if every else said
+    return f"{said}; guidance’s null branch by {clean(null)}" if null else said
+
+
+def _kind(name: str) -> str:
     if name.startswith("top-"):
         return f"at every step, the {clean(name[4:])} likeliest experts, weighted by the router"
     if name.startswith("threshold"):
