@@ -4,9 +4,12 @@ import torch
 
 
 def reference_sample(
-    experts, router, cond, null, noise, steps, strategy, guidance, draws, every=1, missing=()
+    experts, router, cond, null, noise, steps, strategy, guidance, draws, every=1, missing=(), null_draws=None
 ):
-    """Latents `(B, C, H, W)` and weights `(steps, B, K)`; `draws[step][i]` are the uniforms of sample i."""
+    """Latents `(B, C, H, W)` and weights `(steps, B, K)`; `draws[step][i]` are the uniforms of sample i.
+
+    With `null_draws` the null branch is served by one expert, drawn at every step.
+    """
     latents, history = [], []
     for i in range(len(noise)):
         x, own, seen = noise[i : i + 1], cond.select(slice(i, i + 1)), []
@@ -16,6 +19,8 @@ def reference_sample(
                 p = posterior(router, x, t, own, missing)
                 w = weights(strategy, p, draws[step][i])
                 w_null = posterior(router, x, t, null, missing) if strategy == "full" else w
+            if null_draws is not None:
+                w_null = weights("commit", posterior(router, x, t, null, missing), null_draws[step][i])
             v = sum(w[k] * experts[k].velocity(x, t, own) for k in range(len(p)) if k not in missing)
             if guidance != 1:
                 v_null = sum(

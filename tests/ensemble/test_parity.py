@@ -33,6 +33,7 @@ from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, null, ro
 
 K, B, STEPS, SEED = 4, 8, 3, 5  # B == W == H == 8: a broadcast over the wrong axis would be silent
 STRATEGIES = ["top-1", "top-2", "top-3", "full", "commit", "top-1 every 2"]
+NULL = ["commit null sample-1", "top-1 every 2 null sample-1"]
 
 
 @dataclass(eq=False)
@@ -86,11 +87,15 @@ def run(
 @functools.cache
 def reference(world: World, routing: str, guidance: float, missing: tuple[int, ...] = ()) -> tuple:
     named = Routing.named(routing)
-    draws = [uniforms(SEED, f"route/{step}", range(B), (1,)).tolist() for step in range(STEPS)]
-    strategy = str(named).split(" every")[0]
+    draws, null_draws = (
+        [uniforms(SEED, f"{stream}/{step}", range(B), (1,)).tolist() for step in range(STEPS)]
+        for stream in ("route", "route-null")
+    )
+    own, _, other = str(named).partition(" null ")
+    assert other in ("", "sample-1")
     return reference_sample(
-        world.experts, world.router, world.cond, null(world.shape), world.noise, STEPS, strategy, guidance,
-        draws, named.every, missing,
+        world.experts, world.router, world.cond, null(world.shape), world.noise, STEPS,
+        own.split(" every")[0], guidance, draws, named.every, missing, null_draws if other else None,
     )  # fmt: skip
 
 
@@ -101,7 +106,7 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("routing", STRATEGIES)
+@pytest.mark.parametrize("routing", STRATEGIES + NULL)
 def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, world: World) -> None:
     found = run(world, world.ensemble(), routing, guidance)
     same(found, reference(world, routing, guidance))
@@ -126,7 +131,7 @@ def plain(world: World, routing: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("routing", ["top-1", "top-3", "commit"])
+@pytest.mark.parametrize("routing", ["top-1", "top-3", "commit", NULL[0]])
 def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) -> None:
     expected = plain(world, routing)
     ensemble = world.ensemble(WAYS[way](world))
@@ -136,7 +141,7 @@ def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) 
 
 
 @pytest.mark.parametrize("way", ["in memory", "one resident"])
-@pytest.mark.parametrize("routing", ["top-1", "top-2", "commit"])
+@pytest.mark.parametrize("routing", ["top-1", "top-2", "commit", NULL[0]])
 def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
     expected = reference(world, routing, 2.5)
@@ -150,7 +155,7 @@ def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: Wo
 
 @pytest.mark.parametrize("batch", [3, 100])
 @pytest.mark.parametrize("way", ["in memory", "one resident", "two and one ahead"])
-@pytest.mark.parametrize("routing", ["commit", "top-1"])
+@pytest.mark.parametrize("routing", ["commit", "top-1", NULL[0]])
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
     shape = tuple(world.noise.shape[1:])
@@ -163,10 +168,10 @@ def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int
     trace = Trace.joined([part.trace for part in drawn if part.trace])
     found = torch.cat([part.latents for part in drawn])[order], trace.stacked()[:, order]
     same(found, reference(world, routing, 2.5))
-    assert trace.router_calls == (B if routing == "commit" else B * STEPS)
+    assert trace.router_calls == {"commit": B, "top-1": B * STEPS, NULL[0]: B + B * STEPS}[routing]
 
 
-@pytest.mark.parametrize("routing", ["top-2", "full", "commit"])
+@pytest.mark.parametrize("routing", ["top-2", "full", "commit", NULL[0]])
 def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     routing: str, world: World, tmp_path: Path
 ) -> None:
