@@ -5,10 +5,10 @@
     python benchmarks/ablations.py --quick
 
 A variant is a campaign in FOLDER on the same data, with the same settings but for its own. Where CAMPAIGN has
-a seed run, the variant's experts start from that one and have what it left of the budget, so that experts,
-router and seed cost what CAMPAIGN's do, and only experts and router are trained. Distances are over
-CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in FOLDER; the same command
-again does only what is missing. Without `--variant` they are the paper's: K, and random clusters. As in the
+shared pretraining, the variant's experts start from that one and have what it left of the budget, so that
+experts, router and pretraining cost what CAMPAIGN's do, and only experts and router are trained. Distances
+are over CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in FOLDER; the same
+command again does only what is missing. Without `--variant` they are the paper's: K, and random clusters. As in the
 paper K experts share one batch, so all of them take the same number of steps. `K = 1` is no ensemble but the
 control: one network that goes on from the seed on all the data, in the batches of CAMPAIGN's experts.
 """
@@ -26,9 +26,9 @@ from typing import Any
 import yaml
 from harness import finish, median_row, row, tiny
 
-from atoll.evaluate.seeds import unlike
+from atoll.measure.seeds import unlike
 
-STRATEGIES = ["commit", "top-1"]
+STRATEGIES = ["once", "top-1"]
 OWN = ("same_features_as_partition", "sweep", "curve")
 """What a variant may have been asked for otherwise: it decides no number here."""
 Result = dict[str, Any]
@@ -50,8 +50,10 @@ def main() -> None:
         parser.error("give CAMPAIGN and --to FOLDER, or --quick")
     with tempfile.TemporaryDirectory() as scratch:
         if options.quick:
-            options.to, options.strategies = Path(scratch) / "variants", ["commit"]
-            options.campaign = tiny(Path(scratch), 0, "partition.k=2", "budget.seed=0.5", "train.threads=1")
+            options.to, options.strategies = Path(scratch) / "variants", ["once"]
+            options.campaign = tiny(
+                Path(scratch), 0, "partition.k=2", "budget.pretrain=0.5", "train.threads=1"
+            )
             options.variant = [["random clusters", "partition.method=random"]]
         measure(parser, options)
 
@@ -99,9 +101,9 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     names |= {"fit_rows": "fit_rows"}
     settings["compare"] = {to: metric[name] for name, to in names.items()} | {"strategies": strategies}
     settings["compare"]["conditions"] = metric["conditions"].split()[1]  # "of heldout rows"
-    budget, share = settings["budget"], settings["budget"]["seed"]
+    budget, share = settings["budget"], settings["budget"]["pretrain"]
     if share:
-        settings["network"]["init"] = str((campaign / "seed/expert").resolve())
+        settings["network"]["init"] = str((campaign / "pretrain/expert").resolve())
         settings["router"]["share"] /= 1 - share
         budget |= {"seed": 0.0, "samples": round(budget["samples"] * (1 - share))}
     return settings
@@ -135,7 +137,7 @@ def table(base: Result, found: Mapping[str, Result], strategies: list[str]) -> l
     for variant, result in found.items():
         for line in result["rows"]:
             lines += pair(variant, line["name"], line["distance"], own["monolith"])
-        costs.append((cost(result) + result["from_seed"] * base["train_flops"]["seed"]) / cost(base))
+        costs.append((cost(result) + result["from_seed"] * base["train_flops"]["pretrain"]) / cost(base))
     lines.append(median_row("all variants", "training FLOPs / the campaign's", costs))
     return lines
 
@@ -147,8 +149,8 @@ def pair(case: str, strategy: str, distance: float, over: float) -> list[dict[st
 
 
 def cost(result: Result) -> float:
-    """Training operations of experts and router, and of the seed run if the campaign has its own."""
-    return float(sum(result["train_flops"][name] for name in ("experts", "router", "seed")))
+    """Training operations of experts and router, and of the campaign's own shared pretraining."""
+    return float(sum(result["train_flops"][name] for name in ("experts", "router", "pretrain")))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness import finish, median_row, row, tiny
 
-from atoll.evaluate.seeds import over_seeds, unlike
+from atoll.measure.seeds import over_seeds, unlike
 
 
 def main() -> None:

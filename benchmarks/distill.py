@@ -19,7 +19,7 @@ from typing import Any
 
 from harness import finish, median_row, row, tiny
 
-from atoll.evaluate.seeds import interval, unlike
+from atoll.measure.seeds import interval, unlike
 
 
 def main() -> None:

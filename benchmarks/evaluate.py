@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from atoll.evaluate.features import FeatureRows
-from atoll.evaluate.frechet import frechet_between
-from atoll.evaluate.kernels import kid
-from atoll.evaluate.moments import Moments
-from atoll.evaluate.neighbours import neighbourhoods
+from atoll.measure.features import FeatureRows
+from atoll.measure.frechet import frechet_between
+from atoll.measure.kernels import kid
+from atoll.measure.moments import Moments
+from atoll.measure.neighbours import neighbourhoods
 
 
 @dataclass(frozen=True)

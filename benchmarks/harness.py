@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.evaluate.seeds import interval
+from atoll.measure.seeds import interval
 
 RESULTS = Path(__file__).parent / "results"
 TINY = [
@@ -22,7 +22,7 @@ TINY = [
     "compare.samples=100",
     "compare.fit_rows=300",
     "compare.steps=5",
-    "compare.strategies=[commit]",
+    "compare.strategies=[once]",
 ]
 """Settings of the campaigns that `--quick` trains; their distances mean nothing."""
 

@@ -20,8 +20,8 @@ from typing import Any
 from harness import finish, median_row, ratio_interval, row
 from quickstart import QUICK, quickstart
 
-SETS = ["monolith=false", "budget.samples=150000", "compare.strategies=[commit, top-1, full]"]
-SMALL = [*QUICK, "compare.strategies=[commit]", "compare.samples=100", "compare.steps=4"]
+SETS = ["monolith=false", "budget.samples=150000", "compare.strategies=[once, top-1, full]"]
+SMALL = [*QUICK, "compare.strategies=[once]", "compare.samples=100", "compare.steps=4"]
 NOISE = "{objective: {schedule: vp-cosine, prediction: eps}}"
 MIXED = f"islands={{1: {NOISE}, 3: {NOISE}}}"
 

@@ -9,7 +9,7 @@ is steadier, and kinder.
 
 Both sides sample the same noise with guidance (two branches) in one process. They take turns, and who goes
 first changes; a ratio is the median over the pairs of turns. A turn is one call of the sampler: every step of
-one batch, the router included. With `commit` and one resident expert it is one call of `sample_batches` over
+one batch, the router included. With `once` and one resident expert it is one call of `sample_batches` over
 four batches, on both sides.
 
 CPU: S size, 64 tokens, batch 16 (quick: fewer blocks). Memory is the peak of a process of its own, less what
@@ -49,8 +49,8 @@ from atoll.networks.flops import count
 from atoll.networks.router import Router
 
 GUIDANCE = 2.0
-TARGETS = {"top-1": 1.10, "commit": 1.03, "top-2": 2.15, "full": 8.3}
-SHARES = ("top-1", "top-1 every 2", "top-1 every 5", "top-1 every 10", "commit")
+TARGETS = {"top-1": 1.10, "once": 1.03, "top-2": 2.15, "full": 8.3}
+SHARES = ("top-1", "top-1 every 2", "top-1 every 5", "top-1 every 10", "once")
 BATCHES = 4  # of a turn with one resident expert, under commit
 
 
@@ -314,9 +314,9 @@ def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[s
         done = traces[0].router_flops + traces[0].expert_flops
         yield row(case, f"{routing} / monolith, operations", done / alone)
     yield median_row(case, "monolith, time of a step", [s / setting.steps for s in theirs], "s")
-    turns = many_batches(ensemble, setting, "commit"), many_batches(expert(setting), setting, "commit")
-    ordered = f"commit / monolith, {BATCHES} batches by expert, time"
-    yield median_row(case, ordered, ratios(*paired(*turns, pairs)), target=("<=", TARGETS["commit"]))
+    turns = many_batches(ensemble, setting, "once"), many_batches(expert(setting), setting, "once")
+    ordered = f"once / monolith, {BATCHES} batches by expert, time"
+    yield median_row(case, ordered, ratios(*paired(*turns, pairs)), target=("<=", TARGETS["once"]))
     for routing in SHARES:
         yield row(case, f"router's share, {routing}, 50 steps", router_share(setting, cost, routing))
 
@@ -368,7 +368,7 @@ def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Itera
         )
         single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
         offloaded = Ensemble(single, opinions, (), cost)
-        for routing, turn in (("top-1", one_batch), ("commit", many_batches)):
+        for routing, turn in (("top-1", one_batch), ("once", many_batches)):
             more = child(setting, routing, folder, threads) - alone
             yield row(case, f"{routing}: (peak - monolith's) / expert", more / size, target=("<=", 1.0))
             before = single.loads

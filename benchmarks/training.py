@@ -39,8 +39,10 @@ import torch
 from harness import finish, median_row, row
 from torch import Tensor, nn
 
+from atoll.base.device import own_device
 from atoll.campaign.budget import denoiser_flops
-from atoll.campaign.islands import initial_network
+from atoll.campaign.partition import initial_network
+from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.columns import write_column
 from atoll.data.dataset import ROWS, DataSet, Manifest, create_manifest, to_parquet
 from atoll.data.files import Shard
@@ -53,9 +55,7 @@ from atoll.store.store import Store
 from atoll.train import loop
 from atoll.train.ema import Ema
 from atoll.train.expert import Batch, DenoiserTask
-from atoll.train.leaving import Interrupted
-from atoll.train.parallel import own_device
-from atoll.train.settings import Recipe, RunPlan, TrainConfig
+from atoll.train.preemption import Interrupted
 
 EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
 WARM = 8  # steps of a turn before the clock starts
@@ -294,7 +294,7 @@ def whole_turn(
     clocked = Clocked(task, first, last)
     with contextlib.suppress(Interrupted):
         loop.train(clocked, recipe, run, "whole loop")
-    commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "commit"]
+    commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "once"]
     written = [entry for entry in commits if clocked.began[0] < entry["time"] < clocked.ended[0]]
     return *per_step(clocked.began, clocked.ended), len(written)
 

@@ -46,3 +46,14 @@ def s3() -> Iterator[S3]:
     """An S3 endpoint that lets everybody in."""
     with serve() as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made with `atoll new` and `atoll launch`: glyphs from their names, experts as separate processes."""
+    from whole import SETS, run, sets
+
+    folder = tmp_path_factory.mktemp("whole") / "campaign"
+    run("new", folder, "--recipe", "quickstart", *sets(SETS))
+    run("launch", folder, "--on", "local")
+    return folder

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from atoll import cli
 from atoll.base.hashing import digest_tensors
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import make_islands
-from atoll.campaign.stages import prepare
+from atoll.campaign.folder import Campaign
+from atoll.campaign.partition import make_islands
+from atoll.campaign.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 

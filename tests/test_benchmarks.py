@@ -57,20 +57,20 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
         {
             "rows": [
                 {"name": "monolith", "distance": m, "router_share": 0.0},
-                {"name": "commit", "distance": d},
+                {"name": "once", "distance": d},
             ],
             "train_flops": {"monolith": 100.0, "experts": 90.0, "router": 4.0, "seed": 5.0},
         }
         for m, d in ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
     ]
     lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
-    ratio = lines["commit", "distance / monolith"]
+    ratio = lines["once", "distance / monolith"]
     assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
-    apart = lines["commit", "distance - monolith, 95 %"]
+    apart = lines["once", "distance - monolith, 95 %"]
     half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
     assert lines["ensemble", "training FLOPs / monolith"]["value"] == 0.99
-    assert lines["commit", "distance"]["spread"] == [8.0, 40.0]
+    assert lines["once", "distance"]["spread"] == [8.0, 40.0]
 
 
 def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: Any) -> None:
@@ -80,12 +80,12 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
             "tables": {
                 "best": {
                     "columns": ["model", "guidance", "ratio"],
-                    "rows": [["monolith", 3.0, None], ["commit", guidance, ratio]],
+                    "rows": [["monolith", 3.0, None], ["once", guidance, ratio]],
                 },
-                "reach": {"columns": ["model", "of_monolith", "how"], "rows": [["commit", share, how]]},
+                "reach": {"columns": ["model", "of_monolith", "how"], "rows": [["once", share, how]]},
                 "pairs": {
                     "columns": ["strategy", "space", "partner", "mean"],
-                    "rows": [["commit", "pixels", "same noise", mean]],
+                    "rows": [["once", "pixels", "same noise", mean]],
                 },
             },
         }
@@ -95,11 +95,11 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
             (2.0, 0.9, 0.6, 0.5, "at the first point"),
         )
     ]
-    found[0]["tables"]["curve"] = {"columns": ["model"], "rows": [["commit"]]}  # is a picture, no number
+    found[0]["tables"]["curve"] = {"columns": ["model"], "rows": [["once"]]}  # is a picture, no number
     lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
-    assert lines["commit", "distance / monolith, each at its best"]["value"] == 0.8
-    assert lines["commit", "best guidance"]["spread"] == [2.0, 3.0]
-    assert lines["commit, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
+    assert lines["once", "distance / monolith, each at its best"]["value"] == 0.8
+    assert lines["once", "best guidance"]["spread"] == [2.0, 3.0]
+    assert lines["once, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
     (reach,) = (line for line in lines.values() if "final distance" in line["metric"])
     assert reach["metric"].endswith("at most, in 2 of 3") and reach["value"] == pytest.approx(0.45)
     assert len(lines) == 6, "the monolith has a best guidance and no ratio"
@@ -116,10 +116,10 @@ def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Pa
 
     folders = []
     for number, (base, more) in enumerate([(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]):
-        rows = [("monolith", base), ("student", base + more), ("commit", base - 1)]
+        rows = [("monolith", base), ("student", base + more), ("once", base - 1)]
         content = {
             "metric": {"name": "x"},
-            "default": "commit",
+            "default": "once",
             "rows": [{"name": name, "distance": value} for name, value in rows],
             "train_flops": {"monolith": 3.0, "student": 1.0},
         }
@@ -145,7 +145,7 @@ def mixed(bench: Bench) -> Any:
 
 
 def summed_up(distance: float, experts: float = 100.0) -> dict[str, Any]:
-    return {"distance": {"commit": distance}, "train_flops": {"experts": experts, "router": 4.0}}
+    return {"distance": {"once": distance}, "train_flops": {"experts": experts, "router": 4.0}}
 
 
 def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
@@ -199,9 +199,9 @@ def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_
     """Without clipping, both lose the same on the same batch: nothing that costs time was left out."""
     import torch
 
+    from atoll.campaign.settings.train import TrainConfig
     from atoll.networks.families import NetworkConfig
     from atoll.store.store import Store
-    from atoll.train.settings import TrainConfig
 
     settings = NetworkConfig(family="dit", patch=2, depth=1, heads=1, head_width=8)
     dataset = training.synthetic(Store.open(tmp_path), 4)
@@ -226,7 +226,7 @@ def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) ->
     # Two steps of two branches; the router sees one branch at every step (commit: one; full: both).
     expected = {
         "top-1": 1 + router / 2,
-        "commit": 1 + router / 4,
+        "once": 1 + router / 4,
         "top-2": 2 + router / 2,
         "full": 4 + router,
     }
@@ -242,7 +242,7 @@ def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) ->
 def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None:
     setting = sampling.Setting("S", 4, 4, 2, depth=2, router_depth=1, router_heads=1, router_width=8, k=4)
     rows = {line["metric"]: line for line in sampling.one_resident("tiny", setting, 1, 1)}
-    for routing in ("top-1", "commit"):
+    for routing in ("top-1", "once"):
         line = rows[f"{routing}: (peak - monolith's) / expert"]
         assert line["target"] == {"op": "<=", "value": 1.0}
         assert -1 < line["value"] < 4
@@ -271,14 +271,14 @@ def test_experts_of_the_papers_variants_share_one_batch(
 def test_variants_of_a_campaign_cost_what_it_costs(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = ["partition.k=2", "budget.seed=0.5", "compare.strategies=[commit]", "train.threads=1"]
+    sets = ["partition.k=2", "budget.pretrain=0.5", "compare.strategies=[once]", "train.threads=1"]
     sets += ["data.ingest.glyphs.limit=400", "budget.samples=8000", "compare.samples=50", "compare.steps=4"]
     changes = [part for one in sets for part in ("--set", one)]
     base = tmp_path / "base"
     command(capsys, "new", base, "--recipe", "quickstart", *changes)
     for stage in ("launch", "compare"):
         assert command(capsys, stage, base).code == 0
-    argv = ["ablations.py", str(base), "--to", str(tmp_path / "to"), "--strategies", "commit"]
+    argv = ["ablations.py", str(base), "--to", str(tmp_path / "to"), "--strategies", "once"]
     variant = ["--variant", "random", "partition.method=random", "partition.k=3"]
     monkeypatch.setattr(sys, "argv", [*argv, *variant, "--json", str(tmp_path / "found.json")])
     bench("ablations").main()
@@ -292,7 +292,7 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     assert rows["the campaign itself, commit", "distance"]["value"] == found["rows"][-1]["distance"]
     assert rows["random, commit", "distance / monolith"]["value"] > 0
     made = json.loads((tmp_path / "to/random/campaign.json").read_text())["config"]
-    assert made["partition"]["k"] == 3 and made["network"]["init"] == str(base / "seed/expert")
+    assert made["partition"]["k"] == 3 and made["network"]["init"] == str(base / "pretrain/expert")
     monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
     with pytest.raises(SystemExit):
         bench("ablations").main()

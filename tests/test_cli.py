@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from atoll.campaign.assemble import assemble
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
+from atoll.train.run import train_run
 from helpers import Answer, atoll, command, partitioned, refused, start, write_campaign
 
 Run = Callable[..., Answer]
@@ -56,7 +56,7 @@ def test_real_processes_say_one_line_and_end_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for argv, word in (
         (["launch", tmp_path / "nowhere"], "there is no folder"),
-        (["train", "expert", tmp_path / "file", "--island", "0"], "is a file"),
+        (["train", "expert", tmp_path / "file", "--expert", "0"], "is a file"),
     ):
         done = atoll(*argv)
         assert done.stdout == ""
@@ -166,7 +166,7 @@ def test_an_unknown_recipe(run: Run, tmp_path: Path) -> None:
         ("router.train.batch=-1", ["'router.train.batch'"]),
         ("network.patch=0", ["'network.patch'"]),
         ("network.size=nanno", ["unknown network size 'nanno'", "did you mean 'nano'?"]),
-        ("sampling.routing=comit", ["no routing 'comit'", "did you mean 'commit'?"]),
+        ("sampling.routing=comit", ["no routing 'comit'", "did you mean 'once'?"]),
         ("compare.strategies=[top]", ["'top'"]),
         ("compare.strategies=[top-1 null commit]", ["the null branch takes full, top-K"]),
         ("student.routing=top-1 null sample-1", ["training is not guided", "leave 'null' out"]),
@@ -318,7 +318,7 @@ def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
     folder = own(tmp_path / "c", pictures(tmp_path / "pictures"))
     refused(run("data", "encode", folder), "there is no data set", "atoll data ingest")
     refused(run("partition", folder), "there is no data set")
-    refused(run("train", "expert", folder, "--island", "0"), "no island.json", "atoll partition")
+    refused(run("train", "expert", folder, "--expert", "0"), "no island.json", "atoll partition")
     refused(run("assemble", folder), "has no partition")
     goes_on(run, folder)
     refused(run("partition", folder), "column 'latents'", "is missing", "atoll data encode")
@@ -353,17 +353,17 @@ def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) 
 
 
 @pytest.mark.parametrize(
-    ("island", "word"), [("2", "no island 2"), ("-1", "no island -1"), (None, "which island")]
+    ("island", "word"), [("2", "no expert 2"), ("-1", "no island -1"), (None, "which island")]
 )
 def test_an_island_that_is_none(island: str | None, word: str, run: Run, made: Path) -> None:
     before = state(made)
-    options = ["--island", island] if island else []
-    refused(run("train", "expert", made, *options), word, "give --island 0 to 1")
+    options = ["--expert", island] if island else []
+    refused(run("train", "expert", made, *options), word, "give --expert 0 to 1")
     assert state(made) == before
 
 
 def test_an_island_for_what_has_none(run: Run, made: Path) -> None:
-    refused(run("train", "router", made, "--island", "0"), "--island goes with 'train expert'")
+    refused(run("train", "router", made, "--expert", "0"), "--expert goes with 'train expert'")
     refused(run("train", "expret", made), "expert", "router", "monolith")
 
 
@@ -391,7 +391,7 @@ def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
         (["1", "--guidance", "nan"], ["--guidance"]),
         (["1", "--steps", "0"], ["--steps"]),
         (["1", "--count", "0"], ["--count"]),
-        (["1", "--routing", "comit"], ["no routing 'comit'", "did you mean 'commit'?"]),
+        (["1", "--routing", "comit"], ["no routing 'comit'", "did you mean 'once'?"]),
         (["1", "--routing", "top-3"], ["'top-3' with 2 experts"]),
         (["1", "--routing", "oracle"], ["'oracle' needs known clusters"]),
         (["1", "--model", "students"], ["ensemble", "monolith"]),

@@ -188,7 +188,7 @@ def test_looking_at_a_campaign_imports_no_models(tmp_path):
     code = f"""
 import sys
 import atoll.campaign.status_text
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.folder import Campaign
 assert Campaign.open({str(tmp_path / "c")!r}).config.student
 print({{'diffusers', 'transformers', 'faiss'}} & set(sys.modules))
 """

@@ -13,7 +13,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, Hearsay
-from atoll.train.leaving import end, ends_with_run
+from atoll.train.preemption import end, ends_with_run
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
@@ -50,10 +50,10 @@ def quickstart(folder: str, sets: tuple[str, ...]) -> None:
 @SETS
 def new(folder: str, recipe: str, sets: tuple[str, ...]) -> None:
     """Write DIR/campaign.yaml from a recipe, to edit."""
-    from atoll.campaign import campaign
+    from atoll.campaign import folder as campaigns
     from atoll.recipes import catalogue
 
-    say(f"wrote {campaign.new(folder, catalogue.text(recipe), sets)}")
+    say(f"wrote {campaigns.new(folder, catalogue.text(recipe), sets)}")
 
 
 @atoll.command()
@@ -75,7 +75,7 @@ def data() -> None:
 @SETS
 def ingest(campaign: str, sets: tuple[str, ...]) -> None:
     """Turn data.source (glyphs, a folder with captions, parquet) into the data set at data.path."""
-    from atoll.campaign.stages import ingest_stage
+    from atoll.campaign.prepare import ingest_stage
 
     ingest_stage(_open(campaign, sets))
 
@@ -85,7 +85,7 @@ def ingest(campaign: str, sets: tuple[str, ...]) -> None:
 @SETS
 def embed(campaign: str, sets: tuple[str, ...]) -> None:
     """Add the features that the partition clusters."""
-    from atoll.campaign.stages import embed_stage
+    from atoll.campaign.prepare import embed_stage
 
     opened = _open(campaign, sets)
     embed_stage(opened.dataset(), opened.config.partition.encoder, opened.config.partition.encoder_size)
@@ -96,7 +96,7 @@ def embed(campaign: str, sets: tuple[str, ...]) -> None:
 @SETS
 def encode(campaign: str, sets: tuple[str, ...]) -> None:
     """Add the latents and text states that the networks train on."""
-    from atoll.campaign.stages import encode_stage
+    from atoll.campaign.prepare import encode_stage
 
     opened = _open(campaign, sets)
     settings = opened.config.data
@@ -108,7 +108,7 @@ def encode(campaign: str, sets: tuple[str, ...]) -> None:
 @CAMPAIGN
 def show(campaign: str) -> None:
     """Rows, splits, columns and rejects of the data set."""
-    from atoll.campaign.stages import describe
+    from atoll.campaign.prepare import describe
 
     for line in describe(_open(campaign).dataset()):
         say(line)
@@ -133,7 +133,7 @@ def audit(campaign: str) -> None:
 @SETS
 def partition(campaign: str, sets: tuple[str, ...]) -> None:
     """Cut the data set into clusters and write the islands' data sets."""
-    from atoll.campaign.islands import make_islands
+    from atoll.campaign.partition import make_islands
 
     make_islands(_open(campaign, sets))
 
@@ -171,24 +171,24 @@ def plan(
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith", "seed", "student"]))
+@click.argument("what", type=click.Choice(["expert", "router", "monolith", "pretrain", "student"]))
 @CAMPAIGN
-@click.option("--island", type=int, default=None, help="Number of the cluster, for an expert.")
+@click.option("--expert", type=int, default=None, help="Number of the expert, which is that of its cluster.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
 @SETS
-def train(what: str, campaign: str, island: int | None, wait: bool, sets: tuple[str, ...]) -> None:
+def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[str, ...]) -> None:
     """Train one network; the same command again goes on where it stopped."""
-    from atoll.campaign.runs import parse_role, train_run
+    from atoll.train.run import parse_role, train_run
 
     opened = _open(campaign, sets)
-    parse_role(what, island, opened.config.partition.k)
-    train_run(opened, what, island, wait=wait)
+    parse_role(what, expert, opened.config.partition.k)
+    train_run(opened, what, expert, wait=wait)
 
 
 @atoll.command()
 @CAMPAIGN
 @click.argument("checkpoint")
-@click.option("--island", type=int, required=True, help="Number of the cluster whose expert it becomes.")
+@click.option("--expert", "island", type=int, required=True, help="Number of the expert that it becomes.")
 @click.option(
     "--prediction",
     type=click.Choice(["v", "eps", "x0", "score"]),
@@ -226,7 +226,7 @@ def adopt(campaign: str, **options: Any) -> None:
 @SETS
 def launch(campaign: str, target: Any, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
     """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
-    from atoll.campaign.launching import launch_campaign
+    from atoll.launch.submit import launch_campaign
 
     launch_campaign(_open(campaign, sets), target, dry_run, out)
 
@@ -285,7 +285,7 @@ def assemble(campaign: str) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of noise and routing.")
 def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
-    from atoll.campaign.sampling import Request, sample_campaign
+    from atoll.campaign.sample import Request, sample_campaign
 
     sample_campaign(_open(campaign), Request(prompts=prompts, out=out, **options))
 
@@ -300,8 +300,8 @@ def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None
     Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
     range of every number, and the mean with its 95 % interval.
     """
-    from atoll.campaign.comparison import compare_campaign
-    from atoll.campaign.several import compare_campaigns
+    from atoll.measure.comparison import compare_campaign
+    from atoll.measure.several import compare_campaigns
     from atoll.store.store import Store
 
     opened = [_open(campaign, sets) for campaign in campaigns]
@@ -346,7 +346,7 @@ def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None
 @SETS
 def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
-    from atoll.campaign import evaluation
+    from atoll.measure import evaluation
 
     if listed:
         if campaign is None:
@@ -363,7 +363,7 @@ def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
 @SETS
 def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
-    from atoll.campaign.diagnosis import diagnose_campaign
+    from atoll.measure.diagnosis import diagnose_campaign
 
     diagnose_campaign(_open(campaign, sets))
 
@@ -403,8 +403,8 @@ def report(campaign: str) -> None:
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
     """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
-    from atoll.campaign.export import ExportRequest, export_campaign
-    from atoll.campaign.export_stock import export_stock
+    from atoll.export.dense import export_stock
+    from atoll.export.ensemble import ExportRequest, export_campaign
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
     request = ExportRequest(to, numbers, **options)
@@ -456,7 +456,7 @@ def ended(run: Callable[[], Any]) -> int:
 
 
 def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
-    from atoll.campaign.campaign import Campaign
+    from atoll.campaign.folder import Campaign
 
     return Campaign.open(campaign, sets)
 

@@ -16,8 +16,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.campaign.adopt import Adoption, adopt
 from atoll.campaign.assemble import load_ensemble
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.ensemble.expert import Expert, published, read_card
 from atoll.export.pipeline import AtollPipeline
@@ -25,6 +24,7 @@ from atoll.flow.prediction import same_snr_state
 from atoll.flow.schedule import RectifiedFlow, schedule
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.train.run import train_run
 from helpers import command, partitioned, refused
 from helpers_networks import random_weights
 
@@ -63,7 +63,7 @@ def test_it_joins_a_trained_expert(
 ) -> None:
     folder = Path(campaign.store.location)
     theirs = checkpoint(tmp_path / "there").state_dict()
-    said = command(capsys, "adopt", folder, tmp_path / "there", "--island", "1")
+    said = command(capsys, "adopt", folder, tmp_path / "there", "--expert", "1")
     assert said.code == 0 and said.err == ""
     assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out
     assert "taken on trust: its latents are those of none, its labels mean what" in said.out
@@ -75,7 +75,7 @@ def test_it_joins_a_trained_expert(
     assert card.provenance["init"]["weights_sha256"] == card.weights_sha256
     for role, island in (("expert", 0), ("expert", 1), ("router", None)):
         train_run(campaign, role, island)
-    assert "island 1: finished already" in capsys.readouterr().out
+    assert "expert 1: finished already" in capsys.readouterr().out
     assert command(capsys, "assemble", folder).code == 0
     mine = load_ensemble(campaign.store)[0].experts[1]
     assert isinstance(mine, Expert)
@@ -162,7 +162,7 @@ def test_what_it_was_trained_on_may_be_said(
 ) -> None:
     checkpoint(tmp_path / "there")
     shutil.rmtree(tmp_path / "there/scheduler")
-    asked = ("adopt", campaign.store.location, tmp_path / "there", "--island", "0")
+    asked = ("adopt", campaign.store.location, tmp_path / "there", "--expert", "0")
     refused(command(capsys, *asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
     said = ("--prediction", "x0", "--schedule")
     refused(command(capsys, *asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
@@ -188,7 +188,7 @@ def test_one_for_other_data_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint(tmp_path / "there", **settings)
-    refused(command(capsys, "adopt", campaign.store.location, tmp_path / "there", "--island", "0"), words)
+    refused(command(capsys, "adopt", campaign.store.location, tmp_path / "there", "--expert", "0"), words)
     assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
 
 
@@ -241,14 +241,14 @@ def test_an_island_has_one_expert(
 ) -> None:
     folder, there = campaign.store.location, tmp_path / "there"
     checkpoint(there)
-    refused(command(capsys, "adopt", folder, there, "--island", "2"), "no island 2: give --island 0 to 1")
+    refused(command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give --expert 0 to 1")
     train_run(campaign, "expert", 0)
-    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has an expert already")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has an expert already")
     shutil.rmtree(Path(folder) / "islands/0/expert")
-    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has begun to train an expert")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train an expert")
     shutil.rmtree(Path(folder) / "islands/0/run")
-    assert command(capsys, "adopt", folder, there, "--island", "0").code == 0
-    refused(command(capsys, "adopt", folder, there, "--island", "0"), "island 0 has an expert already")
+    assert command(capsys, "adopt", folder, there, "--expert", "0").code == 0
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has an expert already")
 
 
 def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

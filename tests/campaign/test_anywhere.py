@@ -49,7 +49,7 @@ def test_a_new_campaign_at_a_url(url: str, run: Run) -> None:
     refused(run("new", url), f"{url}/campaign.yaml exists already")
     refused(run("report", url), f"{url} has no partition", f"atoll partition {url}")
     refused(run("data", "show", url), f"there is no data set at {url}/data")
-    refused(run("train", "expert", url, "--island", "0"), f"{url}/islands/0 has no island.json")
+    refused(run("train", "expert", url, "--expert", "0"), f"{url}/islands/0 has no island.json")
     refused(run("partition", url + "x"), f"there is nothing at {url}x")
     where = url.rpartition("/")[0]
     assert run("new", f"{where}/d", "--set", f"data.path={where}/data").code == 0
@@ -58,13 +58,13 @@ def test_a_new_campaign_at_a_url(url: str, run: Run) -> None:
 
 def test_copied_there_and_back_it_goes_on(there: Store, tmp_path: Path, run: Run) -> None:
     for island in "01":
-        assert run("train", "expert", tmp_path / "c", "--island", island).code == 0
-    assert run("train", "expert", there.location, "--island", "0").code == 0
+        assert run("train", "expert", tmp_path / "c", "--expert", island).code == 0
+    assert run("train", "expert", there.location, "--expert", "0").code == 0
     back = Store.open(tmp_path / "back", create=True)
     copy(there, back)
-    answer = run("train", "expert", back.location, "--island", "0")
+    answer = run("train", "expert", back.location, "--expert", "0")
     assert "finished already" in answer.out
-    assert run("train", "expert", back.location, "--island", "1").code == 0
+    assert run("train", "expert", back.location, "--expert", "1").code == 0
     here = Store.open(tmp_path / "c")
     assert there.get(f"islands/0/{WEIGHTS}") == here.get(f"islands/0/{WEIGHTS}")
     assert back.get(f"islands/1/{WEIGHTS}") == here.get(f"islands/1/{WEIGHTS}")
@@ -76,25 +76,25 @@ def test_damaged_data_stop_the_training(there: Store, run: Run) -> None:
     whole = there.get(key)
     for harmed, word in ((whole[:-3], "it is torn"), (whole[:-3] + b"abc", "it is damaged")):
         there.put(key, harmed)
-        line = refused(run("train", "expert", there.location, "--island", "0"), there.name(key), word)
+        line = refused(run("train", "expert", there.location, "--expert", "0"), there.name(key), word)
         assert str(cache.folder()) not in line
     there.delete(key)
-    refused(run("train", "expert", there.location, "--island", "0"), f"{there.name(key)} is missing")
+    refused(run("train", "expert", there.location, "--expert", "0"), f"{there.name(key)} is missing")
     assert not [key for key in there.list("islands/0") if "/checkpoints/" in key or "/expert/" in key]
     there.put(key, whole)
     copied = there.path(key)
     copied.write_bytes(whole[:-3] + b"abc")  # a damaged copy of a whole object is fetched again
-    assert run("train", "expert", there.location, "--island", "0").code == 0
+    assert run("train", "expert", there.location, "--expert", "0").code == 0
     assert copied.read_bytes() == whole
 
 
 @pytest.mark.slow
 def test_a_seed_is_handed_over_on_s3(url: str, tmp_path: Path, run: Run) -> None:
-    local = partitioned(tmp_path / "c", merged(TINY, {"budget": {"seed": 0.3}})).store
+    local = partitioned(tmp_path / "c", merged(TINY, {"budget": {"pretrain": 0.3}})).store
     there = Store.open(url, create=True)
     copy(local, there)
     for store in (local, there):
-        for argv in (["train", "seed"], ["train", "expert", "--island", "0"]):
+        for argv in (["train", "pretrain"], ["train", "expert", "--expert", "0"]):
             answer = run(*argv[:2], store.location, *argv[2:])
             assert answer.code == 0, answer
     assert there.get(f"islands/0/{WEIGHTS}") == local.get(f"islands/0/{WEIGHTS}")

@@ -11,12 +11,12 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble, load_ensemble
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_part, write_part
 from atoll.ensemble.settings import Residency
 from atoll.networks.families import DataShape
 from atoll.store.store import Store
+from atoll.train.run import train_run
 from helpers import partitioned
 from helpers_networks import noise
 

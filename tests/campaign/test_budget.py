@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Budget, divide
-from atoll.campaign.config import CampaignConfig
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.families import DataShape
 from helpers import SMALL, merged
 
@@ -110,7 +110,7 @@ def test_the_router_is_counted_with_its_own_batch() -> None:
 
 def test_a_seed_takes_its_share_from_the_experts() -> None:
     without = budget([300, 700], budget={"samples": 1_000_000})
-    seeded = budget([300, 700], budget={"samples": 1_000_000, "seed": 0.3})
+    seeded = budget([300, 700], budget={"samples": 1_000_000, "pretrain": 0.3})
     assert without.seed is None and seeded.seed is not None
     assert (seeded.seed.batch, seeded.seed.flops) == (seeded.monolith.batch, seeded.monolith.flops)
     assert seeded.seed.steps == round(0.3 * seeded.monolith.steps)
@@ -121,9 +121,9 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
 
 def test_a_seed_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"budget.seed and router.share are 1.05 of the budget: nothing is left"
+        ConfigError, match=r"budget.pretrain and router.share are 1.05 of the budget: nothing is left"
     ):
-        budget([5, 5], budget={"seed": 0.95})
+        budget([5, 5], budget={"pretrain": 0.95})
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_seed_that_leaves_nothing_is_refused() -> None:
         ({"teacher": "routed"}, 1.0),
         ({"teacher": "routed", "routing": "top-2"}, 2.0),
         ({"teacher": "routed", "routing": "full"}, 3.0),
-        ({"teacher": "routed", "routing": "commit"}, 1.0),
+        ({"teacher": "routed", "routing": "once"}, 1.0),
     ],
 )
 def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any], experts: float) -> None:

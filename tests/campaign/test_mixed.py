@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
 from atoll.campaign.assemble import load_ensemble
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.comparison import compare_campaign
+from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.settings import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
+from atoll.measure.comparison import compare_campaign
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.collect import collect
@@ -57,7 +57,7 @@ def test_sharded_over_processes_it_learns_the_same(name: str, tmp_path: Path) ->
     changes = {**TEXT, "network": {"family": name, "depth": 2}, "budget": {"samples": 320}}
     partitioned(tmp_path / "one", changes)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    done = atoll("train", "expert", tmp_path / "one", "--island", "0")
+    done = atoll("train", "expert", tmp_path / "one", "--expert", "0")
     assert done.returncode == 0, done.stderr
     argv = [
         "torch.distributed.run",
@@ -69,7 +69,7 @@ def test_sharded_over_processes_it_learns_the_same(name: str, tmp_path: Path) ->
         "train",
         "expert",
     ]
-    argv += [str(tmp_path / "two"), "--island", "0", "--set", "train.parallel.strategy=fsdp"]
+    argv += [str(tmp_path / "two"), "--expert", "0", "--set", "train.parallel.strategy=fsdp"]
     sharded = subprocess.run(
         [sys.executable, "-m", *argv], env=environment(), capture_output=True, text=True, check=False
     )
@@ -163,7 +163,7 @@ def test_it_is_sampled_exported_and_reloaded(
     mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sheets = []
-    for routing in ("top-1", "commit", "full"):
+    for routing in ("top-1", "once", "full"):
         out = tmp_path / f"{routing}.png"
         assert command(capsys, "sample", mixed, *PROMPTS, "--routing", routing, "--out", out).code == 0
         sheets.append(out.read_bytes())

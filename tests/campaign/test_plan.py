@@ -14,12 +14,12 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.campaign import gpus
 from atoll.campaign.budget import divide
-from atoll.campaign.campaign import Campaign, new
-from atoll.campaign.config import CampaignConfig
 from atoll.campaign.expected import Expected, expected
+from atoll.campaign.folder import Campaign, new
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make_plan, mode
 from atoll.campaign.plan_text import lines
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.families import DataShape, family
 from atoll.networks.memory import Footprint
 from atoll.recipes import catalogue

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from atoll.campaign import status as module
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
 from atoll.campaign.status import CampaignStatus, Observer, RunStatus
 from atoll.campaign.status_text import WIDTH, lines
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, acquire, process
 from atoll.store.log import Log
 from atoll.store.store import Store
+from atoll.train.run import train_run
 from helpers import Answer, command, partitioned, start
 
 Run = Callable[..., Answer]
@@ -103,7 +103,7 @@ def test_a_finished_run(copy: Path) -> None:
     tree = found.to_json()
     assert tree["train_flops"] == {"done": pytest.approx(one.train_flops), "all": pytest.approx(total)}
     (copy / "islands/0/run").rename(copy / "moved")  # an island that came back without its run
-    alone = look(copy)["island 0"]
+    alone = look(copy)["expert 0"]
     assert (alone.state, alone.published_bytes) == ("published", one.published_bytes)
 
 
@@ -119,12 +119,12 @@ def test_bytes_of_another_island_are_counted(copy: Path) -> None:
 
 def test_a_living_run(copy: Path) -> None:
     log = held(copy)
-    assert look(copy)["island 0"].phase == "starting"
+    assert look(copy)["expert 0"].phase == "starting"
     log.append(
         "commit", checkpoint="checkpoints/a", sha256="", milestone=False, step=4, samples=64, seconds=1.0
     )
     beat(log, phase="training", step=6, steps=20, loss=0.5, speed=32.0, skipped=2, ranks=4)
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert found.state == "training" and found.phase == "training"
     assert (found.step, found.committed, found.loss, found.speed) == (6, 4, 0.5, 32.0)
     assert (found.skipped, found.ranks, found.host, found.holder) == (2, 4, "far", log.holder)
@@ -141,26 +141,26 @@ def test_a_silent_run_is_stale(copy: Path, run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "store_time", lambda store, prefix: ahead)
     said = run("status", copy)
     assert said.code == 1
-    line = next(line for line in said.out.splitlines() if "island 0" in line)
+    line = next(line for line in said.out.splitlines() if "expert 0" in line)
     assert line.startswith("!") and "stale" in line
-    assert "! island 0 is stale: no sign of life for 3" in said.out and "nothing is saved" in said.out
+    assert "! expert 0 is stale: no sign of life for 3" in said.out and "nothing is saved" in said.out
     assert said.out.rstrip().endswith(f"Go on from what is saved: atoll launch {copy}")
 
 
 @pytest.mark.slow
 def test_a_process_that_was_killed_is_stale_at_once(copy: Path, run: Run) -> None:
-    running = start("train", "expert", copy, "--island", "0")
+    running = start("train", "expert", copy, "--expert", "0")
     deadline = time.monotonic() + 120
-    while look(copy)["island 0"].state != "training":
+    while look(copy)["expert 0"].state != "training":
         assert running.poll() is None and time.monotonic() < deadline
     running.send_signal(signal.SIGKILL)
     running.communicate()
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert found.state == "stale" and found.ended
     assert found.heartbeat_age is not None and found.heartbeat_age < 30
     assert "its process has ended" in run("status", copy).out
     train_run(Campaign.open(copy), "expert", 0)
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert (found.state, found.restarts) == ("published", 1)
 
 
@@ -171,10 +171,10 @@ def test_a_run_that_failed_and_one_that_left(copy: Path, run: Run) -> None:
     other.append("release", reason="left", step=5)
     said = run("status", copy)
     assert said.code == 1
-    assert "\x1b" not in said.out and "! island 0 failed: no?[2J space" in said.out
-    assert not any(line.startswith("! island 1") for line in said.out.splitlines())
+    assert "\x1b" not in said.out and "! expert 0 failed: no?[2J space" in said.out
+    assert not any(line.startswith("! expert 1") for line in said.out.splitlines())
     tree = json.loads(run("status", copy, "--json").out)
-    assert tree["attention"] == ["island 0"]
+    assert tree["attention"] == ["expert 0"]
     assert [run["state"] for run in tree["runs"]] == ["failed", "left", "waiting", "waiting"]
     assert [run["step"] for run in tree["runs"][:2]] == [3, 5]
 
@@ -191,12 +191,12 @@ def test_restarts_and_what_they_cost(copy: Path, run: Run) -> None:
             log.append(
                 "commit", checkpoint=f"checkpoints/{number}-{step}", sha256="", step=10 * number + step
             )
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert (found.restarts, found.lost, found.set_aside, found.committed) == (2, 12, 1, 29)
     text = "\n".join(lines(Observer(Campaign.open(copy)).look()))
     assert "2 (-12)" in text
-    assert "island 0: 12 steps done again after 2 restarts" in text
-    assert "island 0: 1 damaged checkpoint set aside" in text and "2x far" in text
+    assert "expert 0: 12 steps done again after 2 restarts" in text
+    assert "expert 0: 1 damaged checkpoint set aside" in text and "2x far" in text
 
 
 def test_a_commit_that_was_set_aside_does_not_count(copy: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_commit_that_was_set_aside_does_not_count(copy: Path) -> None:
     for step in (3, 6):
         log.append("commit", checkpoint=f"checkpoints/{step}", sha256="", step=step)
     log.append("set_aside", checkpoint="checkpoints/6", reason="torn")
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert (found.committed, found.set_aside) == (3, 1)
 
 
@@ -217,9 +217,9 @@ def test_damage_is_told_and_hides_nothing(copy: Path, run: Run) -> None:
     (copy / "islands/1/island.json").write_text("{torn")
     said = run("status", copy)
     assert said.code == 1 and "\x1b" not in said.out
-    assert "! island 1 cannot be read: " in said.out
+    assert "! expert 1 cannot be read: " in said.out
     assert "is not valid JSON" in " ".join(said.out.split())
-    found = look(copy)["island 0"]
+    found = look(copy)["expert 0"]
     assert (found.state, found.damaged, found.step, found.loss) == ("training", 1, None, None)
     json.loads(run("status", copy, "--json").out, parse_constant=lambda name: pytest.fail(name))
 
@@ -260,7 +260,7 @@ def test_a_long_log_is_not_read_whole(starts: int, tmp_path: Path) -> None:
 
 def test_many_islands_are_quick_and_fit_on_the_screen() -> None:
     run = RunStatus(
-        "island 63",
+        "expert 63",
         "expert",
         63,
         "training",
@@ -333,4 +333,4 @@ def test_the_own_process_is_alive(copy: Path) -> None:
     log = Log(Store.open(copy).sub("islands/0/run"), "me")
     assert acquire(log, LeaseConfig())
     assert log.entries()[0]["process"] == process()
-    assert look(copy)["island 0"].state == "training"
+    assert look(copy)["expert 0"].state == "training"

@@ -1,4 +1,4 @@
-"""Experts that start from a seed run or from a published checkpoint."""
+"""Experts that start from shared pretraining or from a published checkpoint."""
 
 import json
 import shutil
@@ -12,28 +12,28 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import initial_network, make_islands
-from atoll.campaign.launching import launch_campaign, plan_jobs
-from atoll.campaign.runs import train_run
-from atoll.campaign.seed import hand_over
-from atoll.campaign.stages import prepare
+from atoll.campaign.folder import Campaign
+from atoll.campaign.partition import initial_network, make_islands
+from atoll.campaign.prepare import prepare
+from atoll.campaign.pretrain import hand_over
 from atoll.ensemble.expert import read_card
 from atoll.launch.job import Job
+from atoll.launch.submit import launch_campaign, plan_jobs
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import DataShape, NetworkConfig
 from atoll.report.collect import collect
 from atoll.report.summary import summary
+from atoll.train.run import train_run
 from helpers import atoll, command, newest_checkpoint, partitioned, refused, same_bits, start, write_campaign
 
-SEEDED = {"budget": {"samples": 1600, "seed": 0.3}}
+SEEDED = {"budget": {"samples": 1600, "pretrain": 0.3}}
 INIT = f"init/{WEIGHTS}"
 EXPERT = f"expert/{WEIGHTS}"
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign with a seed run, partitioned and not trained."""
+    """A campaign with shared pretraining, partitioned and not trained."""
     folder = tmp_path_factory.mktemp("untouched") / "campaign"
     partitioned(folder, SEEDED)
     return folder
@@ -41,10 +41,10 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeded(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same after its seed run."""
+    """The same after its shared pretraining."""
     folder = tmp_path_factory.mktemp("seeded") / "campaign"
     shutil.copytree(untouched, folder)
-    train_run(Campaign.open(folder), "seed")
+    train_run(Campaign.open(folder), "pretrain")
     return folder
 
 
@@ -84,16 +84,16 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# The seed run.
+# The shared pretraining.
 
 
 def test_experts_start_with_the_bits_of_the_seeds_average(
     seeded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     campaign = copied(seeded, tmp_path / "c")
-    average = load_file(seeded / "seed" / EXPERT)
-    assert not same(average, load_file(newest_checkpoint(seeded / "seed") / "weights.safetensors"))
-    assert same(average, load_file(newest_checkpoint(seeded / "seed") / "ema.safetensors"))
+    average = load_file(seeded / "pretrain" / EXPERT)
+    assert not same(average, load_file(newest_checkpoint(seeded / "pretrain") / "weights.safetensors"))
+    assert same(average, load_file(newest_checkpoint(seeded / "pretrain") / "ema.safetensors"))
     for island in range(2):
         assert same(average, first_weights(campaign, monkeypatch, "expert", island))
     monolith = first_weights(campaign, monkeypatch, "monolith", None)
@@ -103,21 +103,21 @@ def test_experts_start_with_the_bits_of_the_seeds_average(
 
 
 def test_the_seed_sees_all_rows_at_a_constant_rate(seeded: Path) -> None:
-    seed, monolith = (json.loads((seeded / n / "island.json").read_text()) for n in ("seed", "monolith"))
-    assert seed["role"] == "seed" and seed["init"] == "scratch" and seed["rows"] == monolith["rows"]
+    seed, monolith = (json.loads((seeded / n / "island.json").read_text()) for n in ("pretrain", "monolith"))
+    assert seed["role"] == "pretrain" and seed["init"] == "scratch" and seed["rows"] == monolith["rows"]
     assert seed["steps"] == round(0.3 * monolith["steps"]) and seed["seed"] != monolith["seed"]
-    data = [json.loads((seeded / n / "data/manifest.json").read_text()) for n in ("seed", "monolith")]
+    data = [json.loads((seeded / n / "data/manifest.json").read_text()) for n in ("pretrain", "monolith")]
     assert data[0]["shards"] == data[1]["shards"]
 
 
 @pytest.mark.parametrize(("named", "falls"), [(None, False), ("cosine", True)])
 def test_the_seeds_rate_is_its_own(named: str | None, falls: bool, tmp_path: Path) -> None:
     """The experts go on at the peak, so by default the seed's rate does not fall where theirs does."""
-    budget = {"samples": 640, "seed": 0.3} | ({"seed_lr_schedule": named} if named else {})
+    budget = {"samples": 640, "pretrain": 0.3} | ({"pretrain_lr_schedule": named} if named else {})
     campaign = partitioned(
         tmp_path / "c", {"budget": budget, "train": {"lr_schedule": "cosine", "log_every": 1}}
     )
-    train_run(campaign, "seed")
+    train_run(campaign, "pretrain")
     train_run(campaign, "expert", 0)
     for run, expected in (("seed", falls), ("islands/0", True)):
         lines = campaign.store.get(f"{run}/run/metrics.jsonl").decode().splitlines()
@@ -128,28 +128,28 @@ def test_the_seeds_rate_is_its_own(named: str | None, falls: bool, tmp_path: Pat
 @pytest.mark.slow
 def test_the_ledger_adds_up_and_cards_say_where_weights_come_from(tmp_path: Path) -> None:
     """`atoll launch`: the seed first, the experts from it, and everything counted."""
-    campaign = Campaign.open(write_campaign(tmp_path / "c", {"budget": {"samples": 6400, "seed": 0.3}}))
+    campaign = Campaign.open(write_campaign(tmp_path / "c", {"budget": {"samples": 6400, "pretrain": 0.3}}))
     launch_campaign(campaign, None, False, Path())
     cards = {
-        n: read_card(campaign.store, f"{n}/expert") for n in ("islands/0", "islands/1", "router", "seed")
+        n: read_card(campaign.store, f"{n}/expert") for n in ("islands/0", "islands/1", "router", "pretrain")
     }
     monolith = read_card(campaign.store, "monolith/expert")
     assert sum(card.train_flops for card in cards.values()) == pytest.approx(monolith.train_flops, rel=0.01)
     made = summary(collect(campaign.store))
-    assert made["train_flops"]["seed"] == cards["seed"].train_flops > 0
+    assert made["train_flops"]["pretrain"] == cards["pretrain"].train_flops > 0
     assert made["flops_ratio"] == pytest.approx(1, rel=0.01) and made["unfinished"] == []
     for island in range(2):
         origin = cards[f"islands/{island}"].provenance
-        assert origin["initial_weights"] == cards["seed"].weights_sha256
+        assert origin["initial_weights"] == cards["pretrain"].weights_sha256
         assert origin["init"] == {
-            "kind": "seed",
-            "weights_sha256": cards["seed"].weights_sha256,
-            "samples": cards["seed"].samples,
-            "train_flops": cards["seed"].train_flops,
+            "kind": "pretrain",
+            "weights_sha256": cards["pretrain"].weights_sha256,
+            "samples": cards["pretrain"].samples,
+            "train_flops": cards["pretrain"].train_flops,
         }
-    assert monolith.provenance["init"] == cards["seed"].provenance["init"] == {"kind": "scratch"}
+    assert monolith.provenance["init"] == cards["pretrain"].provenance["init"] == {"kind": "scratch"}
     began = {n: acquired(tmp_path / "c" / n) for n in (*cards, "monolith")}
-    assert published(tmp_path / "c/seed") <= min(began["islands/0"], began["islands/1"])
+    assert published(tmp_path / "c/pretrain") <= min(began["islands/0"], began["islands/1"])
     assert plan_jobs(campaign) == []
 
 
@@ -169,8 +169,8 @@ def test_only_experts_wait_for_the_seed(untouched: Path) -> None:
     needs = {one.job.name: one.job.needs for one in plan_jobs(Campaign.open(untouched))}
     assert needs == {
         "seed": (),
-        "island 0": ("seed",),
-        "island 1": ("seed",),
+        "expert 0": ("pretrain",),
+        "expert 1": ("pretrain",),
         "router": (),
         "monolith": (),
     }
@@ -192,14 +192,16 @@ def test_an_expert_needs_its_own_folder_only(seeded: Path, tmp_path: Path) -> No
 
 def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied(untouched, tmp_path / "c")
-    answer = command(capsys, "train", "expert", tmp_path / "c", "--island", "1")
+    answer = command(capsys, "train", "expert", tmp_path / "c", "--expert", "1")
     refused(
-        answer, "islands/1/init has no init.json", "run the seed first: atoll train seed, then atoll launch"
+        answer,
+        "islands/1/init has no init.json",
+        "run shared pretraining first: atoll train pretrain, then atoll launch",
     )
     assert not (tmp_path / "c/islands/1/run").exists()
     made = summary(collect(Campaign.open(tmp_path / "c").store))
-    assert "seed" in made["unfinished"] and made["train_flops"]["seed"] is None
-    with pytest.raises(StoreError, match=r"seed/expert/card\.json is missing"):
+    assert "pretrain" in made["unfinished"] and made["train_flops"]["pretrain"] is None
+    with pytest.raises(StoreError, match=r"pretrain/expert/card\.json is missing"):
         hand_over(Campaign.open(tmp_path / "c"))
 
 
@@ -207,34 +209,38 @@ def test_a_campaign_without_a_seed_has_none_to_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     campaign = partitioned(tmp_path / "c")
-    assert not (tmp_path / "c/seed").exists()
+    assert not (tmp_path / "c/pretrain").exists()
     assert campaign.store.get_json("islands/0/island.json")["init"] == "scratch"
-    refused(command(capsys, "train", "seed", tmp_path / "c"), "it has no seed run", "--set budget.seed=0.3")
-    assert summary(collect(campaign.store))["train_flops"]["seed"] == 0
+    refused(
+        command(capsys, "train", "pretrain", tmp_path / "c"),
+        "it has no shared pretraining",
+        "--set budget.pretrain=0.3",
+    )
+    assert summary(collect(campaign.store))["train_flops"]["pretrain"] == 0
 
 
 @pytest.mark.slow
 def test_a_killed_seed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """Killed in training and again before it has handed over: the islands get what they would have got."""
-    often = {"train": {"checkpoint_minutes": 0.003}, "budget": {"samples": 16000, "seed": 0.4}}
+    often = {"train": {"checkpoint_minutes": 0.003}, "budget": {"samples": 16000, "pretrain": 0.4}}
     partitioned(tmp_path / "a", often)
     reference = copied(tmp_path / "a", tmp_path / "b")
-    train_run(reference, "seed")
-    process = start("train", "seed", tmp_path / "a")
+    train_run(reference, "pretrain")
+    process = start("train", "pretrain", tmp_path / "a")
     deadline = time.monotonic() + 120
-    while not any(entry["kind"] == "commit" for entry in whole_log(tmp_path / "a/seed")):
+    while not any(entry["kind"] == "commit" for entry in whole_log(tmp_path / "a/pretrain")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    assert not (tmp_path / "a/seed/expert/card.json").exists()
+    assert not (tmp_path / "a/pretrain/expert/card.json").exists()
     assert not list((tmp_path / "a").glob("islands/*/init/*"))
-    again = atoll("train", "seed", tmp_path / "a")
+    again = atoll("train", "pretrain", tmp_path / "a")
     assert again.returncode == 0 and "resumed at step" in again.stdout, again
     (tmp_path / "a/islands/1/init/init.json").unlink()  # as if it had died between the two islands
-    finished = atoll("train", "seed", tmp_path / "a")
+    finished = atoll("train", "pretrain", tmp_path / "a")
     assert "seed: finished already" in finished.stdout and "in init/ of 1 islands" in finished.stdout
-    assert same_bits(tmp_path / "a/seed", tmp_path / "b/seed")
+    assert same_bits(tmp_path / "a/pretrain", tmp_path / "b/pretrain")
     for island in range(2):
         files = [p.relative_to(tmp_path / "b") for p in (tmp_path / f"b/islands/{island}/init").iterdir()]
         assert len(files) == 3
@@ -252,9 +258,9 @@ def test_launch_hands_over_what_a_seed_left_behind(
     shutil.rmtree(tmp_path / "c/islands/0/init")
     started: list[Job] = []
     monkeypatch.setattr("atoll.launch.local.run", lambda jobs, gpus: started.extend(jobs))
-    monkeypatch.setattr("atoll.campaign.launching.assemble", lambda campaign: None)
+    monkeypatch.setattr("atoll.launch.submit.assemble", lambda campaign: None)
     launch_campaign(campaign, None, False, Path())
-    assert "seed" not in {job.name for job in started} and "island 0" in {job.name for job in started}
+    assert "pretrain" not in {job.name for job in started} and "expert 0" in {job.name for job in started}
     assert (tmp_path / "c/islands/0/init/init.json").exists()
 
 
@@ -307,17 +313,17 @@ def test_weights_of_another_run_are_refused(
 ) -> None:
     copied(seeded, tmp_path / "c")
     change(tmp_path / "c/islands/0/init/init.json", **fields)
-    refused(command(capsys, "train", "expert", tmp_path / "c", "--island", "0"), words)
+    refused(command(capsys, "train", "expert", tmp_path / "c", "--expert", "0"), words)
     assert not (tmp_path / "c/islands/0/run").exists()
 
 
 def test_a_seed_of_another_partition_or_another_seed_is_not_handed_over(seeded: Path, tmp_path: Path) -> None:
     campaign = copied(seeded, tmp_path / "c")
     change(tmp_path / "c/islands/0/init/init.json", origin={"weights_sha256": "00" * 32})
-    with pytest.raises(PartitionError, match="holds the weights of another seed run: remove it"):
+    with pytest.raises(PartitionError, match="holds the weights of another shared pretraining: remove it"):
         hand_over(campaign)
     change(tmp_path / "c/islands/0/island.json", partition="00" * 32)
-    with pytest.raises(PartitionError, match="is of another partition than island 0"):
+    with pytest.raises(PartitionError, match="is of another partition than expert 0"):
         hand_over(campaign)
 
 
@@ -329,11 +335,14 @@ def test_an_expert_of_another_depth_takes_over_what_fits(
 ) -> None:
     changes = {**SEEDED, "islands": {1: {"network": {"depth": 2}}}}
     campaign = partitioned(tmp_path / "c", changes)
-    train_run(campaign, "seed")
+    train_run(campaign, "pretrain")
     out = capsys.readouterr().out
-    assert "initial weights from the seed for island 1: 25 of 44 tensors" in out
+    assert "initial weights from shared pretraining for expert 1: 25 of 44 tensors" in out
     assert "warning: 19 are drawn instead: transformer_blocks.1." in out and "and 16 more" in out
-    average, seen = load_file(tmp_path / "c/seed" / EXPERT), first_weights(campaign, monkeypatch, "expert", 1)
+    average, seen = (
+        load_file(tmp_path / "c/pretrain" / EXPERT),
+        first_weights(campaign, monkeypatch, "expert", 1),
+    )
     made = campaign.store.get_json("islands/1/init/init.json")
     assert made["kept"] == 25 and set(made["drawn"]) == seen.keys() - average.keys()
     assert all(torch.equal(seen[name], average[name]) for name in average)
@@ -398,11 +407,11 @@ def test_the_seed_starts_from_the_checkpoint_and_the_experts_from_the_seed(
     weights = published_checkpoint(tmp_path / "there")
     changes = {**SEEDED, "network": {"init": str(tmp_path / "there")}}
     campaign = partitioned(tmp_path / "c", changes)
-    assert same(weights, first_weights(campaign, monkeypatch, "seed", None))
+    assert same(weights, first_weights(campaign, monkeypatch, "pretrain", None))
     assert same(weights, first_weights(campaign, monkeypatch, "monolith", None))
-    train_run(campaign, "seed")
+    train_run(campaign, "pretrain")
     seen = first_weights(campaign, monkeypatch, "expert", 0)
-    assert same(seen, load_file(tmp_path / "c/seed" / EXPERT)) and not same(seen, weights)
+    assert same(seen, load_file(tmp_path / "c/pretrain" / EXPERT)) and not same(seen, weights)
 
 
 def test_one_island_may_start_from_a_checkpoint_of_its_own(tmp_path: Path) -> None:

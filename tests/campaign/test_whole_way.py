@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from atoll import cli
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.stages import prepare
+from atoll.campaign.folder import Campaign
+from atoll.campaign.prepare import prepare
 from atoll.data.dataset import DataSet
 from atoll.ensemble.expert import read_card
 from atoll.store.store import Store
@@ -175,15 +175,15 @@ def compared(whole: Path) -> dict:  # type: ignore[type-arg]
 
 def test_every_strategy_is_measured(compared: dict) -> None:  # type: ignore[type-arg]
     rows = {row["name"]: row for row in compared["rows"]}
-    assert list(rows) == ["monolith", "commit", "top-1", "top-2", "full", "oracle"]
+    assert list(rows) == ["monolith", "once", "top-1", "top-2", "full", "oracle"]
     assert all(0 < row["distance"] < float("inf") for row in rows.values())
     experts = {name: row["experts_per_step"] for name, row in rows.items()}
-    assert experts == {"monolith": 1, "commit": 1, "top-1": 1, "top-2": 2, "full": 2, "oracle": 1}
+    assert experts == {"monolith": 1, "once": 1, "top-1": 1, "top-2": 2, "full": 2, "oracle": 1}
     # one call per picture for commit (2 steps), one per step and branch otherwise
     calls = {name: row["router_calls_per_step"] for name, row in rows.items()}
-    assert calls == {"monolith": 0, "commit": 0.5, "top-1": 1, "top-2": 1, "full": 2, "oracle": 0}
+    assert calls == {"monolith": 0, "once": 0.5, "top-1": 1, "top-2": 1, "full": 2, "oracle": 0}
     shares = {name: row["router_share"] for name, row in rows.items()}
-    assert shares["monolith"] == shares["oracle"] == 0 < shares["commit"] < shares["top-1"] < 1
+    assert shares["monolith"] == shares["oracle"] == 0 < shares["once"] < shares["top-1"] < 1
     assert rows["full"]["gflops_per_step"] > 1.5 * rows["monolith"]["gflops_per_step"]
     assert rows["top-2"]["distance"] != rows["top-1"]["distance"]
 
@@ -207,7 +207,7 @@ def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> No
     for name in [row["name"] for row in compared["rows"]] + ["data"]:
         assert len(list((whole / "reports/compare" / name).glob("*.png"))) == 4
     assert {name: np.shape(trace) for name, trace in compared["routing"].items()} == dict.fromkeys(
-        ["commit", "top-1", "top-2", "full", "oracle"], (2, 4, 2)
+        ["once", "top-1", "top-2", "full", "oracle"], (2, 4, 2)
     )
 
 
@@ -334,7 +334,7 @@ def test_an_override_of_the_first_command_counts_for_all_later_ones(
     folder = write_campaign(tmp_path / "c")
     prepare(Campaign.open(folder, ["train.batch=8", "sampling.steps=2"]))
     assert json.loads((folder / "islands/0/island.json").read_text())["batch"] == 8
-    assert answer(capsys, "train", "expert", folder, "--island", "0").code == 0
+    assert answer(capsys, "train", "expert", folder, "--expert", "0").code == 0
     again = Campaign.open(folder)
     assert again.config.train.batch == 8
     assert again.config.sampling.steps == 3  # never fixed: campaign.yaml decides

@@ -30,7 +30,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(nursery: Nursery, untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same campaign, trained without disturbance; the first island by a fresh interpreter."""
     folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("undisturbed") / "campaign"))
-    done = atoll("train", "expert", folder, "--island", str(ISLANDS[0]))
+    done = atoll("train", "expert", folder, "--expert", str(ISLANDS[0]))
     assert done.returncode == 0, done.stderr
     for number in ISLANDS[1:]:
         assert nursery.train(folder, number).wait() == 0

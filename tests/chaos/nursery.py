@@ -88,7 +88,7 @@ class Nursery:
 
     def train(self, folder: str | Path, island: int, **options: Any) -> Child:
         """Start the training of an expert; it waits for whoever holds the run."""
-        return self.start("train", "expert", folder, "--island", str(island), "--wait", **options)
+        return self.start("train", "expert", folder, "--expert", str(island), "--wait", **options)
 
     def end(self) -> None:
         for child in self.children:
@@ -143,9 +143,6 @@ def _import() -> None:
     import diffusers
     import torch._dynamo  # the first optimizer would import it
     from diffusers.models.transformers import dit_transformer_2d  # noqa: F401
-
-    import atoll.campaign.runs
-    import atoll.cli  # noqa: F401
 
     assert diffusers.DiTTransformer2DModel is not None
     torch.set_num_threads(1)

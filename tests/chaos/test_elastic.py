@@ -73,9 +73,9 @@ class Ranks:
 def ranks(
     folder: Path, count: int, name: str, record: Path, *sets: str, launcher: str = "torch.distributed.run"
 ) -> Iterator[Ranks]:
-    """Train island 0 with so many processes; whatever still runs at the end is killed."""
+    """Train expert 0 with so many processes; whatever still runs at the end is killed."""
     record.mkdir(exist_ok=True)
-    argv = [str(RECORDING), "train", "expert", str(folder), "--island", "0", "--wait"]
+    argv = [str(RECORDING), "train", "expert", str(folder), "--expert", "0", "--wait"]
     argv += [part for change in sets for part in ("--set", change)]
     if count > 1:
         argv = ["-m", launcher, "--standalone", "--nproc-per-node", str(count), *argv]

@@ -35,7 +35,7 @@ def test_signals_at_every_phase(phase: str, nursery: Nursery, copy: Path, refere
         for name, arguments in PHASES[phase].items()
     }
     child = nursery.start(
-        "train", "expert", copy, "--island", "0", "--set", "train.previews=3", faults=faults
+        "train", "expert", copy, "--expert", "0", "--set", "train.previews=3", faults=faults
     )
     until(marker.exists, child)
     begin = time.monotonic()
@@ -43,7 +43,7 @@ def test_signals_at_every_phase(phase: str, nursery: Nursery, copy: Path, refere
         child.send(number)
         time.sleep(0.05)
     assert child.wait(BOUND) == 75 and time.monotonic() - begin < BOUND, child.said()
-    assert child.errors()[0].startswith("error: island 0 left at step ")
+    assert child.errors()[0].startswith("error: expert 0 left at step ")
     last = entries(run)[-1]
     assert (last["kind"], last["reason"]) == ("release", "left")
     assert last["step"] == kinds(run, "commit")[-1]["step"]
@@ -70,7 +70,7 @@ def test_data_that_does_not_come(nursery: Nursery, copy: Path, reference: Path) 
     run = island(copy, 2)
     faults = {"linger": ["batch", 60.0, str(copy / "begun"), 9]}
     stalled = nursery.start(
-        "train", "expert", copy, "--island", "2", "--set", "train.data_seconds=1", faults=faults
+        "train", "expert", copy, "--expert", "2", "--set", "train.data_seconds=1", faults=faults
     )
     assert stalled.wait(30) == 2
     (line,) = stalled.errors()

@@ -15,12 +15,12 @@ def reference_sample(
         x, own, seen = noise[i : i + 1], cond.select(slice(i, i + 1)), []
         for step in range(steps):
             t = torch.tensor([1 - step / steps])
-            if step == 0 or (strategy != "commit" and step % every == 0):
+            if step == 0 or (strategy != "once" and step % every == 0):
                 p = posterior(router, x, t, own, missing)
                 w = weights(strategy, p, draws[step][i])
                 w_null = posterior(router, x, t, null, missing) if strategy == "full" else w
             if null_draws is not None:
-                w_null = weights("commit", posterior(router, x, t, null, missing), null_draws[step][i])
+                w_null = weights("once", posterior(router, x, t, null, missing), null_draws[step][i])
             v = sum(w[k] * experts[k].velocity(x, t, own) for k in range(len(p)) if k not in missing)
             if guidance != 1:
                 v_null = sum(
@@ -43,7 +43,7 @@ def posterior(router, x, t, cond, missing):
 def weights(strategy, p, uniforms):
     if strategy == "full":
         return p
-    if strategy == "commit":  # one draw: the first expert whose cumulative probability exceeds it
+    if strategy == "once":  # one draw: the first expert whose cumulative probability exceeds it
         chosen = next(k for k in range(len(p)) if sum(p[: k + 1]) > uniforms[0])
         return [float(k == chosen) for k in range(len(p))]
     best = sorted(p, reverse=True)[: int(strategy.removeprefix("top-"))]

@@ -16,7 +16,7 @@ from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, n
 
 K, B = 4, 8  # B == W == H == 8: a broadcast over the wrong axis would be silent
 SHAPES = {"text": TEXT, "class": CLASSES}
-STRATEGIES = ["full", "top-1", "top-2", "threshold(0.2)", "sample-2", "nucleus(0.9)", "oracle", "commit"]
+STRATEGIES = ["full", "top-1", "top-2", "threshold(0.2)", "sample-2", "nucleus(0.9)", "oracle", "once"]
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
@@ -153,7 +153,7 @@ def test_a_picture_does_not_depend_on_its_batch(
     close(together, reverse)
 
 
-@pytest.mark.parametrize("routing", ["commit", "sample-2"])
+@pytest.mark.parametrize("routing", ["once", "sample-2"])
 def test_draws_depend_on_seed_and_number_only(
     routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor
 ) -> None:
@@ -170,7 +170,7 @@ def test_draws_depend_on_seed_and_number_only(
 def test_commit_keeps_its_expert_and_asks_once(shape: DataShape, x: Tensor) -> None:
     counting = Logits(router(9, K, shape))
     ensemble = Ensemble([expert(k, shape) for k in range(K)], counting)
-    field = field_of(ensemble, shape, "commit")
+    field = field_of(ensemble, shape, "once")
     sample(field, x, 6)
     trace = field.trace.stacked()
     assert trace.shape == (6, B, K)
@@ -253,7 +253,7 @@ def test_sparse_strategies_use_the_conditional_expert_for_both_branches(
     assert field.trace.router_calls == B and field.trace.expert_calls == 2 * B
 
 
-@pytest.mark.parametrize("routing", ["top-1", "commit", "oracle"])
+@pytest.mark.parametrize("routing", ["top-1", "once", "oracle"])
 def test_a_null_branch_of_its_own(routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor) -> None:
     """Its weights come from its own posterior, whatever the conditional branch does."""
     field = field_of(ensemble, shape, f"{routing} null top-1", 3.0)
@@ -287,7 +287,7 @@ def test_each_branch_asks_at_its_own_steps(shape: DataShape, x: Tensor) -> None:
     counting = Logits(router(9, K, shape))
     ensemble = Ensemble([expert(k, shape) for k in range(K)], counting)
     for routing, calls in (
-        ("commit null sample-1", 1 + 6),
+        ("once null sample-1", 1 + 6),
         ("top-1 every 3 null sample-1 every 2", 2 + 3),
         ("oracle null top-1 every 6", 1),
         ("full", 12),
@@ -307,7 +307,7 @@ def test_the_trace_is_of_the_conditional_branch(ensemble: Ensemble, shape: DataS
     close(field.trace.weights[0], posterior, 1e-6)
 
 
-@pytest.mark.parametrize("routing", ["full", "commit", "commit null sample-1"])
+@pytest.mark.parametrize("routing", ["full", "once", "once null sample-1"])
 def test_without_guidance_there_is_no_second_branch(
     routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor
 ) -> None:
@@ -322,7 +322,7 @@ def test_without_guidance_there_is_no_second_branch(
 
 @pytest.mark.parametrize(
     "routing",
-    ["full", "top-2", "threshold(0.01)", "sample-4", "nucleus(1)", "commit", "commit null sample-4"],
+    ["full", "top-2", "threshold(0.01)", "sample-4", "nucleus(1)", "once", "once null sample-4"],
 )
 def test_a_missing_expert_gets_no_weight(routing: str, shape: DataShape, x: Tensor) -> None:
     class Absent:

@@ -32,8 +32,8 @@ from ensemble.stores import on_disk, publish
 from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, null, router
 
 K, B, STEPS, SEED = 4, 8, 3, 5  # B == W == H == 8: a broadcast over the wrong axis would be silent
-STRATEGIES = ["top-1", "top-2", "top-3", "full", "commit", "top-1 every 2"]
-NULL = ["commit null sample-1", "top-1 every 2 null sample-1"]
+STRATEGIES = ["top-1", "top-2", "top-3", "full", "once", "top-1 every 2"]
+NULL = ["once null sample-1", "top-1 every 2 null sample-1"]
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ def plain(world: World, routing: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("routing", ["top-1", "top-3", "commit", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-1", "top-3", "once", NULL[0]])
 def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) -> None:
     expected = plain(world, routing)
     ensemble = world.ensemble(WAYS[way](world))
@@ -141,7 +141,7 @@ def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) 
 
 
 @pytest.mark.parametrize("way", ["in memory", "one resident"])
-@pytest.mark.parametrize("routing", ["top-1", "top-2", "commit", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-1", "top-2", "once", NULL[0]])
 def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
     expected = reference(world, routing, 2.5)
@@ -155,7 +155,7 @@ def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: Wo
 
 @pytest.mark.parametrize("batch", [3, 100])
 @pytest.mark.parametrize("way", ["in memory", "one resident", "two and one ahead"])
-@pytest.mark.parametrize("routing", ["commit", "top-1", NULL[0]])
+@pytest.mark.parametrize("routing", ["once", "top-1", NULL[0]])
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
     shape = tuple(world.noise.shape[1:])
@@ -168,10 +168,10 @@ def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int
     trace = Trace.joined([part.trace for part in drawn if part.trace])
     found = torch.cat([part.latents for part in drawn])[order], trace.stacked()[:, order]
     same(found, reference(world, routing, 2.5))
-    assert trace.router_calls == {"commit": B, "top-1": B * STEPS, NULL[0]: B + B * STEPS}[routing]
+    assert trace.router_calls == {"once": B, "top-1": B * STEPS, NULL[0]: B + B * STEPS}[routing]
 
 
-@pytest.mark.parametrize("routing", ["top-2", "full", "commit", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-2", "full", "once", NULL[0]])
 def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     routing: str, world: World, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ def test_under_commit_each_expert_is_brought_once_over_all_batches(
 ) -> None:
     bank = ResidentExperts(stored, residency)
     ensemble, count = Ensemble(bank, Wants([[n % 3, 3] for n in range(9)])), 18
-    sampling = Sampling(Routing.named("commit"), 2.0, 3, 0, (3, 8, 8), 2)
+    sampling = Sampling(Routing.named("once"), 2.0, 3, 0, (3, 8, 8), 2)
     cond = conditions(count, CLASSES)
     drawn = list(
         sample_batches(ensemble, lambda r: cond.select(torch.tensor(r)), null(CLASSES), count, sampling)
@@ -420,7 +420,7 @@ def test_places_are_aligned_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("routing", "router_calls"), [("top-1", 10), ("top-1 every 5", 2), ("commit", 1), ("oracle", 0)]
+    ("routing", "router_calls"), [("top-1", 10), ("top-1 every 5", 2), ("once", 1), ("oracle", 0)]
 )
 def test_the_trace_tells_the_cost_of_the_router(
     routing: str, router_calls: int, experts: list[Expert]

@@ -22,10 +22,10 @@ CANONICAL = [
     "nucleus(0.9)",
     "nucleus(0.9, 2.0)",
     "oracle",
-    "commit",
-    "commit(0.5)",
+    "once",
+    "once(0.5)",
     "top-1 every 5",
-    "commit null sample-1",
+    "once null sample-1",
     "top-1 every 5 null nucleus(0.9, 2.0) every 2",
 ]
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
@@ -46,14 +46,14 @@ def test_other_spellings() -> None:
     assert Routing.named("threshold-0.1") == Routing.named(" Threshold( .1 ) ")
     assert str(Routing.named("nucleus(0.9,2)")) == "nucleus(0.9, 2.0)"
     assert Routing.named("sample-2(1)") == Routing.named("sample-2")
-    assert Routing() == Routing.named("commit")
+    assert Routing() == Routing.named("once")
     assert Routing.named("Top-1  NULL  Sample-1") == Routing.named("top-1 null sample-1")
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("comit", "did you mean 'commit'"),
+        ("comit", "did you mean 'once'"),
         ("top 1", "did you mean 'top-K'"),
         ("", "valid: "),
         ("top", "form of 'top'"),
@@ -69,7 +69,7 @@ def test_other_spellings() -> None:
         ("sample-2(inf)", "temperature inf"),
         ("full-2", "form of 'full'"),
         ("top-1 every 0", "every 0"),
-        ("commit every 2", "has no every"),
+        ("once every 2", "has no every"),
         ("top-1 null", "there is no routing 'top-1 null'"),
         ("top-1 null comit", "there is no routing 'comit'"),
         ("top-1 null top-0", "k = 0"),
@@ -95,7 +95,7 @@ def test_settings_a_strategy_does_not_use_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("top-3", 3), ("commit null top-2", 2), ("top-3 null top-2", 3), ("top-2 null top-3", 3)],
+    [("top-3", 3), ("once null top-2", 2), ("top-3 null top-2", 3), ("top-2 null top-3", 3)],
 )
 def test_how_many_experts_suffice(name: str, least: int) -> None:
     assert Routing.named(name).possible(least) and not Routing.named(name).possible(least - 1)
@@ -103,7 +103,7 @@ def test_how_many_experts_suffice(name: str, least: int) -> None:
 
 
 def test_when_the_router_is_asked() -> None:
-    assert [asked_at(Routing.named("commit"), s) for s in range(4)] == [True, False, False, False]
+    assert [asked_at(Routing.named("once"), s) for s in range(4)] == [True, False, False, False]
     assert [asked_at(Routing.named("top-1"), s) for s in range(4)] == [True] * 4
     asked = [asked_at(Routing.named("sample-1 every 3"), s) for s in range(7)]
     assert asked == [True, False, False, True, False, False, True]
@@ -129,10 +129,10 @@ def test_weights_without_draws(name: str, expected: list[float]) -> None:
 @pytest.mark.parametrize(
     ("name", "u", "expected"),
     [
-        ("commit", [0.49], [1, 0, 0, 0]),
-        ("commit", [0.51], [0, 1, 0, 0]),
-        ("commit", [0.0], [1, 0, 0, 0]),
-        ("commit", [1 - 2**-53], [0, 0, 0, 1]),
+        ("once", [0.49], [1, 0, 0, 0]),
+        ("once", [0.51], [0, 1, 0, 0]),
+        ("once", [0.0], [1, 0, 0, 0]),
+        ("once", [1 - 2**-53], [0, 0, 0, 1]),
         ("sample-4", [0.1, 0.2, 0.6, 0.96], [0.5, 0.25, 0, 0.25]),
         ("nucleus(0.7)", [0.624], [1, 0, 0, 0]),
         ("nucleus(0.7)", [0.626], [0, 1, 0, 0]),
@@ -148,7 +148,7 @@ def test_weights_with_given_draws(name: str, u: list[float], expected: list[floa
 def test_temperature_divides_the_logits() -> None:
     sharp = P**2 / (P**2).sum()  # temperature 0.5
     edge = float(sharp[0, 0])
-    for name in ("commit(0.5)", "sample-1(0.5)", "nucleus(1, 0.5)"):
+    for name in ("once(0.5)", "sample-1(0.5)", "nucleus(1, 0.5)"):
         assert weights(name, u=[edge - 1e-9])[0, 0] == 1
         assert weights(name, u=[edge + 1e-9])[0, 1] == 1
 
@@ -207,7 +207,7 @@ def test_a_sample_does_not_see_its_batch() -> None:
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["commit", "sample-1", "sample-3", "nucleus(1)"])
+@pytest.mark.parametrize("name", ["once", "sample-1", "sample-3", "nucleus(1)"])
 def test_draws_follow_the_router(name: str) -> None:
     """Chi-square at significance 1e-3, 20,000 draws, fixed seed."""
     routing, n = Routing.named(name), 20_000

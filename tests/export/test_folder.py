@@ -254,7 +254,7 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
     pipe = load(copy)
     metric = {"distance": "a distance", "reference": "pictures", "reference_rows": 9}
     metric |= {"samples": 9, "steps": 9}
-    rows = [{"name": "commit", "distance": 7.5}]
+    rows = [{"name": "once", "distance": 7.5}]
     pipe.about = {"name": "It", "evaluation": {"metric": {**metric, "guidance": 2.0}, "rows": rows}}
     pipe.picture = b"png"
     pipe.save_pretrained(copy)

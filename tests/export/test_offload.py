@@ -29,7 +29,7 @@ def draw(pipe: AtollPipeline, routing: str) -> Any:
     return pipe(routing=routing, **call)
 
 
-@pytest.mark.parametrize("routing", ["commit", "top-1", "top-2", "full"])
+@pytest.mark.parametrize("routing", ["once", "top-1", "top-2", "full"])
 @pytest.mark.parametrize("budget", [{"experts": 1}, {"experts": 1, "prefetch": False}, {"experts": 3}])
 def test_the_same_pictures_to_the_bit(saved: Path, routing: str, budget: dict[str, Any]) -> None:
     pipe = load(saved, residency=Residency(**budget))

@@ -88,7 +88,7 @@ def test_it_is_the_picture_of_atoll_sample(pipe: AtollPipeline, routing: str, gu
     assert torch.equal(made.images, reference(pipe, labels, noise, routing, guidance, range(5)))
 
 
-@pytest.mark.parametrize("routing", ["commit", "sample-2", "nucleus(0.8,2)"])
+@pytest.mark.parametrize("routing", ["once", "sample-2", "nucleus(0.8,2)"])
 def test_drawn_routing_comes_from_the_generator_after_the_noise(pipe: AtollPipeline, routing: str) -> None:
     labels, sources = [0, 3, 1, 2], generators(4)
     noise = torch.stack([torch.randn((1, *SHAPE), generator=g)[0] for g in sources])
@@ -97,7 +97,7 @@ def test_drawn_routing_comes_from_the_generator_after_the_noise(pipe: AtollPipel
     assert torch.equal(latents(pipe, labels, num_inference_steps=5, routing=routing), expected)
 
 
-@pytest.mark.parametrize("routing", ["commit", "top-1", "full", "sample-1"])
+@pytest.mark.parametrize("routing", ["once", "top-1", "full", "sample-1"])
 def test_a_picture_does_not_depend_on_its_batch(pipe: AtollPipeline, routing: str) -> None:
     labels = [0, 1, 2, 3, 0, 1]
     together = latents(pipe, labels, routing=routing)
@@ -106,7 +106,7 @@ def test_a_picture_does_not_depend_on_its_batch(pipe: AtollPipeline, routing: st
 
 
 def test_one_generator_decides_the_whole_batch(pipe: AtollPipeline) -> None:
-    call = {"class_labels": [0, 1], "output_type": "latent", "routing": "commit"}
+    call = {"class_labels": [0, 1], "output_type": "latent", "routing": "once"}
     first, again, other = (
         pipe(generator=torch.Generator().manual_seed(seed), **call).images for seed in (1, 1, 2)
     )
@@ -263,7 +263,7 @@ def test_slicing_says_why_it_does_nothing(pipe: AtollPipeline, caplog: pytest.Lo
     [
         ({"routing": "top1"}, "there is no routing 'top1': did you mean 'top-K'"),
         ({"routing": "top-4"}, "'top-4' with 3 experts: give k of at most 3"),
-        ({"routing": "commit null top-4"}, "'commit null top-4' with 3 experts: give k of at most 3"),
+        ({"routing": "once null top-4"}, "'once null top-4' with 3 experts: give k of at most 3"),
         ({"guidance_scale": -1.0}, "guidance_scale=-1.0: give 0 or more"),
         ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
         ({"num_inference_steps": 0}, "num_inference_steps=0: give a whole number, 1 or more"),

@@ -180,7 +180,7 @@ def test_a_job_starts_when_those_that_it_needs_are_finished(tmp_path: Path) -> N
 RANKS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from atoll.train.leaving import end
+from atoll.train.preemption import end
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")

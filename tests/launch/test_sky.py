@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from atoll.campaign.settings.launch import SkyConfig
 from atoll.launch import sky
 from atoll.launch.job import Job, command
-from atoll.launch.settings import SkyConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -74,9 +74,9 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
         setup=("pip install .",),
         secrets=("KEY",),
     )
-    argv = command("train", "expert", URL, "--island", "0", "--wait", python="python")
+    argv = command("train", "expert", URL, "--expert", "0", "--wait", python="python")
     jobs = [
-        Job("island 0", argv, 64, gpus=8, processes=8, nodes=2, memory=10**11, memory_asked=True, sky=full),
+        Job("expert 0", argv, 64, gpus=8, processes=8, nodes=2, memory=10**11, memory_asked=True, sky=full),
         Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0),
         Job("monolith", argv, gpus=0, sky=SkyConfig(use_spot=False, cloud="kubernetes"), env={"A": "x: {y}"}),
     ]
@@ -93,7 +93,7 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
     assert recovery["recover_on_exit_codes"] == [75] and recovery["max_restarts_on_errors"] == 3
     assert island["workdir"] == str(tmp_path / "code") and "docker:me/atoll:1" in str(island["image"])
     assert island["file_mounts"] == {} and island["setup"] == "set -e\npip install .\n"
-    assert shlex.split(str(island["run"]))[-6:] == ["train", "expert", URL, "--island", "0", "--wait"]
+    assert shlex.split(str(island["run"]))[-6:] == ["train", "expert", URL, "--expert", "0", "--wait"]
 
     assert router["gpus"] is None and router["spot"] is True and router["cpus"] == "2+"
     assert shlex.split(str(router["run"]))[-4:] == ["train", "router", URL, "--wait"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from atoll.campaign.settings.launch import SlurmConfig
 from atoll.launch import slurm
 from atoll.launch.job import Job
-from atoll.launch.settings import SlurmConfig
 from helpers import atoll, partitioned, refused_process, same_bits, write_campaign
 from launch import cluster
 
@@ -102,15 +102,15 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     first = atoll("launch", folder, "--on", "slurm")
     assert first.returncode == 0, first.stderr
     jobs = submitted(first.stdout)
-    assert set(jobs) == {"island 0", "island 1", "router", "monolith", "assemble"}
+    assert set(jobs) == {"expert 0", "expert 1", "router", "monolith", "assemble"}
     again = atoll("launch", folder, "--on", "slurm")
     assert submitted(again.stdout) == {} and again.stdout.count("queued already as job") == 5, again
 
     # In the middle of training, one is requeued from outside; the other one's script is warned, as it is
     # before the time limit, and requeues itself.
     tell = {
-        "islands/0": ["scontrol", "requeue", jobs["island 0"]],
-        "islands/1": ["scancel", "--batch", "--signal=USR1", jobs["island 1"]],
+        "islands/0": ["scontrol", "requeue", jobs["expert 0"]],
+        "islands/1": ["scancel", "--batch", "--signal=USR1", jobs["expert 1"]],
     }
     told: list[str] = []
     while len(told) < len(tell):
@@ -152,8 +152,8 @@ def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(site: None
     folder = tmp_path / "c"
     partitioned(folder, changes)
     answer = atoll("launch", folder, "--on", "slurm")
-    number = submitted(answer.stdout)["island 0"]
-    line = refused_process(answer, "island 1", "nvalid partition", f"island 0 (job {number})", "launch again")
+    number = submitted(answer.stdout)["expert 0"]
+    line = refused_process(answer, "expert 1", "nvalid partition", f"expert 0 (job {number})", "launch again")
     assert state(number) == "PENDING" and "router" not in line
     call("scancel", number)
     until(lambda: not state(number), "the job stays")
@@ -162,8 +162,8 @@ def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(site: None
 def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c")
     jobs = [
-        Job("island 0", (sys.executable, "-c", "raise SystemExit(2)")),
-        Job("assemble", (sys.executable, "-c", "print('no')"), needs=("island 0",)),
+        Job("expert 0", (sys.executable, "-c", "raise SystemExit(2)")),
+        Job("assemble", (sys.executable, "-c", "print('no')"), needs=("expert 0",)),
     ]
     slurm.submit(jobs, str(folder), folder / "launch")
     until(lambda: not call("squeue", "--noheader"), "jobs are left")
@@ -172,7 +172,7 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
 
 RANKS = """
 import os, signal, time, torch, torch.distributed as dist
-from atoll.train.leaving import end
+from atoll.train.preemption import end
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")
@@ -197,8 +197,8 @@ def test_two_nodes_meet_are_warned_together_and_come_back(site: None, tmp_path: 
     program = tmp_path / "ranks.py"
     program.write_text(RANKS)
     asked = SlurmConfig(partition="both", hours=0.5)
-    job = Job("island 0", (sys.executable, str(program)), nodes=2, slurm=asked)
-    number = slurm.submit([job], str(tmp_path), tmp_path / "launch")["island 0"]
+    job = Job("expert 0", (sys.executable, str(program)), nodes=2, slurm=asked)
+    number = slurm.submit([job], str(tmp_path), tmp_path / "launch")["expert 0"]
     output = tmp_path / "launch" / "island-0.out"
     until(
         lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "the ranks do not meet"

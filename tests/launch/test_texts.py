@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from atoll.base.errors import AtollError, ConfigError
+from atoll.campaign.settings.launch import LaunchConfig, SkyConfig, SlurmConfig
 from atoll.launch import sky, slurm
 from atoll.launch.job import LEFT, Job, command
-from atoll.launch.settings import LaunchConfig, SkyConfig, SlurmConfig
-from atoll.train.leaving import INTERRUPTED
+from atoll.train.preemption import INTERRUPTED
 
 URL = "s3://bucket/campaign"
 HOSTILE = [
@@ -36,7 +36,7 @@ HOSTILE = [
 
 
 def train(place: str, *more: str) -> tuple[str, ...]:
-    return command("train", "expert", place, "--island", "0", *more)
+    return command("train", "expert", place, "--expert", "0", *more)
 
 
 def options(script: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ def test_what_a_job_asks_of_slurm() -> None:
         setup=("module load cuda",),
     )
     job = Job(
-        "island 3",
+        "expert 3",
         train("/c"),
         cpus=8,
         gpus=4,
@@ -120,7 +120,7 @@ def test_what_is_not_set_is_left_to_the_cluster() -> None:
 
 
 def test_several_nodes_meet_at_the_first() -> None:
-    job = Job("island 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
+    job = Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
     text = slurm.script(job, "/c", Path("/c/launch"))
     parses(text)
     assert options(text)["--nodes"] == "3"
@@ -138,7 +138,7 @@ def test_a_hostile_path_reaches_the_command_and_sbatch_as_it_is(name: str, tmp_p
     place = f"/data/{name}"
     tell = tmp_path / "tell.py"
     tell.write_text("import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['NAME']]))")
-    job = Job("island 0", (sys.executable, str(tell), "train", place), env={"NAME": name})
+    job = Job("expert 0", (sys.executable, str(tell), "train", place), env={"NAME": name})
     text = slurm.script(job, place, Path(place) / "launch")
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
     assert yaml.safe_load(done.stdout) == [["train", place], name]
@@ -161,7 +161,7 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)
-    job = Job("island 0", (sys.executable, "-S", "-c", CHILD.format(code=code)))
+    job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)))
     process = subprocess.Popen(
         ["bash", "-c", slurm.script(job, "/c", tmp_path)],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},
@@ -182,7 +182,7 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
 def test_needs_become_dependencies_and_every_script_is_shown() -> None:
     jobs = [
         Job("seed", train("/c")),
-        Job("island 0", train("/c"), needs=("seed",)),
+        Job("expert 0", train("/c"), needs=("seed",)),
         Job("router", train("/c")),
     ]
     text = slurm.preview(jobs, "/c", Path("/c/launch"))
@@ -221,7 +221,7 @@ def test_what_a_job_asks_of_skypilot() -> None:
         setup=("pip install .",),
     )
     job = Job(
-        "island 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
+        "expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
     )
     made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
     assert made["resources"] == {
@@ -240,11 +240,11 @@ def test_what_a_job_asks_of_skypilot() -> None:
     assert made["setup"].splitlines() == ["set -e", "pip install ."]
     words = shlex.split(made["run"])
     assert words[:4] == ["exec", sys.executable, "-m", "atoll.launch.torchrun"] and "--standalone" in words
-    assert words[-5:] == ["train", "expert", URL, "--island", "0"]
+    assert words[-5:] == ["train", "expert", URL, "--expert", "0"]
 
 
 def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
-    job = Job("island 0", train(URL), gpus=8, processes=8, nodes=2, sky=SkyConfig(accelerators="A100:8"))
+    job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=SkyConfig(accelerators="A100:8"))
     made = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
     parses(made["run"])
     assert made["num_nodes"] == 2
@@ -254,11 +254,11 @@ def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
 def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: Path) -> None:
     """Run by a real sh; `sky` is a stand-in that writes down what it was asked."""
     asked = SkyConfig(secrets=("KEY",))
-    jobs = [Job("seed", train(URL), gpus=0), Job("island 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
-    jobs += [Job("island 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
+    jobs = [Job("seed", train(URL), gpus=0), Job("expert 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
+    jobs += [Job("expert 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
     folder = tmp_path / "an out"
     assert sky.write(jobs, URL, folder) == folder / "launch.sh"
-    # A name may begin like another: island 10 is queued, island 1 is not.
+    # A name may begin like another: island 10 is queued, expert 1 is not.
     queued = f"{jobs[2].label(URL)}0 RUNNING 8 {jobs[3].label(URL)}"
     stand_in = f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != queue ] || echo "7 {queued} RUNNING"\n'
     (tmp_path / "sky").write_text(stand_in)

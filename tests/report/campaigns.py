@@ -21,7 +21,7 @@ PROMPTS = [
     "https://example.org/" + "long" * 200,
     "{{ 7 * 7 }} {% raw %}",
 ]
-DISTANCES = {"monolith": 20.0, "commit": 18.0, "top-1": 19.0, "top-2": 17.0, "full": 23.0, "oracle": 15.0}
+DISTANCES = {"monolith": 20.0, "once": 18.0, "top-1": 19.0, "top-2": 17.0, "full": 23.0, "oracle": 15.0}
 
 
 def png(side: int, level: int, mode: str = "L") -> bytes:
@@ -85,10 +85,10 @@ class Builder:
         )
 
     def seed(self, steps: int) -> "Builder":
-        """The plan of a seed run on all rows."""
-        plan = {"role": "seed", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 64}
+        """The plan of shared pretraining on all rows."""
+        plan = {"role": "pretrain", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 64}
         content = {**plan, "partition": HASH, "train_flops": steps * 64 * 3e8}
-        self.store.put_json("seed/island.json", content)
+        self.store.put_json("pretrain/island.json", content)
         return self
 
     def student(self, steps: int) -> "Builder":
@@ -141,14 +141,14 @@ class Builder:
         weights = self.rng.dirichlet(np.ones(self.k), (steps, len(prompts)))
         sharp = np.eye(self.k)
         routing = {
-            "commit": np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape),
+            "once": np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape),
             "top-1": sharp[weights.argmax(-1)],
             "full": weights.round(4),
         }
         content = {
             "schema": 1,
             "code": "0.1.0",
-            "default": "commit",
+            "default": "once",
             "metric": {
                 "name": "efficientnet-lite2",
                 "hash": HASH,
@@ -194,9 +194,9 @@ class Builder:
         for row in found["rows"]:
             row |= {"precision": 0.625, "recall": 0.375}
         found["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
-        swept = {"monolith": (21.0, 20.0, 19.0), "commit": (16.0, 18.0, 17.0)}
+        swept = {"monolith": (21.0, 20.0, 19.0), "once": (16.0, 18.0, 17.0)}
         courses = {"seed": (0.0, 0.25, (60.0, 40.0)), "monolith": (0.0, 1.0, (40.0, 20.0))}
-        courses |= {"commit": (0.25, 0.75, (30.0, 18.0))}
+        courses |= {"once": (0.25, 0.75, (30.0, 18.0))}
         tables: dict[str, Any] = {
             "pairs": [
                 {
@@ -210,7 +210,7 @@ class Builder:
                     "effect": None if partner == "same noise" else 1.75,
                     "higher": None if partner == "same noise" else 0.96,
                 }
-                for name, space in itertools.product(("top-1", "commit"), ("pixels", "features"))
+                for name, space in itertools.product(("top-1", "once"), ("pixels", "features"))
                 for partner, mean in (("same noise", 0.81), ("same cluster", 0.32), ("any", -0.14))
             ],
             "guidance": [
@@ -223,7 +223,7 @@ class Builder:
                 | {"edge": edge, "ratio": ratio}
                 for n, s, d, edge, ratio in (
                     ("monolith", 3.0, 19.0, "high", None),
-                    ("commit", 1.0, 16.0, "low", 0.842),
+                    ("once", 1.0, 16.0, "low", 0.842),
                 )
             ],
             "curve": [
@@ -241,7 +241,7 @@ class Builder:
             ],
             "reach": [
                 {
-                    "model": "commit",
+                    "model": "once",
                     "target": 20.0,
                     "train_flops": 9.375e11,
                     "of_monolith": 0.9375,
@@ -322,7 +322,7 @@ class Builder:
             ],
             "usage": [
                 {"strategy": n, "expert": e, "size": 1 / k, "asked": 1 / k, "used": 1 / k}
-                for n, e in itertools.product(("commit", "top-1"), range(k))
+                for n, e in itertools.product(("once", "top-1"), range(k))
             ],
             "switches": [
                 {
@@ -332,9 +332,7 @@ class Builder:
                     "rate": 0.125 * (n == "top-1"),
                     "ever": 0.4 * (n == "top-1"),
                 }
-                for n, (step, t) in itertools.product(
-                    ("commit", "top-1"), (("all", None), (1, 0.5), (2, 0.25))
-                )
+                for n, (step, t) in itertools.product(("once", "top-1"), (("all", None), (1, 0.5), (2, 0.25)))
             ],
             "landing": [
                 {
@@ -346,7 +344,7 @@ class Builder:
                     "own": 0.4,
                     "heldout_others": 0.9,
                 }
-                for n, c in itertools.product(("commit", "top-1"), clusters)
+                for n, c in itertools.product(("once", "top-1"), clusters)
             ],
             "stability": [
                 {
@@ -357,11 +355,11 @@ class Builder:
                     "refinement": 0.05,
                     "refinement_se": 0.002,
                 }
-                for n in ("commit", "top-1", "monolith")
+                for n in ("once", "top-1", "monolith")
             ],
             "lipschitz": [
                 {"strategy": n, "step": step, "t": t, "foreseen": 1.0 - t / 2}
-                for n, (step, t) in itertools.product(("commit", "top-1", "monolith"), ((0, 1.0), (1, 0.5)))
+                for n, (step, t) in itertools.product(("once", "top-1", "monolith"), ((0, 1.0), (1, 0.5)))
             ],
             "nearest": [
                 {
@@ -387,7 +385,7 @@ class Builder:
         content = {
             "schema": 1,
             "settings": {"splits": list(splits), "quantile": 0.01},
-            "strategies": ["commit", "top-1"],
+            "strategies": ["once", "top-1"],
             "missing": [],
             "copies": {"leaked": 0},
             "pictures": pictures,

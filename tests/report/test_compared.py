@@ -76,13 +76,13 @@ def test_the_guidance_chart_draws_lower_distances_lower(builder: Builder):
 def test_the_ensembles_line_begins_where_the_seeds_ends(builder: Builder):
     found = page(whole(builder))
     drawn = chart(found, "Distance over training FLOPs: Seed, Monolith, commit")
-    seed, mono, commit = (dots(drawn, style) for style in ("seed", "monolith", "selected"))
+    seed, mono, commit = (dots(drawn, style) for style in ("pretrain", "monolith", "selected"))
     assert len(seed) == len(mono) == 2 and len(commit) == 3 and commit[0] == seed[-1]
     assert mono[-1][0] == commit[-1][0] and mono[-1][1] < commit[-1][1]
     guide = float(re.findall(r'class="guide" d="M[^ ]+ ([^H]+)H', drawn)[0])
     assert guide == mono[-1][1]
     assert "commit938GFLOPs93.8%" in cells(found)
-    assert "the whole router and the whole seed run are counted" in found.text()
+    assert "the whole router and the whole shared pretraining are counted" in found.text()
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_the_ensembles_line_begins_where_the_seeds_ends(builder: Builder):
     ],
 )
 def test_when_it_is_as_good_is_told_as_it_is(builder: Builder, row: dict[str, Any], words: str):
-    text = page(whole(builder, reach=[{"model": "commit", "target": 20.0, **row}])).text()
+    text = page(whole(builder, reach=[{"model": "once", "target": 20.0, **row}])).text()
     assert words in text
 
 
 def test_without_a_monolith_the_curve_is_over_flops(builder: Builder):
     rows = [
-        {"model": "commit", "share": s, "train_flops": f, "of_monolith": None, "distance": d}
+        {"model": "once", "share": s, "train_flops": f, "of_monolith": None, "distance": d}
         | {"precision": None, "recall": None}
         for s, f, d in ((0.5, 1e12, 9.0), (1.0, 2e12, 4.0))
     ]
@@ -128,7 +128,7 @@ def test_the_summary_has_the_tables(builder: Builder):
     made = summary(collect(whole(builder).store))["compared"]
     assert [(row["model"], row["guidance"], row["ratio"]) for row in made["best"]] == [
         ("monolith", 3.0, None),
-        ("commit", 1.0, 0.842),
+        ("once", 1.0, 0.842),
     ]
     assert made["reach"][0]["of_monolith"] == 0.9375
 
@@ -145,8 +145,8 @@ def test_hostile_names_are_text(builder: Builder):
 @pytest.mark.parametrize(
     ("table", "rows", "words"),
     [
-        ("guidance", [{"model": "commit", "guidance": "much"}], "guidance.guidance is no number"),
-        ("curve", [{"model": "commit"}], "share"),
+        ("guidance", [{"model": "once", "guidance": "much"}], "guidance.guidance is no number"),
+        ("curve", [{"model": "once"}], "share"),
     ],
 )
 def test_tables_of_another_form_are_one_line(

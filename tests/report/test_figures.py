@@ -148,7 +148,7 @@ def test_arcs_of_the_ring_follow_each_other_and_do_not_overlap(sizes: list[int])
 
 @pytest.mark.parametrize("count", [8, 9])
 def test_times_of_validations_are_those_of_training(count: int):
-    from atoll.train.settings import VALIDATION_TIMES
+    from atoll.campaign.settings.train import VALIDATION_TIMES
 
     assert times(count) == [*VALIDATION_TIMES, 1.0][:count]
 

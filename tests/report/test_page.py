@@ -396,8 +396,8 @@ def test_the_summary_has_every_figure(builder: Builder):
         "flops_ratio": pytest.approx(1.0 + 50 * 1e6 / (340 * 3e8)),
         "distance": DISTANCES,
         "best": "top-2",
-        "default": "commit",
-        "ratio_to_monolith": {"commit": 0.9, "top-1": 0.95, "top-2": 0.85, "full": 1.15, "oracle": 0.75},
+        "default": "once",
+        "ratio_to_monolith": {"once": 0.9, "top-1": 0.95, "top-2": 0.85, "full": 1.15, "oracle": 0.75},
         "metric": builder.store.get_json("reports/compare.json")["metric"],
         "unfinished": [],
     }
@@ -405,13 +405,13 @@ def test_the_summary_has_every_figure(builder: Builder):
 
 
 def test_a_seed_run_is_counted(builder: Builder):
-    builder.campaign(budget={"seed": 0.25}).partition().seed(85)
+    builder.campaign(budget={"pretrain": 0.25}).partition().seed(85)
     made = summary(builder.train().compare())
-    assert made["unfinished"] == ["seed"]
-    assert made["train_flops"]["seed"] is made["flops_ratio"] is None
-    found = page(builder.run("seed"))
+    assert made["unfinished"] == ["pretrain"]
+    assert made["train_flops"]["pretrain"] is made["flops_ratio"] is None
+    found = page(builder.run("pretrain"))
     made = summary(builder)
-    assert made["unfinished"] == [] and made["train_flops"]["seed"] == 85 * 64 * 3e8
+    assert made["unfinished"] == [] and made["train_flops"]["pretrain"] == 85 * 64 * 3e8
     assert made["flops_ratio"] == pytest.approx(1.25 + 50 * 1e6 / (340 * 3e8))
     assert "Experts, router and seed together cost 1.250× as much training" in found.text()
     assert "router and seed included" in found.text()
@@ -420,7 +420,7 @@ def test_a_seed_run_is_counted(builder: Builder):
 
 def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
     builder.campaign().partition().student(340)
-    names = ["monolith", "student", "commit"]
+    names = ["monolith", "student", "once"]
     rows = [{"name": name, "distance": 3.0 + number} for number, name in enumerate(names)]
     made = summary(builder.train().compare(rows=rows))
     assert made["unfinished"] == ["student"] and made["train_flops"]["student"] is None
@@ -428,8 +428,8 @@ def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
     found = page(builder.run("student"))
     made = summary(builder)
     assert made["train_flops"]["student"] == 340 * 16 * 4e8
-    assert made["flops_ratio"] == whole and made["best"] == "commit"
-    assert made["ratio_to_monolith"] == {"student": 4 / 3, "commit": 5 / 3}
+    assert made["flops_ratio"] == whole and made["best"] == "once"
+    assert made["ratio_to_monolith"] == {"student": 4 / 3, "once": 5 / 3}
     assert "for 0.333× the monolith’s training FLOPs, its teachers’ forward passes included" in found.text()
     assert "one model, taught by the experts" in found.text()
 
@@ -443,11 +443,11 @@ def test_the_summary_of_an_unfinished_campaign_holds_nothing_it_does_not_know(bu
 
 
 def test_figures_that_are_not_finite_are_null(builder: Builder):
-    rows = [{"name": "monolith", "distance": float("nan")}, {"name": "commit", "distance": 3.0}]
+    rows = [{"name": "monolith", "distance": float("nan")}, {"name": "once", "distance": 3.0}]
     builder.whole().compare(rows=rows, metric={"name": "x", "real_training_pictures": float("inf")})
     made = summary(builder)
-    assert made["distance"] == {"monolith": None, "commit": 3.0}
-    assert made["ratio_to_monolith"] == {"commit": None}
+    assert made["distance"] == {"monolith": None, "once": 3.0}
+    assert made["ratio_to_monolith"] == {"once": None}
     assert made["metric"] == {"name": "x", "real_training_pictures": None}
 
 
@@ -482,7 +482,7 @@ def test_every_way_to_route_is_told_in_words(builder: Builder):
         "monolith",
         "top-1",
         "top-2 every 5",
-        "commit null sample-1",
+        "once null sample-1",
         "sample-1 every 3 null nucleus(0.9)",
     ]
     row = {"distance": 1.0, "seconds": 1.0, "gflops_per_step": 0.1}
@@ -519,7 +519,7 @@ def test_the_default_is_that_of_the_comparison(builder: Builder):
     ],
 )
 def test_the_verdict_is_the_figures(builder: Builder, distance: float, words: str):
-    rows = [{"name": "monolith", "distance": 20.0}, {"name": "commit", "distance": distance}]
+    rows = [{"name": "monolith", "distance": 20.0}, {"name": "once", "distance": distance}]
     assert f"The ensemble (commit) {words}" in page(builder.whole().compare(rows=rows)).text()
 
 
@@ -550,8 +550,8 @@ def test_strips_show_the_routing(builder: Builder):
     found = page(builder.whole())
     strips = found.with_class("strip")
     assert len(strips) == 3 * len(PROMPTS)
-    assert strips[0]["aria-label"] == "commit, sample 1: mostly expert 0 in steps 1 to 6"
-    assert strips[3]["aria-label"] == "commit, sample 2: mostly expert 1 in steps 1 to 6"
+    assert strips[0]["aria-label"] == "once, sample 1: mostly expert 0 in steps 1 to 6"
+    assert strips[3]["aria-label"] == "once, sample 2: mostly expert 1 in steps 1 to 6"
 
 
 def test_an_expert_has_one_colour_everywhere(builder: Builder):

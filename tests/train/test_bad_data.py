@@ -31,7 +31,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def spoil(folder: Path, count: int) -> None:
-    """Put numbers that are none into some training rows of island 0."""
+    """Put numbers that are none into some training rows of expert 0."""
     dataset = DataSet.open(Store.open(folder / "islands/0"), "data")
     values = dataset.column("latents").read(range(len(dataset)))
     rows = [dataset.bounds[i : i + 2].tolist() for i in range(len(dataset.shards))]
@@ -43,7 +43,7 @@ def spoil(folder: Path, count: int) -> None:
 
 def test_steps_with_a_bad_row_are_left_out_and_counted(run: Run, copy: Path) -> None:
     spoil(copy, 1)
-    said = run("train", "expert", copy, "--island", "0")
+    said = run("train", "expert", copy, "--expert", "0")
     assert said.code == 0
     left_out = said.out.count("left out (bound")
     assert 1 < left_out < 8
@@ -56,9 +56,9 @@ def test_steps_with_a_bad_row_are_left_out_and_counted(run: Run, copy: Path) -> 
 def test_bad_rows_everywhere_end_the_run_in_one_line(run: Run, copy: Path) -> None:
     spoil(copy, 30)
     line = refused(
-        run("train", "expert", copy, "--island", "0"),
+        run("train", "expert", copy, "--expert", "0"),
         "loss nan",
-        "island 0",
+        "expert 0",
         "the last 4 steps had to be left out",
     )
     assert "atoll data audit" in line
@@ -69,6 +69,6 @@ def test_a_torn_column_ends_the_run_in_one_line(run: Run, copy: Path) -> None:
     path = next((copy / "islands/0/data/columns/latents").glob("*.safetensors"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    refused(run("train", "expert", copy, "--island", "0"), path.name, "it is torn")
+    refused(run("train", "expert", copy, "--expert", "0"), path.name, "it is torn")
     path.write_bytes(whole)
-    assert run("train", "expert", copy, "--island", "0").code == 0
+    assert run("train", "expert", copy, "--expert", "0").code == 0

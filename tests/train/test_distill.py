@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
 from atoll.base.errors import PartitionError
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
+from atoll.campaign.settings.train import Recipe, RunPlan, StudentConfig, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples, read_labels
 from atoll.ensemble.ensemble import Ensemble
@@ -28,7 +28,7 @@ from atoll.networks.init import initialise
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train
-from atoll.train.settings import Recipe, RunPlan, StudentConfig, TrainConfig
+from atoll.train.run import train_run
 from helpers import (
     WEIGHTS,
     atoll,
@@ -177,7 +177,7 @@ def test_a_routed_teacher_is_the_ensemble_as_it_is_sampled() -> None:
         velocity("top-1"), ClusterTeacher(experts).velocity(x_t, t, cond, likeliest, torch.empty(6, 0))
     )
     assert len(set(likeliest.tolist())) > 1
-    drawn = velocity("commit")
+    drawn = velocity("once")
     own = torch.stack([ClusterTeacher(experts).velocity(x_t, t, cond, nobody + k, draws) for k in range(3)])
     assert ((own - drawn).abs().flatten(2).amax(2) < 1e-5).any(0).all()  # one expert for every sample
 
@@ -272,7 +272,7 @@ def killed(folder: Path) -> None:
 
 
 def test_a_killed_student_goes_on_to_the_same_bits(copy: Path, tmp_path: Path) -> None:
-    start_anew(copy, {"teacher": "routed", "routing": "commit", "step_share": 4.0, "train": OFTEN})
+    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 4.0, "train": OFTEN})
     reference, other = (Path(shutil.copytree(copy, tmp_path / name)) for name in ("reference", "other"))
     train_run(Campaign.open(reference), "student")
     killed(copy)

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import _splits
+from atoll.campaign.folder import Campaign
+from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.networks.families import DataShape
 from atoll.train.expert import Batch, DenoiserTask, draw_batch
 from atoll.train.router import RouterTask
-from atoll.train.settings import Recipe, RunPlan
+from atoll.train.run import _splits
 from helpers import partitioned
 
 
@@ -90,7 +90,7 @@ def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
 
 
 def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
-    from atoll.campaign.islands import initial_router
+    from atoll.campaign.partition import initial_router
 
     recipe, train, heldout, dataset = parts(campaign, "router")
     clusters = dataset.column("clusters").read(range(len(dataset))).long()
@@ -112,7 +112,7 @@ def test_clusters_are_those_of_the_rows(campaign: Campaign) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_share_of_the_samples_is_pure_noise(campaign: Campaign, share: float) -> None:
-    """At exactly t = 1, where `commit` asks: there only the condition can tell."""
+    """At exactly t = 1, where `once` asks: there only the condition can tell."""
     task = router_task(campaign, share)
     t = task.batch(range(2000)).t
     assert float((t == 1).float().mean()) == pytest.approx(share, abs=0.03)
@@ -134,7 +134,7 @@ def test_a_router_without_knowledge_is_at_the_entropy(campaign: Campaign) -> Non
 
 
 def denoiser_task(campaign: Campaign) -> DenoiserTask:
-    from atoll.campaign.islands import initial_network
+    from atoll.campaign.partition import initial_network
 
     recipe, train, heldout, _ = parts(campaign)
     network = initial_network(campaign.config.network, DataShape(**recipe.plan.shape), 0)

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from atoll.train.parallel import ParallelConfig, Spread, World
+from atoll.base.processes import World
+from atoll.campaign.settings.train import ParallelConfig
+from atoll.train.parallel import Spread
 
 
 @pytest.mark.parametrize(

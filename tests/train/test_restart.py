@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from atoll.base.errors import AtollError
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.runs import train_run
+from atoll.campaign.folder import Campaign
 from atoll.store.lease import Held
+from atoll.train.run import train_run
 from helpers import atoll, bits, environment, metrics, newest_checkpoint, partitioned, same_bits, start
 
 # A run of two seconds that saves its state five times a second.
@@ -56,7 +56,7 @@ def copy(untouched: Path, tmp_path: Path) -> Path:
 
 
 def argv(run: str) -> list[str]:
-    return ["expert", "--island", "0"] if run == "islands/0" else ["router"]
+    return ["expert", "--expert", "0"] if run == "islands/0" else ["router"]
 
 
 def train_here(folder: Path, run: str) -> None:
@@ -139,7 +139,7 @@ def test_a_run_that_is_told_to_leave_saves_its_state(
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again(copy: Path, reference: Path) -> None:
     for wanted in range(1, 5):
-        process = start("train", "expert", copy, "--island", "0")
+        process = start("train", "expert", copy, "--expert", "0")
         before = commits(copy / "islands/0")
         while commits(copy / "islands/0") == before and process.poll() is None:
             time.sleep(0.003 * wanted)
@@ -174,7 +174,7 @@ def test_a_finished_run_says_so_and_changes_nothing(
     run = reference / "islands/0"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     train_here(reference, "islands/0")
-    assert capsys.readouterr().out == "island 0: finished already\n"
+    assert capsys.readouterr().out == "expert 0: finished already\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
@@ -208,7 +208,7 @@ def test_an_island_needs_no_network_and_no_other_folder(
         pytest.skip("this user may not make namespaces")
     folder = alone(untouched, tmp_path / "island")
     mounts = "mount --bind $0 /mnt && mount -t tmpfs none $2 && ls $2 | wc -l"
-    script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --island 0"
+    script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --expert 0"
     result = subprocess.run(
         ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable, str(tmp_path.parents[1])],
         env=environment(),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.train.settings import Recipe, TrainConfig
+from atoll.campaign.settings.train import Recipe, TrainConfig
 
 TOTAL = 100_000
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError, StoreError
+from atoll.campaign.settings.train import GuardConfig
 from atoll.networks.families import NetworkConfig, family
 from atoll.networks.init import initialise
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train.ema import Ema
-from atoll.train.guard import Guard, GuardConfig
+from atoll.train.spike_guard import Guard
 from atoll.train.state import Saver, TrainState, newest, restore
 from helpers_networks import CLASSES, TINY, conditions, noise
 

@@ -14,8 +14,10 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.layout import run_folder
+from atoll.campaign.folder import Campaign
+from atoll.campaign.publication import announce, settle
+from atoll.campaign.runs import run_folder
+from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import filled, published, write_part
@@ -28,8 +30,6 @@ from atoll.networks.flops import count
 from atoll.store.lease import LeaseConfig, acquire, new_holder
 from atoll.store.log import Log
 from atoll.store.store import Store
-from atoll.train.publication import announce, settle
-from atoll.train.settings import RunPlan
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
 def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
     k, folder = campaign.config.partition.k, run_folder("expert", number)
     if not 0 <= number < k:
-        raise PartitionError(f"there is no island {number}", f"give --island 0 to {k - 1}")
+        raise PartitionError(f"there is no expert {number}", f"give --expert 0 to {k - 1}")
     key = f"{folder}/island.json"
     if not campaign.store.exists(key):
         raise PartitionError(
@@ -109,9 +109,9 @@ def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
     store = campaign.store.sub(folder)
     fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
     if published(store, "expert"):
-        raise PartitionError(f"island {number} has an expert already", fix)
+        raise PartitionError(f"there is an expert {number} already", fix)
     if any(entry["kind"] == "commit" for entry in Log(store.sub("run"), "").entries()):
-        raise PartitionError(f"island {number} has begun to train an expert", fix)
+        raise PartitionError(f"expert {number} has begun to train", fix)
     return store, RunPlan.parse(campaign.store.get_json(key), key)
 
 
@@ -227,9 +227,7 @@ def _publish(store: Store, network: nn.Module, weights: Mapping[str, Tensor], ca
     """As a run publishes: through the island's log, so that nobody trains it meanwhile or after."""
     log = Log(store.sub("run"), new_holder())
     if not acquire(log, LeaseConfig()):
-        raise PartitionError(
-            f"island {card.island} has published an expert meanwhile", "look at atoll status"
-        )
+        raise PartitionError(f"expert {card.island} was published meanwhile", "look at atoll status")
     announce(log.store, log, 0, lambda run, prefix: write_part(run, prefix, network, weights, card))
     settle(store, log)
 
@@ -237,7 +235,7 @@ def _publish(store: Store, network: nn.Module, weights: Mapping[str, Tensor], ca
 def _tell(wanted: Adoption, card: Card) -> None:
     millions = card.parameters / 1e6
     what = f"{card.family} of {millions:.1f} M parameters, {card.prediction} on {card.schedule}"
-    say(f"island {wanted.island}: adopted {wanted.checkpoint!r}: {what}")
+    say(f"expert {wanted.island}: adopted {wanted.checkpoint!r}: {what}")
     trust = [f"its latents are those of {card.latents['name']}"]
     if card.text is not None:
         trust.append(f"its text states those of {card.text['name']}")

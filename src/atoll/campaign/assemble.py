@@ -8,21 +8,20 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import sha256
-from atoll.campaign.about import about
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.card_facts import about
+from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card, read_part
+from atoll.ensemble.folder import INDEX as EXPERTS
+from atoll.ensemble.folder import MODEL_INDEX, README, index, listed, model_index
+from atoll.ensemble.model_card import model_card
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import flow_scheduler
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
-from atoll.export.bank import INDEX as EXPERTS
-from atoll.export.bank import index, listed
-from atoll.export.folder import MODEL_INDEX, README, model_index
-from atoll.export.model_card import model_card
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.manifest import FileEntry, check_file, read_file, write_file
 from atoll.store.store import Store, to_json

@@ -1,14 +1,14 @@
-"""Who trains how long: equal training FLOPs for the experts with router and seed, and the monolith."""
+"""Who trains how long: equal training FLOPs for the experts with router and pretraining, and the monolith."""
 
 from dataclasses import dataclass, replace
 
 from atoll.base.errors import ConfigError
-from atoll.campaign.config import CampaignConfig
+from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.train import StudentConfig
 from atoll.ensemble.routing import Routing
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.flops import Flops, count
 from atoll.networks.router import Router
-from atoll.train.settings import StudentConfig
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Budget:
     monolith: Share
     router: Share
     experts: list[Share]
-    seed: Share | None = None
+    pretrain: Share | None = None
     student: Share | None = None
 
     def whole(self) -> dict[str, Share]:
         """The runs on all the data, by role."""
-        found = {"router": self.router, "monolith": self.monolith, "seed": self.seed, "student": self.student}
-        return {role: share for role, share in found.items() if share is not None}
+        roles = ("router", "monolith", "pretrain", "student")
+        return {role: share for role in roles if (share := getattr(self, role)) is not None}
 
     def ratio(self) -> float:
-        """FLOPs of experts, router and seed over the monolith's; the student comes on top."""
-        parts = [self.router, *self.experts, *([self.seed] if self.seed else [])]
+        """FLOPs of experts, router and pretraining over the monolith's; the student comes on top."""
+        parts = [self.router, *self.experts, *([self.pretrain] if self.pretrain else [])]
         return sum(part.train_flops for part in parts) / self.monolith.train_flops
 
 
@@ -87,8 +87,8 @@ def router_flops(config: CampaignConfig, shape: DataShape) -> Flops:
 def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
     """Divide the budget.
 
-    The monolith sees `budget.samples` images. Router and seed get their shares of the monolith's FLOPs, and
-    the experts the rest: steps in proportion to their cluster's size, or the same steps for all.
+    The monolith sees `budget.samples` images. Router and shared pretraining get their shares of its FLOPs,
+    and the experts the rest: steps in proportion to their cluster's size, or the same steps for all.
 
     The student, if there is one, costs extra: its own forward and backward pass and its teachers' forward.
 
@@ -114,7 +114,7 @@ def _teacher_flops(student: StudentConfig, made: Budget, sizes: list[int]) -> fl
     if student.teacher == "cluster":
         return expert
     routing = Routing.named(student.routing)
-    most = {"top-k": routing.k, "sample-k": routing.k, "commit": 1}.get(routing.strategy, len(sizes))
+    most = {"top-k": routing.k, "sample-k": routing.k, "once": 1}.get(routing.strategy, len(sizes))
     return made.router.flops.forward + min(most, len(sizes)) * expert
 
 
@@ -128,10 +128,10 @@ def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budge
     wanted = config.router.share * monolith.train_flops / (routing.train * router_batch)
     router = Share(max(1, round(wanted)), router_batch, routing)
 
-    seed = None
-    if config.budget.seed:
-        seed = Share(max(1, round(config.budget.seed * monolith.steps)), batch, dense)
-    left = monolith.train_flops - router.train_flops - (seed.train_flops if seed else 0.0)
+    pretrain = None
+    if config.budget.pretrain:
+        pretrain = Share(max(1, round(config.budget.pretrain * monolith.steps)), batch, dense)
+    left = monolith.train_flops - router.train_flops - (pretrain.train_flops if pretrain else 0.0)
     equal = config.budget.compute == "equal"
     kinds: list[tuple[int, Flops]] = []
     for number in range(len(sizes)):
@@ -142,7 +142,9 @@ def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budge
         kinds.append((own_batch, dense if network == config.network else denoiser_flops(network, shape)))
     if equal:
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
-        return Budget(monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds], seed)
+        return Budget(
+            monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds], pretrain
+        )
     experts: list[Share] = []
     waiting = sum(sizes)
     for size, (own_batch, flops) in zip(sizes, kinds, strict=True):
@@ -151,4 +153,4 @@ def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budge
         experts.append(Share(steps, own_batch, flops))
         left -= experts[-1].train_flops
         waiting -= size
-    return Budget(monolith, router, experts, seed)
+    return Budget(monolith, router, experts, pretrain)

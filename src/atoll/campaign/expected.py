@@ -4,14 +4,14 @@ import posixpath
 from dataclasses import dataclass, replace
 
 from atoll.base.errors import AtollError
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.layout import made_by, run_folder, wanted_columns
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
 from atoll.encoders.text import text_size
 from atoll.encoders.vae import latent_size
 from atoll.networks.families import DataShape
-from atoll.train.settings import RunPlan
 
 CLASSES = 1000
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Share, divide, router_arguments
-from atoll.campaign.config import CampaignConfig
 from atoll.campaign.expected import Expected, row_bytes
 from atoll.campaign.gpus import Gpu
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.router import Router
@@ -202,7 +202,7 @@ class Plan:
         gpus: GPUs of one island.
         experts: one run each.
         router: its run.
-        seed: the run that the experts start from, if there is one.
+        pretrain: the run that the experts start from, if there is one.
         monolith: the same budget on one cluster of as many GPUs as all islands have.
         baseline: whether the campaign trains the monolith too.
         student: the run that learns from the experts, after them, if there is one.
@@ -215,7 +215,7 @@ class Plan:
     gpus: int
     experts: list[RunCost]
     router: RunCost
-    seed: RunCost | None
+    pretrain: RunCost | None
     monolith: RunCost
     baseline: bool
     student: RunCost | None
@@ -225,18 +225,18 @@ class Plan:
     @property
     def own(self) -> list[RunCost]:
         """The runs that make the ensemble."""
-        return [*self.experts, self.router, *([self.seed] if self.seed else [])]
+        return [*self.experts, self.router, *([self.pretrain] if self.pretrain else [])]
 
     @property
     def gpus_at_once(self) -> int:
-        """GPUs when all islands train side by side, and the router beside them; the seed trains before."""
+        """GPUs when all islands train side by side, and the router; shared pretraining comes before."""
         beside = sum(run.gpus for run in (*self.experts, self.router))
-        return max(beside, self.seed.gpus if self.seed else 0)
+        return max(beside, self.pretrain.gpus if self.pretrain else 0)
 
     @property
     def wall_seconds(self) -> float:
-        """Duration when all islands train side by side, after the seed, and the router beside them."""
-        before = self.seed.seconds if self.seed else 0.0
+        """Duration when all islands train side by side, and the router, after shared pretraining."""
+        before = self.pretrain.seconds if self.pretrain else 0.0
         return max(before + max(run.seconds for run in self.experts), self.router.seconds)
 
     def to_json(self) -> dict[str, Any]:
@@ -290,7 +290,9 @@ def make_plan(
     router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu)
     bf16, whole = config.train.precision != "float32", gpus * len(experts)
     monolith = run("monolith", budget.monolith, data.rows, config.network, bf16, whole)
-    seed = run("seed", budget.seed, data.rows, config.network, bf16, gpus) if budget.seed else None
+    pretrain = (
+        run("pretrain", budget.pretrain, data.rows, config.network, bf16, gpus) if budget.pretrain else None
+    )
     student = None
     if budget.student and config.student:
         network, train = config.denoiser("student")
@@ -314,7 +316,9 @@ def make_plan(
             f"the student's FLOPs hold its teachers' forward passes: {part:.3f} of the monolith's in all"
         )
         notes.append(f"{student.beside / 2**30:.1f} GiB of the student's GPU are its teachers'")
-    return Plan(name, gpu, gpus, experts, router, seed, monolith, config.monolith, student, traffic, notes)
+    return Plan(
+        name, gpu, gpus, experts, router, pretrain, monolith, config.monolith, student, traffic, notes
+    )
 
 
 def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -> float:

@@ -1,174 +1,39 @@
-"""One training run of a campaign: from its folder and `campaign.json` to a published network.
+"""Which runs and columns a campaign wants, and what its folders are called."""
 
-An expert's run opens `islands/K/` and nothing else of the store.
-"""
-
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from atoll.base.console import say
-from atoll.base.errors import ConfigError, PartitionError
-from atoll.campaign.campaign import Campaign
-from atoll.campaign.islands import initial_network, initial_router
-from atoll.campaign.layout import run_folder
-from atoll.campaign.seed import hand_over
-from atoll.campaign.start import start
-from atoll.campaign.student import lay_start, load_teacher, settings_of_student, teachers
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.dataset import DataSet
-from atoll.data.samples import Samples
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import published
-from atoll.flow.objective import ObjectiveConfig
-from atoll.networks.families import DataShape
-from atoll.store.store import Store
-from atoll.train.distill import DistillTask
-from atoll.train.expert import DenoiserTask
-from atoll.train.loop import train
-from atoll.train.parallel import own_device
-from atoll.train.publication import tidy
-from atoll.train.router import RouterTask
-from atoll.train.settings import Recipe, RunPlan
-from atoll.train.track import TrackingConfig
+from atoll.data.embed import features_column
 
 
-def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait: bool = False) -> None:
-    """Train an expert, the router, the monolith, the seed or the student; go on where an earlier run stopped.
-
-    A seed that is finished hands its weights over to the islands.
-
-    Raises:
-        PartitionError: the campaign has not been partitioned, has no such island, or the run starts from
-            weights or learns from experts that are not there.
-        ConfigError: a tracker is wanted whose package or key is not there.
-    """
-    folder = run_folder(role, island)
-    if role == "seed" and not campaign.config.budget.seed:
-        raise ConfigError(
-            f"budget.seed is 0 in {campaign.store.location}: it has no seed run",
-            "start a campaign with, for example, --set budget.seed=0.3",
-        )
-    if role == "student":
-        settings_of_student(campaign)
-    if not campaign.store.exists(f"{folder}/island.json"):
-        late = " with the same --set" if role == "student" else ""
-        raise PartitionError(
-            f"{campaign.store.name(folder)} has no island.json",
-            f"run 'atoll partition {campaign.store.location}'{late} first",
-        )
-    store = campaign.store.sub(folder)
-    plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")
-    # An expert sees its own folder; the others read the islands' shards by path.
-    dataset = (
-        DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")
-    )
-    name = folder.replace("islands/", "island ")
-    if published(store, "expert"):
-        tidy(store)
-        say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
-    else:
-        campaign.config.tracking.check()
-        # Damage is told before the first step, and loader workers find all they read on local disk.
-        dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
-        if role == "router":
-            _train_router(campaign, plan, dataset, store, wait)
-        else:
-            _train_denoiser(campaign, plan, dataset, store, name, wait)
-    if role == "seed":
-        hand_over(campaign)
+def run_folder(role: str, island: int | None = None) -> str:
+    """Folder of a run inside the campaign."""
+    return f"islands/{island}" if role == "expert" else role
 
 
-def _train_denoiser(
-    campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str, wait: bool
-) -> None:
-    config, shape = campaign.config, DataShape(**plan.shape)
-    settings, training = config.denoiser(plan.role, plan.island)
-    cards = teachers(campaign, plan) if plan.role == "student" else {}
-    network = initial_network(settings, shape, plan.init_seed)
-    if plan.init == "experts":
-        lay_start(campaign, store, plan, network, cards)
-    plan = start(network, plan, store, name)
-    network = network.to(own_device())
-    objective = config.objective_of(plan.island)
-    recipe = Recipe(objective=objective, train=training, network=settings.model_dump(), plan=plan)
-    rows, heldout = _splits(campaign, dataset, shape)
-    made = dataset.producers()
-    task = (
-        _student_task(campaign, network, rows, heldout, recipe, cards, made)
-        if plan.role == "student"
-        else DenoiserTask(network, settings.family, rows, heldout, recipe, *made)
-    )
-    train(task, task.recipe, store, name, wait=wait, tracking=_tracking(campaign))
+def runs_of(config: CampaignConfig) -> list[tuple[str, int | None]]:
+    """Role and island of all runs that a campaign wants, those first that others start from."""
+    found: list[tuple[str, int | None]] = [("pretrain", None)] if config.budget.pretrain else []
+    found += [("expert", number) for number in range(config.partition.k)]
+    found += [("router", None)] + ([("monolith", None)] if config.monolith else [])
+    return found + ([("student", None)] if config.student is not None else [])
 
 
-def _student_task(
-    campaign: Campaign,
-    network: torch.nn.Module,
-    rows: Samples,
-    heldout: Samples,
-    recipe: Recipe,
-    cards: Mapping[str, Card],
-    made: tuple[dict[str, Any], dict[str, Any] | None],
-) -> DistillTask:
-    """The student's task. Its recipe names its teachers, so it does not go on under others."""
-    own, objective = settings_of_student(campaign), recipe.objective
-    told = own.model_dump(include={"teacher", "routing", "data_weight"})
-    told["teachers"] = {folder: card.weights_sha256 for folder, card in cards.items()}
-    objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
-    recipe = recipe.model_copy(
-        update={"objective": objective, "network": {**recipe.network, "student": told}}
-    )
-    teacher = load_teacher(campaign, cards, own_device())
-    family = campaign.config.denoiser("student")[0].family
-    clusters = _clusters(rows.dataset)
-    return DistillTask(network, family, rows, heldout, clusters, recipe, teacher, own.data_weight, *made)
+def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
+    """Columns that the campaign needs, and what its settings say of their producer."""
+    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
+    if config.condition == "text":
+        wanted["text"] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+    if config.partition.method == "kmeans":
+        encoder, size = config.partition.encoder, config.partition.encoder_size
+        wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
+    return wanted
 
 
-def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
-    shape, own = DataShape(**plan.shape), campaign.config.router
-    network = initial_router(campaign, shape)
-    plan = start(network, plan, store, "router")
-    network = network.to(own_device())
-    settings = own.model_dump(exclude={"time", "condition_dropout", "train", "share"})
-    objective = ObjectiveConfig(time=own.time, condition_dropout=own.condition_dropout)
-    recipe = Recipe(objective=objective, train=own.train, network=settings, plan=plan)
-    rows, heldout = _splits(campaign, dataset, shape)
-    clusters = _clusters(dataset)
-    train(
-        RouterTask(network, rows, heldout, clusters, recipe, own.pure_noise, *dataset.producers()),
-        recipe,
-        store,
-        "router",
-        wait=wait,
-        tracking=_tracking(campaign),
-    )
-
-
-def _tracking(campaign: Campaign) -> TrackingConfig:
-    """The settings, with the campaign's own name where none is set."""
-    settings = campaign.config.tracking
-    name = settings.name or campaign.store.location.rstrip("/").rpartition("/")[2]
-    return settings.model_copy(update={"name": name})
-
-
-def _splits(campaign: Campaign, dataset: DataSet, shape: DataShape) -> tuple[Samples, Samples]:
-    kind = campaign.config.condition
-    return (
-        Samples(dataset, dataset.split("train"), kind, shape),
-        Samples(dataset, dataset.split("heldout"), kind, shape),
-    )
-
-
-def _clusters(dataset: DataSet) -> torch.Tensor:
-    """Cluster of every row."""
-    return dataset.column("clusters").read(range(len(dataset))).long()
-
-
-def parse_role(role: str, island: int | None, k: int) -> None:
-    """Check what `atoll train` was asked for."""
-    if role == "expert" and (island is None or not 0 <= island < k):
-        what = "which island?" if island is None else f"there is no island {island}"
-        raise ConfigError(what, f"give --island 0 to {k - 1}")
-    if role != "expert" and island is not None:
-        raise ConfigError(f"--island goes with 'train expert', not with 'train {role}'", "leave it out")
+def made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
+    """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
+    if not dataset.has_column(column):
+        return False
+    producer = dataset.column(column).meta.producer
+    return all(producer.get(key) == value for key, value in asked.items())

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from atoll.base.errors import AtollError, StoreError
-from atoll.campaign.campaign import Campaign
 from atoll.campaign.expected import stored_bytes
-from atoll.campaign.layout import run_folder, runs_of
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import run_folder, runs_of
+from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import Entry
-from atoll.train.settings import RunPlan
 
 SCHEMA = 1
 AT_ONCE = 16
@@ -34,7 +34,7 @@ class RunStatus:
 
     Attributes:
         name: `island 3`, `router`.
-        role: expert, router, monolith, seed, student.
+        role: expert, router, monolith, pretrain, student.
         island: number of the cluster.
         state: waiting (nobody started it), training, stale (its process died or fell silent), failed, left
             (told to, saved), published, unreadable.
@@ -123,7 +123,7 @@ class CampaignStatus:
         location: folder or URL.
         partitioned: whether there are islands.
         clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
-        runs: seed, islands, router, monolith, student.
+        runs: pretrain, experts, router, monolith, student.
         exchanged: bytes.
     """
 
@@ -205,7 +205,7 @@ class _Observed:
     def __init__(self, campaign: Campaign, role: str, island: int | None) -> None:
         self.campaign, self.role, self.island = campaign, role, island
         self.folder = run_folder(role, island)
-        self.blank = RunStatus(self.folder.replace("islands/", "island "), role, island)
+        self.blank = RunStatus(self.folder.replace("islands/", "expert "), role, island)
         self.history = History(campaign.store, f"{self.folder}/run")
         self.plan: RunPlan | None = None
         self._bytes_out: tuple[int, int] | None = None

@@ -8,7 +8,7 @@ import time
 
 from atoll.base.console import say, size
 from atoll.base.errors import StoreError
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.folder import Campaign
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
 
 WIDTH = 100

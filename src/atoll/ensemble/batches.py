@@ -78,7 +78,7 @@ def sample_batches(
 ) -> Iterator[Drawn]:
     """Draw `count` samples from number `sampling.first` on, batch by batch.
 
-    Under `commit` and `oracle` a sample's expert is known before the first step. Then batches are formed by
+    Under `once` and `oracle` a sample's expert is known before the first step. Then batches are formed by
     expert, with no more experts in each than stay on the device at once, so over the whole run each expert is
     brought once, and evaluated on as many samples at a time as there are. Otherwise batches follow the
     samples' numbers. Noise, draws and the router's batches are the same either way.
@@ -104,7 +104,7 @@ def sample_batches(
         return
     chosen = None
     groups, experts = plain, [list[int]() for _ in plain]
-    if sampling.routing.strategy in ("commit", "oracle") and count:
+    if sampling.routing.strategy in ("once", "oracle") and count:
         chosen = _choose(model, conditions, plain, sampling, labels)
         groups, experts = by_expert(chosen.argmax(1).tolist(), model, sampling.batch)
         groups = [[sampling.first + place for place in group] for group in groups]

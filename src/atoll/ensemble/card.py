@@ -14,7 +14,7 @@ class Card(Config):
 
     schema_version: int = SCHEMA
     """Version of this file's format."""
-    role: Literal["expert", "router", "monolith", "seed", "student"]
+    role: Literal["expert", "router", "monolith", "pretrain", "student"]
     """What the network is for."""
     island: int | None = None
     """Number of the cluster an expert was trained on."""

@@ -184,7 +184,7 @@ class Ensemble:
             seed: of the routing draws, a stream apart from the starting noise.
             indices: number of each sample `(B,)`; its draws depend on nothing else.
             labels: cluster of each sample, for `oracle`.
-            chosen: weights `(B, K)` that `choose` found before, for `commit` and `oracle`.
+            chosen: weights `(B, K)` that `choose` found before, for `once` and `oracle`.
             later: experts that are wanted after this batch, in order; those on disk are brought ahead.
         """
         return RoutedField(self, cond, null, guidance, routing, seed, indices, labels, chosen, later)

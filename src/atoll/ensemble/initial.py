@@ -17,7 +17,7 @@ from atoll.store.store import Conflict, Store, to_json
 
 SCHEMA = 1
 FOLDER, MANIFEST = "init", "init.json"
-Kind = Literal["checkpoint", "seed", "experts"]
+Kind = Literal["checkpoint", "pretrain", "experts"]
 
 
 class Initial(Config):
@@ -26,9 +26,9 @@ class Initial(Config):
     schema_version: int = SCHEMA
     """Version of this file's format."""
     kind: Kind
-    """`checkpoint`, `seed` or `experts`."""
+    """`checkpoint`, `pretrain` or `experts`."""
     origin: dict[str, Any]
-    """Which checkpoint, which seed run, or which experts."""
+    """Which checkpoint, which shared pretraining, or which experts."""
     partition: str
     """Hash of the partition that they were made for."""
     network: str
@@ -50,7 +50,7 @@ def describe(network: nn.Module, kind: Kind, origin: dict[str, Any], partition: 
 
     Args:
         network: with its initial weights.
-        kind: `checkpoint`, `seed` or `experts`.
+        kind: `checkpoint`, `pretrain` or `experts`.
         origin: plain data that names the source.
         partition: hash.
         fit: what was taken over.
@@ -133,12 +133,12 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
 
 
 _WANTED = {
-    "seed": "this run starts from the seed run, which has not handed its weights over",
+    "pretrain": "this run starts from shared pretraining, which has not handed its weights over",
     "checkpoint": "this run starts from a checkpoint, which the partition laid there",
     "experts": "this run starts from the experts, which are not all finished",
 }
 _FIXES = {
-    "seed": "run the seed first: atoll train seed, then atoll launch",
+    "pretrain": "run shared pretraining first: atoll train pretrain, then atoll launch",
     "checkpoint": "copy the folder from where the partition was made",
     "experts": "train the experts first: atoll launch",
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 
-Strategy = Literal["full", "top-k", "threshold", "sample-k", "nucleus", "oracle", "commit"]
+Strategy = Literal["full", "top-k", "threshold", "sample-k", "nucleus", "oracle", "once"]
 
 _USES: dict[Strategy, tuple[str, ...]] = {
     "full": (),
@@ -24,43 +24,43 @@ _USES: dict[Strategy, tuple[str, ...]] = {
     "sample-k": ("k", "temperature"),
     "nucleus": ("p", "temperature"),
     "oracle": (),
-    "commit": ("temperature",),
+    "once": ("temperature",),
 }
-_FORMS = (
-    "full, top-K, threshold(P), sample-K, sample-K(T), nucleus(P), nucleus(P,T), oracle, commit, commit(T)"
-)
+_ALIASES = {"commit": "once"}
+"""Earlier names of strategies."""
+_FORMS = "full, top-K, threshold(P), sample-K, sample-K(T), nucleus(P), nucleus(P,T), oracle, once, once(T)"
 _GRAMMAR = re.compile(
     r"(?P<word>[a-z]+)(?:-(?P<dash>[^\s()]+))?(?:\((?P<args>[^()]*)\))?(?:\s+every\s+(?P<every>\S+))?"
 )
 
 
 class Routing(Config):
-    """A routing strategy (DDM table 1, and `commit`), and how often the router is asked."""
+    """A routing strategy (DDM table 1, and `once`), and how often the router is asked."""
 
     model_config = ConfigDict(allow_inf_nan=True)  # refused below, by the name of the strategy
 
-    strategy: Strategy = "commit"
-    """full, top-k, threshold, sample-k, nucleus, oracle, or commit (drawn once per sample and kept)."""
+    strategy: Strategy = "once"
+    """full, top-k, threshold, sample-k, nucleus, oracle, or once (drawn once per sample and kept)."""
     k: int = 1
     """Experts kept (top-k) or draws with replacement (sample-k)."""
     p: float | None = None
     """Smallest weight kept (threshold) or probability mass kept (nucleus), in (0, 1]; needed by these two."""
     temperature: float = 1.0
-    """Divides the logits before a draw (sample-k, nucleus, commit)."""
+    """Divides the logits before a draw (sample-k, nucleus, once)."""
     every: int = 1
-    """The router is asked every so many steps (commit: at the first only); weights are kept in between."""
+    """The router is asked every so many steps (once: at the first only); weights are kept in between."""
     null: "Routing | None" = None
     """Strategy of guidance's null branch, on its own posterior. Without one, it has the conditional branch's
     experts; under `full` its own posterior all the same."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.null is not None and (self.null.strategy in ("commit", "oracle") or self.null.null):
+        if self.null is not None and (self.null.strategy in ("once", "oracle") or self.null.null):
             raise ConfigError(
                 f"routing {self.strategy!r} with null {str(self.null)!r}",
                 "the null branch takes full, top-K, threshold(P), sample-K or nucleus(P)",
             )
-        uses = (*_USES[self.strategy], *(() if self.strategy == "commit" else ("every",)))
+        uses = (*_USES[self.strategy], *(() if self.strategy == "once" else ("every",)))
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
@@ -78,7 +78,7 @@ class Routing(Config):
 
     @classmethod
     def named(cls, text: str) -> Self:
-        """The routing of a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "commit null sample-1".
+        """The routing of a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1".
 
         Raises:
             ConfigError: no strategy is called so, or a number is missing, malformed or out of range.
@@ -86,6 +86,7 @@ class Routing(Config):
         own, word_null, null = text.strip().lower().partition(" null ")
         match = _GRAMMAR.fullmatch(own.strip())
         word, dash, args, every = match.group("word", "dash", "args", "every") if match else (None,) * 4
+        word = _ALIASES.get(str(word), word)
         strategy = next((s for s in _USES if s.removesuffix("-k") == word), None)
         if strategy is None:
             raise ConfigError(f"there is no routing {text!r}", nearest(text, _FORMS.split(", ")))
@@ -120,12 +121,12 @@ class Routing(Config):
 
 def uniforms_needed(routing: Routing) -> int:
     """How many uniforms per sample one call of `route` uses."""
-    return {"sample-k": routing.k, "nucleus": 1, "commit": 1}.get(routing.strategy, 0)
+    return {"sample-k": routing.k, "nucleus": 1, "once": 1}.get(routing.strategy, 0)
 
 
 def asked_at(routing: Routing, step: int) -> bool:
     """Whether the router is asked at this step (from 0; steps, not calls); otherwise weights are kept."""
-    return step == 0 if routing.strategy == "commit" else step % routing.every == 0
+    return step == 0 if routing.strategy == "once" else step % routing.every == 0
 
 
 def route(

@@ -19,14 +19,13 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.folder import INDEX, SCHEMA, index, listed
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
 from atoll.export.parts import check_part, load_part, save_part
 from atoll.store.store import Store, to_json
 
-SCHEMA = 1
-INDEX = "experts.json"
 Chosen = Literal["auto"] | Sequence[int]
 logger = logging.getLogger(__name__)
 
@@ -279,12 +278,6 @@ def _folder_of(folder: Path) -> Path:
     return folder
 
 
-def index(k: int, cards: Mapping[int, Card]) -> dict[str, Any]:
-    """Content of `experts.json`: K, and the digest of the weights of every expert."""
-    digests = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
-    return {"schema": SCHEMA, "k": k, "experts": digests}
-
-
 def read_index(root: Path) -> tuple[int, tuple[int, ...]]:
     """K and the numbers of the experts that `experts.json` lists.
 
@@ -337,8 +330,3 @@ def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: int) ->
     if knows != k:
         raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
     check_together([card, *experts.values()])
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Numbers for a sentence."""
-    return ", ".join(map(str, numbers))

@@ -7,28 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
+from atoll.encoders.licences import LICENCES
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.weights import weights_hash
 from atoll.ensemble.card import Card
 from atoll.export.conditions import text_length
 
-LICENCES = {
-    "minilm": "Apache-2.0",
-    "openai/clip-vit-base-patch32": "MIT",
-    "openai/clip-vit-large-patch14": "MIT",
-    "stabilityai/sd-vae-ft-mse": "MIT",
-    "stabilityai/sd-vae-ft-ema": "MIT",
-    "stabilityai/sdxl-vae": "MIT",
-    "madebyollin/taesd": "MIT",
-    "madebyollin/taef1": "MIT",
-}
-LICENCES |= {
-    f"google/{kind}-{size}": "Apache-2.0"
-    for kind in ("t5-v1_1", "flan-t5")
-    for size in ("small", "base", "large", "xl", "xxl")
-}
-"""Licences of well-known encoders, all of which allow copies; as their publishers state them."""
 COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""
 

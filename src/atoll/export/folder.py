@@ -5,7 +5,6 @@ size and SHA-256. README.md and the picture are not named: they may be edited.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -17,7 +16,8 @@ from typing import Any
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.ensemble.card import Card, check_place
-from atoll.export.bank import INDEX as EXPERTS
+from atoll.ensemble.folder import BANK, MODEL_INDEX, PIPELINE, README, ROUTER
+from atoll.ensemble.folder import INDEX as EXPERTS
 from atoll.export.bank import Chosen, check_router, choose, read_index
 from atoll.export.parts import AGAIN, PICKLES, check_part, check_safetensors, refuse_pickle
 from atoll.store.location import is_url
@@ -25,13 +25,7 @@ from atoll.store.manifest import FileEntry
 from atoll.store.store import to_json
 
 SCHEMA = 1
-MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
-PIPELINE = "AtollPipeline"
-BANK = ("atoll.export.bank", "ExpertBank")
-ROUTER = ("atoll.networks.router", "Router")
-"""Import paths that `model_index.json` names: folders of any age are read through them, so they stay."""
-OTHERS = ("scheduler", "vae", "text_encoder", "tokenizer")
-DEFAULTS = ("num_inference_steps", "guidance_scale", "routing")
+MANIFEST, PICTURE = "ensemble.json", "picture.png"
 _LIBRARIES = ("diffusers", "transformers")
 _HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -166,26 +160,6 @@ def write_manifest(
         "files": files,
     }
     (root / MANIFEST).write_bytes(to_json(content))
-
-
-def model_index(
-    components: Mapping[str, Sequence[str | None]], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Content of `model_index.json`.
-
-    Args:
-        components: library and class of the scheduler, and of the encoders that have a folder.
-        defaults: `num_inference_steps`, `guidance_scale` and `routing` of a call that names none.
-    """
-    others = {name: list(components.get(name, (None, None))) for name in OTHERS}
-    return {
-        "_class_name": PIPELINE,
-        "_diffusers_version": importlib.metadata.version("diffusers"),
-        "experts": list(BANK),
-        "router": list(ROUTER),
-        **others,
-        **{name: defaults[name] for name in DEFAULTS},
-    }
 
 
 def _fetch(name: str, patterns: list[str], hub: Mapping[str, Any], ignored: list[str] | None = None) -> Path:

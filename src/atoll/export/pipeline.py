@@ -22,6 +22,8 @@ from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble, RoutedField, Trace
 from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.folder import MODEL_INDEX, OTHERS, README, model_index
+from atoll.ensemble.model_card import model_card
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.sample import check_flow, set_times, walk
 from atoll.ensemble.settings import Residency
@@ -44,19 +46,14 @@ from atoll.export.conditions import Asked, conditions
 from atoll.export.encoders import by_name, check_encoders
 from atoll.export.folder import (
     MANIFEST,
-    MODEL_INDEX,
-    OTHERS,
     PICTURE,
-    README,
     inspect_folder,
     locate,
-    model_index,
     parts_of,
     put_picture,
     target,
     write_manifest,
 )
-from atoll.export.model_card import model_card
 from atoll.export.parts import as_others_are, cast, load_part, plain, save_part
 from atoll.networks.router import Router
 from atoll.store.store import to_json
@@ -98,7 +95,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         tokenizer: of the text tower.
         num_inference_steps: of a call that names none.
         guidance_scale: the same; 1 is none.
-        routing: the same; "commit", "top-1", "full" and so on.
+        routing: the same; "once", "top-1", "full" and so on.
 
     Raises:
         ConfigError: a router without a card, encoders that are not those of the training.
@@ -119,7 +116,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         tokenizer: Any = None,
         num_inference_steps: int = 50,
         guidance_scale: float = 2.0,
-        routing: str = "commit",
+        routing: str = "once",
     ) -> None:
         super().__init__()
         if not isinstance(router.card, Card):
@@ -201,7 +198,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             generator: one, or one for each picture, which makes a picture independent of its batch. It
                 gives the starting noise, then one number that decides the draws of the routing.
             latents: starting noise `(B, C, H, W)` in place of the generator's.
-            routing: strategy, such as "top-1", "commit", "top-2 every 5" or "commit null sample-1".
+            routing: strategy, such as "top-1", "once", "top-2 every 5" or "once null sample-1".
             clusters: cluster of every picture, for routing "oracle".
             prompt_embeds: text states `(N, L, D)` in place of prompts.
             prompt_attention_mask: which of them are real `(N, L)`.

@@ -17,10 +17,9 @@ from atoll.base.errors import ConfigError
 from atoll.ensemble.card import Card
 from atoll.export.conditions import text_length
 from atoll.export.stock_run import picture_first, text_first
+from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
 
 Weights = Mapping[str, Tensor]
-CLASSES = 1000
-"""Class labels of DiTPipeline: the label after the last one is its null label."""
 DPM = {
     "_class_name": "DPMSolverMultistepScheduler",
     "num_train_timesteps": 1000,
@@ -63,90 +62,31 @@ class Stock:
     """How diffusers' own pipeline of a family runs a model of velocities.
 
     Attributes:
-        pipeline: the class.
+        limits: what it demands of a model.
         scheduler: content of `scheduler_config.json`.
-        needs_vae: whether there has to be one.
-        shifts: whether latents may be shifted; such a pipeline decodes with the VAE's `shift_factor`, which
-            may then not be None.
         components: the pipeline's names of VAE, text encoder and tokenizer.
         convert: config and weights as the pipeline takes them, exactly the same network.
         arguments: of a call, from the card, pixels a latent pixel (None: there is no VAE), and the campaign's
             defaults.
         remarks: what its users should know.
         empty: names of parts that it wants, and that no model here has.
-        classes: most class labels, None if any number.
-        patch: side of the patches that it makes itself, None if the network does.
         joint: set where it cannot encode texts itself.
     """
 
-    pipeline: str
+    limits: Limits
     scheduler: Mapping[str, Any]
-    needs_vae: bool
-    shifts: bool
     components: Mapping[str, str]
     convert: Callable[[dict[str, Any], Weights, Card], tuple[dict[str, Any], dict[str, Tensor]]]
     arguments: Callable[[Card, int | None, Mapping[str, Any]], dict[str, Any]]
     remarks: tuple[str, ...]
     empty: tuple[str, ...] = ()
-    classes: int | None = None
-    patch: int | None = None
     joint: Joint | None = None
 
 
 def stock_of(family: str) -> Stock:
     """How a family runs; `ConfigError` if that is not known."""
-    if family not in STOCK:
-        raise ConfigError(
-            f"no stock diffusers pipeline is known for the {family} family", f"use {' or '.join(STOCK)}"
-        )
+    limits_of(family)
     return STOCK[family]
-
-
-def check_settings(family: str, vae: str, patch: int) -> None:
-    """Refuse a model that no stock pipeline runs, as far as settings tell.
-
-    Args:
-        family: of the network.
-        vae: name of the autoencoder, or `none`.
-        patch: side of the network's patches.
-
-    Raises:
-        ConfigError: says what is in the way.
-    """
-    stock = stock_of(family)
-    if stock.needs_vae and vae == "none":
-        raise ConfigError(
-            f"a stock {stock.pipeline} needs a VAE, and data.vae is none",
-            "set data.vae, or student.stock=false for a student that only Atoll runs",
-        )
-    if stock.patch not in (None, patch):
-        raise ConfigError(
-            f"a stock {stock.pipeline} makes patches of {stock.patch}, and the network's are of {patch}",
-            f"set patch: {stock.patch}, or student.stock=false for a student that only Atoll runs",
-        )
-
-
-def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int) -> None:
-    """The same as far as the data tell.
-
-    Args:
-        family: of the network.
-        latents: what made the latents.
-        classes: number of class labels.
-        patch: side of the network's patches.
-    """
-    check_settings(family, str(latents["name"]), patch)
-    stock, shift = stock_of(family), float(latents.get("shift", 0.0))
-    if shift and not stock.shifts:
-        raise ConfigError(
-            f"a stock {stock.pipeline} takes no shifted latents, and {latents['name']} shifts by {shift:g}",
-            "use another VAE, or student.stock=false for a student that only Atoll runs",
-        )
-    if stock.classes is not None and classes > stock.classes:
-        raise ConfigError(
-            f"a stock {stock.pipeline} knows {stock.classes} classes, and there are {classes}",
-            "use fewer, or student.stock=false for a student that only Atoll runs",
-        )
 
 
 def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
@@ -158,7 +98,7 @@ def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
         vae: the autoencoder, or None.
     """
     patch = int(config["patch_size"])
-    if stock_of(card.family).patch is not None:  # the network takes whole patches for its channels
+    if limits_of(card.family).patch is not None:  # the network takes whole patches for its channels
         patch = math.isqrt(config["in_channels"] // card.shape["channels"])
     check_data(card.family, card.latents, card.shape["classes"], patch)
     if (card.prediction, card.schedule) != ("v", "rectified-flow"):
@@ -168,7 +108,7 @@ def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
         )
     if vae is not None and type(vae).__name__ not in ("AutoencoderKL", "AutoencoderTiny"):
         raise ConfigError(
-            f"a stock {stock_of(card.family).pipeline} does not run {type(vae).__name__}",
+            f"a stock {limits_of(card.family).pipeline} does not run {type(vae).__name__}",
             "it takes AutoencoderKL and AutoencoderTiny",
         )
 
@@ -185,7 +125,7 @@ def model_index(stock: Stock, transformer: str, parts: Mapping[str, Any], versio
     others = {place: list(parts.get(name, (None, None))) for name, place in stock.components.items()}
     others |= {place: [None, None] for place in stock.empty}
     return {
-        "_class_name": stock.pipeline,
+        "_class_name": stock.limits.pipeline,
         "_diffusers_version": version,
         "transformer": ["diffusers", transformer],
         "scheduler": ["diffusers", stock.scheduler["_class_name"]],
@@ -264,10 +204,8 @@ def _named(number: str = "") -> dict[str, str]:
 
 STOCK: dict[str, Stock] = {
     "pixart": Stock(
-        "PixArtAlphaPipeline",
+        LIMITS["pixart"],
         DPM,
-        needs_vae=False,
-        shifts=False,
         components=_named(),
         convert=_as_it_is,
         arguments=_of_text,
@@ -277,21 +215,16 @@ STOCK: dict[str, Stock] = {
         ),
     ),
     "dit": Stock(
-        "DiTPipeline",
+        LIMITS["dit"],
         DPM,
-        needs_vae=True,
-        shifts=False,
         components={"vae": "vae"},
         convert=_all_classes,
         arguments=_of_labels,
         remarks=(DPM_REMARK,),
-        classes=CLASSES,
     ),
     "sd3": Stock(
-        "StableDiffusion3Pipeline",
+        LIMITS["sd3"],
         EULER,
-        needs_vae=False,
-        shifts=True,
         components=_named("_3"),
         convert=_as_it_is,
         arguments=_of_states,
@@ -308,10 +241,8 @@ STOCK: dict[str, Stock] = {
         ),
     ),
     "flux": Stock(
-        "FluxPipeline",
+        LIMITS["flux"],
         EULER,
-        needs_vae=False,
-        shifts=True,
         components=_named("_2"),
         convert=_as_it_is,
         arguments=_of_tokens,
@@ -320,7 +251,6 @@ STOCK: dict[str, Stock] = {
             "Guidance is `true_cfg_scale`; the network was not made for `guidance_scale`.",
         ),
         empty=("text_encoder", "tokenizer"),
-        patch=2,
         joint=Joint(text_first),
     ),
 }

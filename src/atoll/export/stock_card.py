@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.ensemble.card import Card
-from atoll.export.conditions import text_length
-from atoll.export.model_card import (
+from atoll.ensemble.model_card import (
     PAPER,
     count,
     data_block,
@@ -16,6 +15,7 @@ from atoll.export.model_card import (
     licences_block,
     table,
 )
+from atoll.export.conditions import text_length
 from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
 from atoll.export.stock_run import encode, unpacked
 
@@ -78,9 +78,9 @@ def snippet(
     given = [f'{part}={kind}.from_pretrained("{where}")' for part, (kind, where) in outside.items()]
     given += [f"{part}=None" for part in stock.empty]
     given += ["vae=None"] if factor is None and "vae" in stock.components else []
-    lines = [*_imports(stock, outside), "", f"pipe = {stock.pipeline}.from_pretrained("]
+    lines = [*_imports(stock, outside), "", f"pipe = {stock.limits.pipeline}.from_pretrained("]
     lines += [f"    {part}," for part in (_quoted(name), *given)] + [")"]
-    if factor and stock.shifts and not card.latents["shift"]:
+    if factor and stock.limits.shifts and not card.latents["shift"]:
         lines.append("pipe.vae.register_to_config(shift_factor=0.0)")
     lines += _texts(stock, card)
     call = stock.arguments(card, factor, defaults)
@@ -88,7 +88,7 @@ def snippet(
     lines += [f"    {key}={_value(key, value)}," for key, value in call.items()]
     lines += ["    generator=torch.Generator().manual_seed(0),", ")"]
     latents = "result.images"
-    if stock.patch and factor is None:
+    if stock.limits.patch and factor is None:
         lines += ["", "", inspect.getsource(unpacked), ""]
         latents = f"unpacked(result.images, {card.shape['size']})"
     if call.get("output_type") == "latent":
@@ -101,7 +101,7 @@ def snippet(
 
 def _imports(stock: Stock, outside: Mapping[str, tuple[str, str]]) -> list[str]:
     classes = sorted({kind for part, (kind, _) in outside.items() if part == "vae"})
-    lines = ["import torch", f"from diffusers import {', '.join([*classes, stock.pipeline])}"]
+    lines = ["import torch", f"from diffusers import {', '.join([*classes, stock.limits.pipeline])}"]
     if stock.joint and stock.joint.attention:
         lines.append("from {} import {}".format(*stock.joint.attention))
     if others := sorted({kind for part, (kind, _) in outside.items() if part != "vae"}):
@@ -161,7 +161,7 @@ def _needs(card: Card, outside: Mapping[str, tuple[str, str]]) -> str:
 def _remarks(card: Card) -> str:
     stock = stock_of(card.family)
     lines = [f"- {remark}" for remark in stock.remarks] + ["- Guidance of 1 or less is none."]
-    if stock.patch and card.latents["name"] == "none":
+    if stock.limits.patch and card.latents["name"] == "none":
         lines.append(f"- Without a VAE the pipeline divides `height` and `width` by {WITHOUT_VAE}.")
     if card.condition == "none":
         lines.append("- `class_labels` says how many pictures; 1000 stands for no label.")

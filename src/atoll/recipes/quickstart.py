@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.base.console import duration, say
 from atoll.base.errors import ConfigError
-from atoll.campaign.campaign import Campaign
+from atoll.campaign.folder import Campaign
 from atoll.store.store import Store
 
 STAGES = "reports/stages.json"

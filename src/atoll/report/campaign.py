@@ -79,7 +79,7 @@ class Run:
     """One training run: its plan, how far it is, and what it logged.
 
     Attributes:
-        role: `expert`, `router`, `monolith`, `seed` or `student`.
+        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
         island: number of the cluster, for an expert.
         plan: its numbers; None if they are not there.
         card: of the published network; None while there is none.
@@ -285,7 +285,7 @@ class Campaign:
         experts: one run per cluster.
         router: the router's run.
         monolith: the baseline's run.
-        seed: the run that the experts start from; None where they start without one.
+        pretrain: the run that the experts start from; None where they start without one.
         student: the run that learns from the experts; None where there is none.
         comparison: None before `atoll compare`.
         diagnosis: None before `atoll diagnose`.
@@ -302,7 +302,7 @@ class Campaign:
     experts: tuple[Run, ...]
     router: Run
     monolith: Run
-    seed: Run | None
+    pretrain: Run | None
     student: Run | None
     comparison: Comparison | None
     diagnosis: Diagnosis | None
@@ -325,13 +325,13 @@ class Campaign:
 
     @property
     def ensemble(self) -> tuple[Run, ...]:
-        """The runs that together cost what the monolith costs: experts, router, seed."""
-        return (*self.experts, self.router, *((self.seed,) if self.seed else ()))
+        """The runs that together cost what the monolith costs: experts, router, pretraining."""
+        return (*self.experts, self.router, *((self.pretrain,) if self.pretrain else ()))
 
     @property
     def ensemble_name(self) -> str:
         """These runs in words."""
-        return "Experts, router and seed" if self.seed else "Experts and router"
+        return "Experts, router and shared pretraining" if self.pretrain else "Experts and router"
 
     @property
     def wants_monolith(self) -> bool:
@@ -345,7 +345,7 @@ class Campaign:
 
     @property
     def flops_ratio(self) -> float | None:
-        """Operations of experts, router and seed over the monolith's, as planned and carded."""
+        """Operations of experts, router and shared pretraining over the monolith's, as planned and carded."""
         spent = [run.train_flops for run in self.ensemble]
         base = self.monolith.train_flops
         if not base or any(value is None for value in spent):

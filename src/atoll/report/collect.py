@@ -86,7 +86,7 @@ def collect(store: Store) -> Campaign:
         experts=tuple(_run(store, f"islands/{k}", "expert", k) for k in range(partition.k)),
         router=_run(store, "router", "router", None),
         monolith=_run(store, "monolith", "monolith", None),
-        seed=_run(store, "seed", "seed", None) if store.exists("seed/island.json") else None,
+        pretrain=_run(store, "pretrain", "pretrain", None) if store.exists("pretrain/island.json") else None,
         student=_run(store, "student", "student", None) if store.exists("student/island.json") else None,
         comparison=_comparison(store),
         diagnosis=_diagnosis(store),
@@ -137,7 +137,7 @@ def _published(store: Store, measured: dict[str, Any]) -> dict[str, Any]:
     ensemble = _optional(store, key) or {}
     with _reading(store, key):
         parts = dict(ensemble.get("parts") or {})
-    single = [name for name in measured if name in ("monolith", "student", "seed")]
+    single = [name for name in measured if name in ("monolith", "student", "pretrain")]
     cards = {name: _card(store, f"{name}/expert/card.json") for name in single}
     own = {name: card.weights for name, card in cards.items() if card}
     return own if set(measured) == set(single) else parts | own

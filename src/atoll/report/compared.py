@@ -14,7 +14,7 @@ from atoll.report.wording import clean, finite, percent
 Row = dict[str, Any]
 STRATEGIES = ("selected", "mixture", "own", "router")
 """CSS classes of the strategies' colours, in order."""
-DENSE = {"monolith": "Monolith", "seed": "Seed", "student": "Student"}
+DENSE = {"monolith": "Monolith", "pretrain": "Shared pretraining", "student": "Student"}
 MOST_PAIRS = 12
 
 
@@ -84,13 +84,13 @@ def _legend(lines: Sequence[Series]) -> list[tuple[str, str]]:
 
 
 def _curve(compared: Comparison) -> Section:
-    """Distance over training FLOPs. The ensemble's lines begin where the seed's ends."""
+    """Distance over training FLOPs. The ensemble's lines begin where shared pretraining's ends."""
     styles, rows = _styles(compared), compared.tables["curve"]
     relative = any(row["model"] == "monolith" for row in rows)
     column = "of_monolith" if relative else "train_flops"
     names = list(dict.fromkeys(str(row["model"]) for row in rows))
     paths = {name: _line(rows, name, lambda r: finite(r[column])) for name in names}
-    start = paths.get("seed", [])[-1:]
+    start = paths.get("pretrain", [])[-1:]
     lines = [
         Series(_shown(n), styles[n], path if n in DENSE else [*start, *path], dots=True)
         for n, path in paths.items()
@@ -100,7 +100,7 @@ def _curve(compared: Comparison) -> Section:
         "chart": _course(lines, relative, paths.get("monolith", [])),
         "legend": _legend(lines),
         "relative": relative,
-        "seed": "seed" in paths,
+        "pretrain": "pretrain" in paths,
         "reach": [
             {**row, "name": _shown(str(row["model"])), "words": _reached(row)}
             for row in compared.tables.get("reach", [])

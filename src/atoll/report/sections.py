@@ -13,11 +13,11 @@ from atoll.report.wording import NONE, clean, finite, flops, percent, ratio, sig
 
 Section = dict[str, Any]
 
-STRIPS = ("commit", "top-1", "full")
+STRIPS = ("once", "top-1", "full")
 WHAT = {
     "monolith": "one model, trained on everything",
     "student": "one model, taught by the experts",
-    "commit": "one expert drawn at the start of each picture, and kept",
+    "once": "one expert drawn at the start of each picture, and kept",
     "top-1": "at every step, the expert that the router finds likeliest",
     "full": "at every step, all experts, weighted by the router",
     "oracle": "told the cluster of the real picture, so it does not compete",
@@ -81,7 +81,7 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
             tiles += [_distance_tile("Default distance", default, compared)] if default else []
     spent = campaign.flops_ratio
     done = all(run.finished for run in campaign.runs)
-    note = f"of the monolith’s training FLOPs, router {'and seed ' if campaign.seed else ''}included"
+    note = f"of the monolith’s training FLOPs, router {'and seed ' if campaign.pretrain else ''}included"
     tiles.append(_tile("Training cost", ratio_exact(spent), note if done else note + "; as planned"))
     if campaign.seconds is not None:
         what = "all stages" if done else "the stages so far"
@@ -202,7 +202,7 @@ def clusters(campaign: Campaign) -> Section:
 def charts(campaign: Campaign) -> Section:
     """Loss curves and what the router knows."""
     # The monolith is drawn first and the experts on top of it.
-    more = (campaign.seed, campaign.student)
+    more = (campaign.pretrain, campaign.student)
     whole = [campaign.monolith, *(run for run in more if run is not None)]
     # A student's training loss is its distance from its teachers, so only its validations compare.
     denoisers = [run for run in (*whole, *campaign.experts) if run.losses or run.validation]
@@ -336,8 +336,8 @@ def _kind(name: str) -> str:
         return f"at every step, the {clean(name[4:])} likeliest experts, weighted by the router"
     if name.startswith("threshold"):
         return "at every step, the experts above a probability"
-    if name.startswith("commit"):
-        return WHAT["commit"]
+    if name.startswith("once"):
+        return WHAT["once"]
     if name.startswith(("sample", "nucleus")):
         return "experts drawn anew at every step"
     return ""

@@ -16,7 +16,7 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         "monolith": campaign.monolith.spent_flops,
         "experts": _sum(campaign.experts),
         "router": campaign.router.spent_flops,
-        "seed": campaign.seed.spent_flops if campaign.seed else 0.0,
+        "pretrain": campaign.pretrain.spent_flops if campaign.pretrain else 0.0,
     }
     complete = all(value is not None for value in flops.values())
     if campaign.student:

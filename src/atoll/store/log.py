@@ -19,6 +19,10 @@ from atoll.store.store import Conflict, Store
 Entry = dict[str, Any]
 
 
+COMMIT = "COMMIT.json"
+"""File of a checkpoint that is written last and makes it real."""
+
+
 class Fenced(StoreError):
     """Another process took this island over; what this one does no longer counts."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
+from atoll.campaign.settings.train import Recipe
 from atoll.data.samples import Samples
 from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.ensemble import Ensemble
@@ -22,7 +23,6 @@ from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.store.store import Store
 from atoll.train.expert import Batch, DenoiserTask, draw_batch, held_out
 from atoll.train.publish import card_of
-from atoll.train.settings import Recipe
 
 
 class Teacher(Protocol):

@@ -13,6 +13,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.rng import normals, uniforms
+from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
@@ -24,7 +25,6 @@ from atoll.flow.schedule import schedule
 from atoll.networks.families import family
 from atoll.store.store import Store
 from atoll.train.publish import card_of
-from atoll.train.settings import VALIDATION_TIMES, Recipe
 
 
 @dataclass(frozen=True)

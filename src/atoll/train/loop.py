@@ -12,20 +12,22 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, duration, say
 from atoll.base.errors import AtollError, StoreError
+from atoll.base.processes import World, joined
+from atoll.campaign.publication import announce, settle, tidy
+from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.campaign.settings.train import Recipe
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train import state as checkpoint
-from atoll.train.ahead import Ahead
 from atoll.train.ema import Ema
-from atoll.train.guard import Guard
-from atoll.train.leaving import Interrupted, leaving
-from atoll.train.parallel import Spread, World, joined, whole
-from atoll.train.publication import announce, settle, tidy
-from atoll.train.settings import Recipe
+from atoll.train.loggers import Subject, Tracks
+from atoll.train.parallel import Spread, whole
+from atoll.train.preemption import Interrupted, leaving
+from atoll.train.prefetch import Ahead
+from atoll.train.spike_guard import Guard
 from atoll.train.state import Saver, TrainState
-from atoll.train.track import Subject, TrackingConfig, Tracks
 
 
 class Task(Protocol):
@@ -83,7 +85,7 @@ def train(
         AtollError: too many steps in a row had to be left out; data or another rank did not come.
     """
     torch.set_num_threads(recipe.train.threads)
-    with joined(recipe.train.parallel) as world:
+    with joined(recipe.train.parallel.collective_seconds) as world:
         if world.once(lambda: _is_finished(store)):
             _say(world, f"{name}: finished already")
             return

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
+from atoll.campaign.settings.train import Recipe
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
 from atoll.networks.families import parameter_count
-from atoll.train.settings import Recipe
 
 
 class _Trained(Protocol):

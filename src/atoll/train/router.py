@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.rng import uniforms
+from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.ensemble.expert import write_part
@@ -16,7 +17,6 @@ from atoll.networks.router import Router
 from atoll.store.store import Store
 from atoll.train.expert import Batch, draw_batch, held_out
 from atoll.train.publish import card_of
-from atoll.train.settings import VALIDATION_TIMES, Recipe
 
 
 class RouterTask:
@@ -28,7 +28,7 @@ class RouterTask:
         heldout: held-out rows.
         clusters: cluster of every row of the data set `(rows,)`.
         recipe: settings and numbers.
-        pure_noise: share of the samples trained at exactly t = 1, where `commit` asks.
+        pure_noise: share of the samples trained at exactly t = 1, where `once` asks.
         latents: what made the latents.
         text: what made the text states.
     """

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
-from atoll.store.log import Fenced, Log
+from atoll.store.log import COMMIT, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Damaged, Store
 from atoll.train.ema import Ema
-from atoll.train.guard import Guard
 from atoll.train.parallel import fill, whole
+from atoll.train.spike_guard import Guard
 
 SCHEMA = 2
-COMMIT = "COMMIT.json"
 
 
 @dataclass

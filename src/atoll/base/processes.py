@@ -1,0 +1,155 @@
+"""The processes that `torchrun` started, and what they tell each other."""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atoll.base.device import own_device
+from atoll.base.errors import AtollError, ConfigError, Hearsay, PartitionError
+
+Result = TypeVar("Result")
+
+COLLECTIVE = re.compile("gloo|nccl|process group|timed out waiting|connection (closed|reset)", re.IGNORECASE)
+"""What torch says when a collective fails within a forward or backward pass."""
+
+
+_BUSY = "busy"
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of one run.
+
+    Attributes:
+        rank: number of this one.
+        size: how many there are.
+        device: this one's.
+        limit: seconds after which a collective fails.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limit: float = 600.0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all processes, float64; the same bits on each."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)  # over gloo: the GPU need not be waited for
+        with named("the sum of losses and signals"):
+            dist.all_reduce(tensor)
+            return list(tensor.tolist())
+
+    def once(self, do: Callable[[], Result]) -> Result:
+        """Let rank 0 do something and tell the others its answer (plain data), or its failure."""
+        if self.size == 1:
+            return do()
+        if self.first:
+            value, failure = self._patiently(do)
+        else:
+            while (answer := self._told(None)) == _BUSY:
+                pass
+            value, failure = answer
+        if failure is not None:
+            if self.first:
+                raise failure
+            raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
+        return cast(Result, value)
+
+    def hand_over(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
+        with named(f"the results of process {rank}"):
+            for tensor in tensors:
+                if self.first:
+                    dist.recv(tensor, rank)
+                else:
+                    dist.send(tensor, 0)
+
+    def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
+        """Do it on rank 0; however long that takes, the others hear in time that it is under way."""
+        done, lost = threading.Event(), []
+
+        def reassure() -> None:
+            try:
+                while not done.wait(self.limit / 4):
+                    self._told(_BUSY)
+            except AtollError as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=reassure, daemon=True, name="reassure")
+        thread.start()
+        answer: tuple[Result | None, AtollError | None]
+        try:
+            answer = do(), None
+        except AtollError as error:
+            answer = None, error
+        finally:
+            done.set()
+            thread.join()
+        if lost:
+            raise lost[0]
+        self._told(answer)
+        return answer
+
+    def _told(self, message: Any) -> Any:
+        """What rank 0 says."""
+        box = [message]
+        with named("a message of rank 0"):
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+
+@contextmanager
+def joined(seconds: float = 600.0) -> Iterator[World]:
+    """The processes that `torchrun` started, or this one alone.
+
+    Args:
+        seconds: after which a collective that does not finish is an error.
+
+    Raises:
+        AtollError: the others did not come in time.
+    """
+    device = own_device()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(device=device)
+        return
+    limit = timedelta(seconds=seconds)
+    with named("the meeting of all processes"):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device, seconds)
+    except AtollError as error:
+        error.alone = not isinstance(error, Hearsay | ConfigError | PartitionError)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
+    """Name the collective that fails; where there is other work beside it, by what the error says."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Hearsay(
+            f"{what} did not finish ({reason[:200]})",
+            "another process of this run has ended or hangs: look at its output, then run it again",
+        ) from None

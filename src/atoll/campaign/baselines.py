@@ -1,0 +1,37 @@
+"""Single networks beside the ensemble: the monolith, the student, shared pretraining."""
+
+from collections.abc import Sequence
+
+import torch
+
+from atoll.base.errors import StoreError
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.card import Card, check_together
+from atoll.ensemble.expert import Expert, published, read_card
+
+DENSE = ("monolith", "student")
+"""Those that a campaign is trained for; the ensemble does without them."""
+
+
+def dense(campaign: Campaign, name: str) -> str:
+    """Folder of one of them; `StoreError` if it is not published."""
+    folder = f"{name}/expert"
+    if not published(campaign.store, folder):
+        where = campaign.store.location
+        raise StoreError(f"{where} has no {name} yet", f"train it: atoll train {name} {where}")
+    return folder
+
+
+def load_dense(campaign: Campaign, name: str, device: torch.device | str = "cpu") -> Expert:
+    """One of them on the device; `StoreError` if it is not published, or damaged."""
+    found = Expert.load(campaign.store, dense(campaign, name))
+    found.network.to(device)
+    return found
+
+
+def dense_cards(campaign: Campaign, router: Card, names: Sequence[str] = DENSE) -> dict[str, Card]:
+    """Cards of those that are published; `PartitionError` if one does not belong to this router."""
+    there = [name for name in names if published(campaign.store, f"{name}/expert")]
+    cards = {name: read_card(campaign.store, f"{name}/expert") for name in there}
+    check_together([router, *cards.values()])
+    return cards

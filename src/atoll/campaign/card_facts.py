@@ -1,0 +1,89 @@
+"""What a model card says beside the cards of the parts: gathered from a campaign at any stage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from atoll.base.errors import AtollError
+from atoll.campaign.baselines import DENSE
+from atoll.campaign.folder import Campaign
+from atoll.data.dataset import MANIFEST, DataSet
+from atoll.ensemble.expert import published, read_card
+
+COMPARISON = "reports/compare.json"
+
+
+def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
+    """Name, data, partition, FLOPs of what was trained beside the experts, evaluation of these very parts.
+
+    Args:
+        campaign: a campaign with a partition.
+        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`, or of one dense
+            model by its role.
+    """
+    store = campaign.store
+    cut = store.get_json("partition/partition.json")
+    found: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
+    found["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
+    found["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
+    for role in ("monolith", "pretrain", "student"):
+        if published(store, f"{role}/expert"):
+            found[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
+    evaluation = _evaluation(campaign, parts)
+    return {**found, "evaluation": evaluation} if evaluation else found
+
+
+def prompts(campaign: Campaign, count: int) -> list[str]:
+    """Texts to show the model with: those of the comparison, else captions of held-out rows."""
+    if campaign.store.exists(COMPARISON):
+        shown = campaign.store.get_json(COMPARISON).get("prompts") or []
+        if shown:
+            return [str(text) for text in shown[:count]]
+    if not campaign.has_dataset():
+        return []
+    dataset = campaign.dataset()
+    rows = dataset.split("heldout") if "split" in dataset.column_names() else range(len(dataset))
+    rows = rows if len(rows) else range(len(dataset))
+    captions = dataset.table(["caption"]).column("caption").to_pylist()
+    return _spread([captions[int(row)] for row in rows], count)
+
+
+def _spread(texts: Sequence[str], count: int) -> list[str]:
+    """Some of the texts, none twice, from the whole of the list."""
+    distinct = list(dict.fromkeys(text for text in texts if text))
+    step = max(1, len(distinct) // max(1, count))
+    return distinct[::step][:count]
+
+
+def _source(campaign: Campaign, k: int) -> dict[str, Any]:
+    """Name and licence of the source, from the data set or from an island's part of it."""
+    places = [f"islands/{number}/data" for number in range(k)]
+    for prefix in [None, *places]:
+        try:
+            if prefix is None:
+                dataset = campaign.dataset()
+            elif campaign.store.exists(f"{prefix}/{MANIFEST}"):
+                dataset = DataSet.open(campaign.store, prefix)
+            else:
+                continue
+        except AtollError:
+            continue
+        source = dataset.manifest.source
+        named = str(source.get("name", "")).rstrip("/").rsplit("/", 1)[-1]  # no path of this machine
+        return {"source": named, **({"licence": source["licence"]} if source.get("licence") else {})}
+    return {}
+
+
+def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | None:
+    """The comparison, if it measured these very parts."""
+    if not campaign.store.exists(COMPARISON):
+        return None
+    found = campaign.store.get_json(COMPARISON)
+    measured = found.get("parts", {})
+    asked = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
+    if {name: measured.get(name) for name in asked} != parts:
+        return None
+    keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
+    return {
+        "metric": {key: found["metric"][key] for key in keys},
+        "rows": [{"name": row["name"], "distance": row["distance"]} for row in found["rows"]],
+    }

@@ -1,0 +1,264 @@
+"""A campaign on disk: opening it, freezing its settings, finding its parts."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atoll.base.config import set_value
+from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
+from atoll.base.version import code_version
+from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
+from atoll.campaign.settings.train import PRACTICAL
+from atoll.data import partition as partitions
+from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.partition import Partition
+from atoll.store.location import is_url
+from atoll.store.store import Absent, Conflict, Store
+
+SCHEMA = 1
+YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
+LOOSE = {"train": PRACTICAL, "student": ("residency", "stock")}
+"""Settings of a group, wherever it is, that decide no weights."""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A campaign folder and its settings.
+
+    Attributes:
+        store: the folder.
+        config: settings; the frozen ones once there is a `campaign.json`.
+        overrides: `a.b=value` assignments that `campaign.yaml` does not hold.
+    """
+
+    store: Store
+    config: CampaignConfig
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, folder: str | Path, sets: Sequence[str] = ()) -> "Campaign":
+        """Open a campaign.
+
+        Args:
+            folder: folder or URL, with a `campaign.yaml` to start from, a `campaign.json` to go on from,
+                or both.
+            sets: `a.b=value` overrides; after the campaign is frozen they must agree with it, but for
+                what decides no weights: sampling, tracking, `train.checkpoint_minutes` and its like.
+
+        Raises:
+            StoreError: no such folder, or not a campaign.
+            ConfigError: a wrong setting, or one that differs from the frozen ones.
+        """
+        store = Store.open(folder)
+        frozen = _frozen(store)
+        if store.exists(YAML):
+            tree = _read_yaml(store)
+        elif frozen is not None:
+            tree = deepcopy(frozen["config"])
+        else:
+            if store.exists("model_index.json"):
+                raise StoreError(
+                    f"{store.location} is a pipeline, not a campaign",
+                    "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
+                )
+            raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
+        student = _student(store)
+        if student is not None and not tree.get("student"):
+            tree["student"] = deepcopy(student)  # it was added after the start
+        # What the campaign was started with counts for every later command, without repeating it.
+        kept, added = tuple((frozen or {}).get("overrides", ())), tuple(from_shell(sets))
+        for assignment in kept:
+            set_value(tree, assignment)
+        before, overrides = deepcopy(tree), (*kept, *added)
+        for assignment in added:
+            set_value(tree, assignment)
+        config = CampaignConfig.parse(tree, "--set" if sets and _is_valid(before) else store.name(YAML))
+        if frozen is not None:
+            _must_agree(frozen["config"], config.frozen(), store)
+        if student is not None:
+            _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
+        return cls(store, config, overrides)
+
+    def freeze(self) -> None:
+        """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
+        config = self.config.frozen()
+        fixed = [one for one in self.overrides if not is_loose(one)]
+        content = {"schema": SCHEMA, "code": code_version(), "overrides": fixed, "config": config}
+        try:
+            self.store.create_json(FROZEN, content)
+        except Conflict:
+            _must_agree((_frozen(self.store) or {})["config"], config, self.store)
+
+    def freeze_student(self) -> None:
+        """Fix the student's settings for good, in `student/student.json`."""
+        assert self.config.student is not None
+        settings = self.config.student.model_dump(mode="json")
+        with suppress(Conflict):  # somebody did the same at the same time
+            self.store.create_json(STUDENT, {"schema": SCHEMA, "code": code_version(), "student": settings})
+
+    def dataset(self) -> DataSet:
+        """The campaign's data set; `DataError` if there is none."""
+        path = self.config.data_path(self.store.location)
+        try:
+            store = Store.open(path)
+        except Absent:
+            raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
+        return DataSet.open(store)
+
+    def clustered(self) -> tuple[DataSet, Partition]:
+        """Data set and partition; `PartitionError` if they do not belong together."""
+        dataset, made = self.dataset(), partitions.load(self.store)
+        if made.about["data"] != dataset.id_hash:
+            raise PartitionError(
+                f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
+            )
+        return dataset, made
+
+    def has_dataset(self) -> bool:
+        """Whether there is a finished data set."""
+        try:
+            return Store.open(self.config.data_path(self.store.location)).exists(MANIFEST)
+        except Absent:
+            return False
+
+
+def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
+    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
+
+    Raises:
+        ConfigError: a wrong setting.
+        Conflict: there is a campaign already.
+    """
+    tree = yaml.safe_load(recipe)
+    for assignment in from_shell(sets):
+        set_value(tree, assignment)
+    CampaignConfig.parse(tree, "the new campaign")
+    store = Store.open(folder, create=True)
+    text = (
+        recipe if not sets else _comment(recipe) + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    )
+    try:
+        if store.exists(YAML):
+            raise Conflict(YAML)
+        store.create(YAML, text.encode())
+    except Conflict:
+        raise ConfigError(f"{store.name(YAML)} exists already", "edit it, or choose another folder") from None
+    return store.name(YAML)
+
+
+def is_loose(assignment: str) -> bool:
+    """Whether it sets what may change at any time, so that it holds for the command that gives it only."""
+    path = assignment.partition("=")[0].strip().split(".")
+    return path[0] in UNFROZEN or any(name in LOOSE.get(group, ()) for group, name in pairwise(path))
+
+
+def _is_valid(tree: dict[str, Any]) -> bool:
+    try:
+        CampaignConfig.parse(tree, "")
+    except ConfigError:
+        return False
+    return True
+
+
+def from_shell(sets: Sequence[str]) -> list[str]:
+    """The assignments, paths made absolute: on the command line they mean what they mean to the shell."""
+    return [_absolute(s) if _names_a_path(s) else s for s in sets]
+
+
+def _names_a_path(assignment: str) -> bool:
+    key, _, text = assignment.partition("=")
+    if key.strip().endswith("network.init"):  # `scratch` and hub names are none
+        return Path(text).expanduser().is_dir()
+    return key in ("data.path", "data.source")
+
+
+def _absolute(assignment: str) -> str:
+    key, _, text = assignment.partition("=")
+    if text in ("glyphs", "null", "") or is_url(text):
+        return assignment
+    return f"{key}={yaml.safe_dump(str(Path(text).expanduser().absolute()), width=10**6).splitlines()[0]}"
+
+
+def _comment(recipe: str) -> str:
+    """The head of a recipe: its leading comment lines."""
+    return "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
+
+
+def _read_yaml(store: Store) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(store.get(YAML))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{store.name(YAML)} is not valid YAML ({reason})", "correct it") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
+    return tree
+
+
+def _frozen(store: Store) -> dict[str, Any] | None:
+    """What `campaign.json` holds, if there is one."""
+    if not store.exists(FROZEN):
+        return None
+    content = store.get_json(FROZEN)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"{store.name(FROZEN)} has schema {schema}, this Atoll reads {SCHEMA}",
+            "use the version of Atoll that made the campaign, or start a new one",
+        )
+    if not isinstance(content.get("config"), dict):
+        raise ConfigError(f"{store.name(FROZEN)} holds no settings", "it is damaged: restore it")
+    return dict(content)
+
+
+def _student(store: Store) -> dict[str, Any] | None:
+    """The settings that `student/student.json` holds, if there is one."""
+    if not store.exists(STUDENT):
+        return None
+    content = store.get_json(STUDENT)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ConfigError(f"{store.name(STUDENT)} is of another version", "use the Atoll that wrote it")
+    return dict(content["student"])
+
+
+def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
+    old, new = decisive(frozen), decisive(wanted)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{key} is {new.get(key)!r}, but {store.location} was started with {old.get(key)!r}",
+                "put it back, or start a new campaign with 'atoll new'",
+            )
+
+
+def decisive(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings that change what is learned, by their dotted names; what is empty is left out."""
+    return _flat(_decisive(tree))
+
+
+def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without the settings that do not change what is learned, and without what is empty."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key in LOOSE and isinstance(value, dict):
+            value = {name: setting for name, setting in value.items() if name not in LOOSE[key]}
+        if isinstance(value, dict):
+            value = _decisive(value)
+        if value != {}:
+            found[key] = value
+    return found
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,157 @@
+"""Where the weights of a run start: drawn, from a published checkpoint, or from shared pretraining."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.hashing import digest_tensors
+from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.train import RunPlan
+from atoll.ensemble.initial import describe, read_initial, write_initial
+from atoll.flow.published import trained_on
+from atoll.networks.checkpoint import Checkpoint, find, take_over
+from atoll.networks.families import NetworkConfig, family
+from atoll.store.store import Store
+
+SCRATCH = "scratch"
+
+
+def start_of(
+    config: CampaignConfig, role: str, island: int | None
+) -> Literal["scratch", "checkpoint", "pretrain", "experts"]:
+    """Where a run's weights come from. The monolith's never from shared pretraining."""
+    if role == "router":
+        return "scratch"
+    if role == "expert" and config.budget.pretrain:
+        return "pretrain"
+    if role == "student" and config.student is not None and config.student.origin()[0] != "scratch":
+        return "experts"
+    return "scratch" if config.denoiser(role, island)[0].init == SCRATCH else "checkpoint"
+
+
+def check_checkpoints(config: CampaignConfig, beside: str) -> None:
+    """Refuse a checkpoint that is not there or is of another class, before any work is done.
+
+    Args:
+        config: of the campaign.
+        beside: the campaign's folder, from which paths start.
+    """
+    told = set()
+    runs = [("monolith", None), ("student", None), *(("expert", island) for island in config.islands)]
+    for role, island in runs:
+        network, objective = config.denoiser(role, island)[0], config.objective_of(island)
+        if network.init == SCRATCH or (network, objective) in told:
+            continue
+        told.add((network, objective))
+        found = _found(network, beside)
+        with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
+            settings = found.beside("scheduler", "scheduler_config.json")
+            kind = trained_on(settings) if settings is not None else None
+            if kind not in (None, (objective.prediction, objective.schedule)):
+                say(
+                    f"warning: {network.init!r} was trained to give {' on '.join(kind)}, and goes on with"
+                    f" {objective.prediction} on {objective.schedule}: objective sets that"
+                )
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints that runs start from, each read once and told once.
+
+    Attributes:
+        beside: the campaign's folder.
+    """
+
+    beside: str
+    _read: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def start(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
+        """Give a network what fits of its checkpoint, and publish that as the run's `init/`.
+
+        Args:
+            run: narrowed to the run's folder.
+            network: initialised from scratch; changed in place.
+            settings: of the network; `init` names the checkpoint.
+            partition: hash.
+
+        Returns:
+            Digest of the weights.
+        """
+        origin, weights = self._weights(settings)
+        fit = take_over(network, weights, repr(settings.init))
+        for line in fit.lines(repr(settings.init)):
+            if line not in self._told:
+                say(line)
+                self._told.add(line)
+        initial = describe(network, "checkpoint", origin, partition, fit)
+        write_initial(run, network, initial)
+        return initial.weights_sha256
+
+    def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+        if settings.init not in self._read:
+            found = _found(settings, self.beside)
+            with _setting():
+                weights = found.weights()
+            origin = {
+                "name": found.name,
+                "class": found.class_name,
+                "weights_sha256": digest_tensors(weights),
+            }
+            self._read[settings.init] = (origin, weights)
+        return self._read[settings.init]
+
+
+def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
+    """Check a freshly drawn network, or give it the weights of the run's own `init/`.
+
+    Args:
+        network: as drawn from `plan.init_seed`.
+        plan: of the run.
+        run: narrowed to the run's folder.
+        name: of the run, for messages.
+
+    Returns:
+        The plan with the digest and the origin of the weights that the run really starts from.
+
+    Raises:
+        PartitionError: the run needs an `init/` that is missing or was made for another run.
+    """
+    if plan.init == "scratch":
+        if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
+            whose = "than the one that made the partition"
+            say(f"{name}: warning: this machine draws other initial weights {whose}")
+        return plan
+    initial = read_initial(run, network, plan.init, plan.partition)
+    if plan.init_sha256 not in (None, initial.weights_sha256):
+        raise PartitionError(
+            f"{run.name('init')} holds other initial weights than island.json names", "put its own back"
+        )
+    return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
+
+
+def _found(settings: NetworkConfig, beside: str) -> Checkpoint:
+    with _setting():
+        checkpoint = find(settings.init, Path(beside))
+    wanted = family(settings.family).network_class().__name__
+    if checkpoint.class_name != wanted:
+        raise ConfigError(
+            f"network.init: {settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
+            "give a checkpoint of that class, or set network.family",
+        )
+    return checkpoint
+
+
+@contextmanager
+def _setting() -> Iterator[None]:
+    """Name the setting in what is wrong with its checkpoint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"network.init: {error.what}", error.fix) from None

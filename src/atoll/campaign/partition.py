@@ -1,0 +1,214 @@
+"""The partition stage: cut the data set and give every run a folder with all it needs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.hashing import digest_tensors
+from atoll.base.rng import seed_of
+from atoll.campaign.budget import Budget, Share, divide, router_arguments
+from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import Checkpoints, start_of
+from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.campaign.settings.train import RunPlan
+from atoll.data import partition as partitions
+from atoll.data.columns import write_column
+from atoll.data.dataset import DataSet, union, write_subset
+from atoll.data.embed import features_column
+from atoll.data.partition import Partition
+from atoll.data.samples import data_shape
+from atoll.networks.checkpoint import compare
+from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
+from atoll.networks.init import initialise
+from atoll.networks.pipelines import check_data
+from atoll.networks.router import Router
+
+
+def make_islands(campaign: Campaign) -> Partition:
+    """Cut the data set, write `partition/`, the islands' data sets, and every run's `island.json`.
+
+    Finished parts are left alone; `partition/partition.json` comes last and says that all is there.
+    """
+    store, config = campaign.store, campaign.config
+    if store.exists("partition/partition.json"):
+        made = partitions.load(store)
+        say(f"partition: finished already, {made.k} clusters {made.sizes}")
+        if config.student is not None and not store.exists("student/island.json"):
+            _add_student(campaign, made)
+        return made
+    dataset = campaign.dataset()
+    columns = _columns(campaign, dataset)
+    name = features_column(config.partition.encoder)
+    features = dataset.column(name) if config.partition.method == "kmeans" else None
+    made = partitions.make(dataset, features, config.partition, config.seed)
+    shape = data_shape(dataset, config.condition)
+    budget = divide(config, shape, made.sizes)
+    campaign.freeze()
+
+    plans, parts = _Plans(campaign, made, shape, Checkpoints(store.location)), []
+    for number in range(made.k):
+        rows = (made.clusters == number).nonzero()[0]
+        parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
+        plans.write("expert", number, made.sizes[number], budget.experts[number])
+    for role, share in budget.whole().items():
+        plans.write_whole(role, parts, columns, share)
+    partitions.save(made, store, dataset)
+    _tell(made, budget)
+    return made
+
+
+def _add_student(campaign: Campaign, made: Partition) -> None:
+    """The student's folder, in a campaign that was partitioned without one."""
+    store, config = campaign.store, campaign.config
+    parts = [DataSet.open(store, f"{run_folder('expert', number)}/data") for number in range(made.k)]
+    shape = DataShape(**RunPlan.parse(store.get_json("islands/0/island.json"), "island.json").shape)
+    budget = divide(config, shape, made.sizes)
+    assert budget.student is not None
+    plans = _Plans(campaign, made, shape, Checkpoints(store.location))
+    plans.write_whole("student", parts, parts[0].column_names(), budget.student)
+    say(_of_student(budget.student, budget))
+
+
+def initial_network(config: NetworkConfig, shape: DataShape, seed: int) -> torch.nn.Module:
+    """A denoiser with its published initialisation."""
+    network = family(config.family).build(config, shape)
+    initialise(network, seed)
+    return network
+
+
+def initial_router(campaign: Campaign, shape: DataShape) -> Router:
+    """The router with its initialisation."""
+    network: Router = Router(**router_arguments(campaign.config, shape))
+    initialise(network, campaign.config.seed)
+    return network
+
+
+def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
+    """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
+    made, config = dataset.manifest.config, campaign.config
+    if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
+        fix = "put data.ingest back, or choose another data.path"
+        raise DataError(
+            f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
+        )
+    wanted = wanted_columns(config)
+    for name, asked in wanted.items():
+        if not made_by(dataset, name, asked):
+            command = "embed" if name.startswith("features-") else "encode"
+            what = "of other settings" if dataset.has_column(name) else "missing"
+            raise DataError(
+                f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
+            )
+    return [name for name in ("latents", "split", "text") if name in wanted or name == "split"]
+
+
+def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> None:
+    """The `clusters` column of a data set made of the islands' shards in order."""
+    numbers = [k for k, part in enumerate(parts) for _ in part.shards]
+
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        rows = whole.shards[shard].rows
+        return {"values": torch.full((rows,), numbers[shard], dtype=torch.int16)}
+
+    write_column(whole, "clusters", {"name": "partition", "hash": made.hash}, compute)
+
+
+@dataclass
+class _Plans:
+    """Writes `island.json` of every run, and `init/` of those that start from a checkpoint."""
+
+    campaign: Campaign
+    made: Partition
+    shape: DataShape
+    checkpoints: Checkpoints
+
+    def write_whole(self, role: str, parts: list[DataSet], columns: list[str], share: Share) -> None:
+        """Data and plan of a run on all the data."""
+        student = self.campaign.config.student
+        if role == "student" and student is not None:
+            if student.stock:
+                network, made = (
+                    self.campaign.config.denoiser(role)[0],
+                    parts[0].column("latents").meta.producer,
+                )
+                check_data(network.family, made, self.shape.classes, network.patch)
+            self.campaign.freeze_student()
+        whole = union(self.campaign.store, f"{role}/data", parts, columns)
+        _write_clusters(whole, parts, self.made)
+        self.write(role, None, sum(self.made.sizes), share)
+
+    def write(self, role: str, island: int | None, rows: int, share: Share) -> None:
+        config, folder = self.campaign.config, run_folder(role, island)
+        start, settings = start_of(config, role, island), config.denoiser(role, island)[0]
+        initial: torch.nn.Module
+        if role == "router":
+            initial = initial_router(self.campaign, self.shape)
+        else:
+            initial = initial_network(settings, self.shape, config.seed)
+        if start == "pretrain":
+            self._check_pretrain(initial, settings, island)
+        if start == "checkpoint":
+            run = self.campaign.store.sub(folder)
+            weights = self.checkpoints.start(run, initial, settings, self.made.hash)
+        else:
+            weights = digest_tensors(dict(initial.named_parameters()))
+        plan = RunPlan(
+            role=role,  # type: ignore[arg-type]
+            island=island,
+            rows=rows,
+            steps=share.steps,
+            batch=share.batch,
+            partition=self.made.hash,
+            seed=seed_of(config.seed, "run/" + ("seed" if role == "pretrain" else folder)),  # its first name
+            init=start,
+            init_seed=config.seed,
+            init_sha256=None if start in ("pretrain", "experts") else weights,
+            parameters=parameter_count(initial),
+            train_flops=share.train_flops,
+            forward_flops=share.flops.forward,
+            shape=vars(self.shape),
+        )
+        content = plan.model_dump(exclude={"init_origin"})  # known only when the run starts
+        self.campaign.store.put_json(f"{folder}/island.json", content)
+
+    def _check_pretrain(self, initial: torch.nn.Module, settings: NetworkConfig, island: int | None) -> None:
+        """Tell before shared pretraining is trained that an expert could take nothing over from it."""
+        common = self.campaign.config.network
+        if settings == common:
+            return
+        with torch.device("meta"):
+            pretrain = family(common.family).build(common, self.shape)
+        if not compare(initial, dict(pretrain.named_parameters())).kept:
+            raise ConfigError(
+                f"islands.{island}.network has no tensor of the pretrained shapes, to start from them",
+                "give it the campaign's heads and head_width, or set budget.pretrain=0",
+            )
+
+
+def _tell(made: Partition, budget: Budget) -> None:
+    total = sum(made.sizes)
+    say(f"partition {made.hash[:12]}: {made.k} clusters of {total:,} training rows")
+    for number, (size, share) in enumerate(zip(made.sizes, budget.experts, strict=True)):
+        say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
+    for warning in made.warnings():
+        say(f"  warning: {warning}")
+    if budget.pretrain:
+        share = budget.pretrain
+        say(f"  shared pretraining: {share.steps:,} steps of {share.batch} on all rows, before the experts")
+    parts = "experts + router + pretraining" if budget.pretrain else "experts + router"
+    say(
+        f"  router: {budget.router.steps:,} steps of {budget.router.batch}; {parts} cost "
+        f"{budget.ratio():.3f} of the monolith's {budget.monolith.train_flops:.3g} FLOPs"
+    )
+    if budget.student:
+        say(_of_student(budget.student, budget))
+
+
+def _of_student(share: Share, budget: Budget) -> str:
+    part = share.train_flops / budget.monolith.train_flops
+    return (
+        f"  student: {share.steps:,} steps of {share.batch} after the experts; with its teachers it costs"
+        f" {part:.3f} of the monolith's FLOPs, beyond theirs"
+    )

@@ -1,0 +1,99 @@
+"""The stages before training, in order; each knows whether it is finished."""
+
+from pathlib import Path
+
+from atoll.base.console import Progress, say
+from atoll.base.errors import DataError
+from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import check_checkpoints
+from atoll.campaign.partition import make_islands
+from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.data.dataset import DataSet
+from atoll.data.embed import embed, features_column
+from atoll.data.encode import encode_latents, encode_text
+from atoll.data.ingest import ingest
+from atoll.data.partition import Partition
+from atoll.data.sources import open_source
+from atoll.encoders.text import text_encoder
+from atoll.encoders.vae import autoencoder
+from atoll.encoders.vision import vision_encoder
+from atoll.store.store import Store
+
+
+def ingest_stage(campaign: Campaign) -> DataSet:
+    """Make the data set from its source, and say what it holds and what was left out."""
+    config, folder = campaign.config, campaign.store.location
+    path, named = config.data_path(folder), config.source(folder)
+    if named is None:
+        raise DataError(
+            f"{path} is not a data set and data.source is not set", "set it: --set data.source=FOLDER"
+        )
+    source = open_source(named, config.data.ingest)
+    store = Store.open(path, create=True)
+    made = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    for line in describe(made):
+        say(line)
+    return made
+
+
+def describe(dataset: DataSet) -> list[str]:
+    """What a data set holds, in lines."""
+    manifest, columns = dataset.manifest, dataset.column_names()
+    size = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
+    lines = [f"{dataset.store.location}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
+    if "split" in columns:
+        lines.append(
+            f"  {len(dataset.split('train')):,} to train on, {len(dataset.split('heldout')):,} held out"
+        )
+    for reason, count in manifest.rejects.items():
+        lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
+    for name in columns:
+        meta = dataset.column(name).meta
+        lines.append(
+            f"  column {name}: {meta.dtype} {meta.kind} {'x'.join(map(str, meta.shape)) or 'scalar'}"
+        )
+    return lines
+
+
+def embed_stage(dataset: DataSet, encoder: str, size: int | None) -> None:
+    """Add the features column."""
+    progress = Progress(f"features by {encoder}", len(dataset.shards), unit="shards")
+    column = embed(dataset, vision_encoder(encoder, size), progress)
+    say(f"{features_column(encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
+
+
+def encode_stage(dataset: DataSet, vae: str, text: str | None, length: int) -> None:
+    """Add the latents column and, unless `text` is None, the text column."""
+    column = encode_latents(
+        dataset, autoencoder(vae), Progress("latents", len(dataset.shards), unit="shards")
+    )
+    say(f"latents: {len(dataset):,} rows of {'x'.join(map(str, column.meta.shape))}")
+    if text is not None:
+        progress = Progress(f"text by {text}", len(dataset.shards), unit="shards")
+        column = encode_text(dataset, text_encoder(text, length), progress)
+        say(f"text: {len(dataset):,} rows of at most {column.max_length} tokens of {column.meta.shape[-1]}")
+
+
+def prepare(campaign: Campaign) -> Partition:
+    """Everything before training: data set, columns, partition. Finished stages cost a look."""
+    config, store = campaign.config, campaign.store
+    if store.exists("partition/partition.json"):
+        return make_islands(campaign)
+    check_checkpoints(config, store.location)
+    named = config.source(store.location)
+    here = named is not None and (named == "glyphs" or Path(named).exists())
+    if here or not campaign.has_dataset():
+        ingest_stage(campaign)  # refuses a data set of another source or other settings
+    dataset = campaign.dataset()
+    stale = [name for name, asked in wanted_columns(config).items() if not made_by(dataset, name, asked)]
+    if any(name.startswith("features-") for name in stale):
+        embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
+    if "latents" in stale or "text" in stale:
+        text = config.data.text_encoder if config.condition == "text" else None
+        encode_stage(dataset, config.data.vae, text, config.data.text_length)
+    return make_islands(campaign)
+
+
+def finished(campaign: Campaign, role: str, island: int | None = None) -> bool:
+    """Whether a run has published its network."""
+    return campaign.store.exists(f"{run_folder(role, island)}/expert/card.json")

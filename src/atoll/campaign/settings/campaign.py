@@ -1,0 +1,267 @@
+"""The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError
+from atoll.campaign.settings.launch import LaunchConfig
+from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
+from atoll.campaign.settings.train import StudentConfig, TrainConfig
+from atoll.data.ingest import IngestConfig
+from atoll.data.partition import PartitionConfig
+from atoll.data.samples import ConditionKind
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.settings import Residency
+from atoll.flow.objective import ObjectiveConfig
+from atoll.flow.timesteps import TimeConfig
+from atoll.networks.families import NetworkConfig, family
+from atoll.networks.pipelines import check_settings
+from atoll.store.location import resolve
+
+
+class DataConfig(Config):
+    """Where the data set is, and how it is made if it is not there yet."""
+
+    path: str
+    """Folder of the data set; relative to the folder of campaign.yaml."""
+    source: str | None = None
+    """What to ingest if `path` is empty: `glyphs`, a folder with captions, or parquet; relative too."""
+    ingest: IngestConfig = IngestConfig()
+    """Size, split and shards."""
+    text_encoder: str = "minilm"
+    """Frozen text encoder, for condition `text`."""
+    text_length: int = Field(default=77, ge=1)
+    """Most tokens of a caption; longer ones are cut."""
+    vae: str = "none"
+    """Frozen autoencoder; `none` trains on pixels."""
+
+
+class BudgetConfig(Config):
+    """How much is trained in all, and how the experts share it."""
+
+    samples: int = Field(default=100_000, ge=1)
+    """Training images that the monolith sees. Experts, router and seed together cost what that costs."""
+    compute: Literal["proportional", "equal"] = "proportional"
+    """Steps in proportion to cluster size, or (the paper) the same steps for every expert."""
+    expert_batch: int | None = Field(default=None, ge=1)
+    """Samples per step of an expert; by default `train.batch`, and for `equal` that divided by K."""
+    pretrain: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the monolith's FLOPs spent on shared pretraining on all the data, which experts start from."""
+    pretrain_lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Its learning rate after warm-up: the experts go on at the peak, so it need not fall."""
+
+
+class RouterConfig(Config):
+    """The router's size and share."""
+
+    patch: int = Field(default=4, ge=1)
+    """Side of a patch, in latent pixels."""
+    depth: int = Field(default=2, ge=1)
+    """Blocks."""
+    heads: int = Field(default=2, ge=1)
+    """Attention heads."""
+    head_width: int = Field(default=32, ge=1)
+    """Width of a head."""
+    sees_condition: bool = True
+    """Whether it is given the text or label; without it, it can only return the prior near noise."""
+    share: float = Field(default=0.04, gt=0, lt=0.5)
+    """Share of the training FLOPs."""
+    pure_noise: float = Field(default=0.25, ge=0, le=1)
+    """Share of its samples trained at exactly t = 1, where `once` asks it."""
+    time: TimeConfig = TimeConfig()
+    """Distribution of the training times."""
+    condition_dropout: float = Field(default=0.1, ge=0, le=1)
+    """Probability of training on the null condition, which `full` with guidance asks about."""
+    train: TrainConfig = TrainConfig(lr=5e-4)
+    """Optimizer and loop."""
+
+
+class IslandConfig(Config):
+    """What one island does differently."""
+
+    network: dict[str, Any] = {}
+    """Network settings in place of the campaign's."""
+    train: dict[str, Any] = {}
+    """Training settings in place of the campaign's."""
+    objective: dict[str, Any] = {}
+    """What its expert learns, in place of the campaign's: schedule, prediction, times, dropout."""
+
+
+class SamplingConfig(Config):
+    """Defaults of `atoll sample`."""
+
+    steps: int = Field(default=50, ge=1)
+    """Euler steps."""
+    guidance: float = Field(default=2.0, ge=0)
+    """Classifier-free guidance scale; 1 is none."""
+    routing: str = "once"
+    """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
+    residency: Residency = Residency()
+    """Memory that the experts may take; those that do not fit are brought when they are needed."""
+
+
+UNFROZEN = ("sampling", "compare", "diagnose", "evaluate", "launch", "tracking")
+"""Groups that may be changed at any time."""
+
+
+class CampaignConfig(Config):
+    """One decentralized diffusion model from data set to ensemble."""
+
+    seed: int = 0
+    """Of everything that is drawn."""
+    data: DataConfig
+    """The data set."""
+    condition: ConditionKind = "text"
+    """What the model is conditioned on: text, class or none."""
+    partition: PartitionConfig = PartitionConfig()
+    """How the data set is cut."""
+    network: NetworkConfig = NetworkConfig()
+    """The experts' (and the monolith's) network."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What they learn."""
+    train: TrainConfig = TrainConfig()
+    """How they learn it."""
+    islands: dict[int, IslandConfig] = {}
+    """Overrides by island number."""
+    budget: BudgetConfig = BudgetConfig()
+    """Training compute."""
+    router: RouterConfig = RouterConfig()
+    """The router."""
+    monolith: bool = True
+    """Whether the baseline is trained too, at equal training FLOPs."""
+    student: StudentConfig | None = None
+    """One network that learns from the experts, if there is to be one; `student: {}` takes the defaults. It
+    may be added when all else is trained; from then on `student/student.json` fixes it."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Defaults of sampling; may be changed at any time."""
+    compare: CompareConfig = CompareConfig()
+    """How models are compared; may be changed at any time."""
+    diagnose: DiagnoseConfig = DiagnoseConfig()
+    """What is looked at to see why; may be changed at any time."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How one model is measured; may be changed at any time."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where and with what runs are trained; may be changed at any time."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Which trackers show the runs; may be changed at any time."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Tell now what would otherwise be found out after minutes of work."""
+        for group, numbers in (("islands", self.islands), ("launch.islands", self.launch.islands)):
+            for number in numbers:
+                if not 0 <= number < self.partition.k:
+                    last = self.partition.k - 1
+                    raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
+        for number in self.islands:
+            self.objective_of(number)
+        for network, _ in [
+            self.denoiser("monolith"),
+            self.denoiser("student"),
+            *map(self.island, self.islands),
+        ]:
+            network.dimensions()
+            if self.data.vae == "none" and self.data.ingest.size % network.patch:
+                size = self.data.ingest.size
+                raise ConfigError(
+                    f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
+                )
+            if family(network.family).takes_text != (self.condition == "text"):
+                raise ConfigError(
+                    f"the {network.family} family does not take condition {self.condition!r}",
+                    "use pixart, sd3 or flux for text, dit for class or none",
+                )
+        if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
+            raise ConfigError(
+                f"pictures of {self.data.ingest.size} px do not divide into patches of {self.router.patch}",
+                "change router.patch",
+            )
+        self._check_pretrain()
+        if self.student is not None:
+            self._check_student(self.student)
+        asked = (*self.compare.strategies, *(self.compare.sweep or ()), *self.diagnose.strategies)
+        for name in (self.sampling.routing, *asked):
+            Routing.named(name)
+        return self
+
+    def _check_pretrain(self) -> None:
+        shared = self.budget.pretrain + self.router.share
+        if self.budget.pretrain and shared >= 1:
+            raise ConfigError(
+                f"budget.pretrain and router.share are {shared:g} of the budget: nothing is left for experts",
+                "lower one of them",
+            )
+        for number in self.islands:
+            if self.budget.pretrain and self.island(number)[0].init != self.network.init:
+                raise ConfigError(
+                    f"islands.{number}.network.init: with budget.pretrain all start from shared pretraining",
+                    "set network.init, which that starts from, or budget.pretrain=0",
+                )
+
+    def _check_student(self, student: StudentConfig) -> None:
+        student.batch(self.train.batch)
+        network, _ = self.denoiser("student")
+        if student.stock:
+            check_settings(network.family, self.data.vae, network.patch)
+        start, number = student.origin()
+        if start == "expert" and not 0 <= (number or 0) < self.partition.k:
+            raise ConfigError(
+                f"student.start: there is no expert {number}",
+                f"use expert:0 to expert:{self.partition.k - 1}",
+            )
+        teachers = [number] if start == "expert" else range(self.partition.k) if start == "average" else []
+        for one in teachers:
+            if self.denoiser("expert", one)[0].architecture() != network.architecture():
+                raise ConfigError(
+                    f"student.start: {student.start!r} needs equal networks, and expert {one}'s is another"
+                    " one than the student's",
+                    "set student.start: scratch, or make student.network and islands' networks equal",
+                )
+
+    def frozen(self) -> dict[str, Any]:
+        """The part that is fixed once the campaign exists."""
+        return self.model_dump(mode="json", exclude={*UNFROZEN, "student"})
+
+    def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of one island."""
+        own = self.islands.get(number, IslandConfig())
+        where = f"islands.{number}"
+        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
+
+    def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of a run that is not the router's."""
+        if island is not None:
+            return self.island(island)
+        if role == "pretrain":
+            return self.network, self.train.model_copy(
+                update={"lr_schedule": self.budget.pretrain_lr_schedule}
+            )
+        own = self.student if role == "student" else None
+        if own is None:
+            return self.network, self.train
+        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, "student.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, "student.train")
+
+    def training(self, role: str, island: int | None = None) -> TrainConfig:
+        """Training settings of any run."""
+        return self.router.train if role == "router" else self.denoiser(role, island)[1]
+
+    def objective_of(self, island: int | None) -> ObjectiveConfig:
+        """What an island's expert learns; None for the runs on all the data."""
+        if island is None or island not in self.islands:
+            return self.objective
+        own = {**self.objective.model_dump(), **self.islands[island].objective}
+        return ObjectiveConfig.parse(own, f"islands.{island}.objective")
+
+    def data_path(self, campaign: str) -> str:
+        """The data set's folder or URL, for a campaign at this folder or URL."""
+        return resolve(campaign, self.data.path)
+
+    def source(self, campaign: str) -> str | None:
+        """What to ingest, for a campaign at this folder or URL: `glyphs`, an absolute path or a URL."""
+        named = self.data.source
+        return named if named is None or named == "glyphs" else resolve(campaign, named)

@@ -1,0 +1,245 @@
+"""How a network is trained: what the user sets, and the numbers of one run."""
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, nearest
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.settings import Residency
+from atoll.flow.objective import ObjectiveConfig
+from atoll.store.lease import LeaseConfig
+
+VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class GuardConfig(Config):
+    """When a step is left out, and when a run gives up."""
+
+    window: int = Field(default=256, ge=8)
+    """Steps whose losses make the bound."""
+    factor: float = Field(default=12.0, gt=1)
+    """A spike lies this many typical deviations above the window's median."""
+    patience: int = Field(default=20, ge=1)
+    """Steps left out in a row that end the run."""
+
+
+class ParallelConfig(Config):
+    """How one run uses its processors. None of it changes what is learned, but for the order of sums."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: `ddp` copies the weights to each, `fsdp` (FSDP2) shards them."""
+    shard: int | None = Field(default=None, ge=1)
+    """Processes that share one copy of the weights under `fsdp`; all if not set."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Most samples of a process that go through the network at once; gradients add up over the rest."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the network with `torch.compile`."""
+    collective_seconds: float = Field(default=600.0, gt=0)
+    """Seconds after which a collective that does not finish is an error."""
+
+
+class TrainConfig(Config):
+    """Settings of the one loop. Amounts are in samples, so they mean the same for any batch size."""
+
+    batch: int = Field(default=256, ge=1)
+    """Samples per step."""
+    lr: float = Field(default=1e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Shape after warm-up; `cosine` falls to `lr_floor` times the peak at the end of the run."""
+    lr_floor: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the peak that `cosine` ends at."""
+    warmup: int = Field(default=0, ge=0)
+    """Samples over which the learning rate rises from 0."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    clip: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; none if not set."""
+    ema_half_life: float = Field(default=0.05, ge=0)
+    """Half-life of the weight average, as a fraction of the run; 0 for none."""
+    ema_ramp: float = Field(default=0.05, ge=0)
+    """The half-life is at most this fraction of the samples seen so far (warm-up)."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """`bf16` autocasts; `auto` does so on an accelerator (on a CPU it was measured not to help)."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the process; results are bit-identical for equal threads only."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps between lines of metrics.jsonl."""
+    validations: int = Field(default=10, ge=0)
+    """Validations over the run, evenly spaced, the last at its end."""
+    validation_rows: int = Field(default=128, ge=0)
+    """Most held-out rows that a validation uses."""
+    previews: int = Field(default=2, ge=0)
+    """Preview pictures over the run, the last at its end."""
+    checkpoint_minutes: float = Field(default=5.0, ge=0)
+    """Minutes between checkpoints; there is one at the end in any case."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay."""
+    milestones: int = Field(default=0, ge=0)
+    """Checkpoints over the run that stay for good, evenly spaced."""
+    data_seconds: float = Field(default=300.0, gt=0)
+    """Seconds that a step waits for its data before that is an error."""
+    guard: GuardConfig = GuardConfig()
+    """Which steps are left out."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run uses its processors."""
+    lease: LeaseConfig = LeaseConfig()
+    """How the run says that it lives."""
+
+    def learning_rate(self, samples: float, total: int) -> float:
+        """Learning rate after `samples` of `total` samples."""
+        warm = min(1.0, samples / self.warmup) if self.warmup else 1.0
+        if self.lr_schedule == "constant":
+            return self.lr * warm
+        part = min(1.0, max(0.0, (samples - self.warmup) / max(1, total - self.warmup)))
+        return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+PRACTICAL = (
+    "log_every",
+    "validations",
+    "validation_rows",
+    "previews",
+    "checkpoint_minutes",
+    "keep",
+    "milestones",
+    "data_seconds",
+    "parallel",
+    "lease",
+)
+"""Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
+
+
+class RunPlan(Config):
+    """`island.json`: the numbers of one run, written by the partition."""
+
+    role: Literal["expert", "router", "monolith", "pretrain", "student"]
+    """What is trained."""
+    island: int | None = None
+    """Number of the cluster, for an expert."""
+    rows: int
+    """Training rows."""
+    steps: int
+    """Optimizer steps."""
+    batch: int
+    """Samples per step."""
+    partition: str
+    """Hash of the partition."""
+    seed: int
+    """Of order, noise, times and dropout."""
+    init_seed: int
+    """Of the initial weights; all experts of a campaign share it."""
+    init: Literal["scratch", "checkpoint", "pretrain", "experts"] = "scratch"
+    """Where the initial weights come from: drawn from `init_seed`, or read from `init/`."""
+    init_sha256: str | None
+    """Digest of the initial weights; null while what they come from is not trained."""
+    init_origin: dict[str, Any] = {}
+    """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
+    parameters: int = 0
+    """Trainable numbers; decides how many runs fit into memory at once."""
+    train_flops: float
+    """Operations of the whole run."""
+    forward_flops: float
+    """Operations of one evaluation of one sample."""
+    shape: dict[str, int]
+    """Channels, size, text_width, text_length, classes of the data."""
+
+    @property
+    def samples(self) -> int:
+        """Training samples of the whole run."""
+        return self.steps * self.batch
+
+
+class Recipe(Config):
+    """Everything about how one network learns: what a checkpoint must agree with to be resumed."""
+
+    objective: ObjectiveConfig
+    """Schedule, prediction, times and dropout."""
+    train: TrainConfig
+    """Optimizer and loop."""
+    network: dict[str, Any]
+    """Network settings."""
+    plan: RunPlan
+    """Numbers of the run."""
+
+    def learned(self) -> dict[str, Any]:
+        """The part that decides the weights; how it is logged, saved and spread is left out."""
+        tree = self.model_dump()
+        for name in PRACTICAL:
+            del tree["train"][name]
+        return tree
+
+
+Start = Literal["scratch", "average", "expert"]
+
+
+class StudentConfig(Config):
+    """The student. Without settings it costs a third of the monolith: 3F + F at a quarter of the batch."""
+
+    teacher: Literal["cluster", "routed"] = "cluster"
+    """`cluster`: the expert of the sample's own cluster. `routed`: the ensemble, by the router's weights."""
+    routing: str = "top-1"
+    """Routing strategy of the `routed` teacher."""
+    batch_share: float = Field(default=0.25, gt=0)
+    """Samples per step, as a share of `train.batch`."""
+    step_share: float = Field(default=1.0, gt=0)
+    """Steps, as a share of the monolith's."""
+    start: str = "scratch"
+    """`scratch` (as the monolith starts), `average` (of the experts' weights) or `expert:K`."""
+    data_weight: float = Field(default=0.0, ge=0, lt=1)
+    """Weight of the loss against the data; the rest is that against the teacher."""
+    network: dict[str, Any] = {}
+    """Network settings in place of the campaign's."""
+    train: dict[str, Any] = {}
+    """Training settings in place of the campaign's."""
+    stock: bool = True
+    """Whether it must run in a stock diffusers pipeline; if it could not, that is told before training."""
+    residency: Residency = Residency()
+    """Device memory for the teachers; may be changed at any time. Without limits all are loaded."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.origin()
+        routing = Routing.named(self.routing)
+        if routing.strategy == "oracle":
+            raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
+        if routing.every != 1:
+            raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
+        if routing.null is not None:
+            raise ConfigError("student.routing: training is not guided", "leave 'null' out")
+        if "batch" in self.train:
+            raise ConfigError(
+                "student.train.batch: the student's batch is a share of train.batch",
+                "set student.batch_share",
+            )
+        return self
+
+    def origin(self) -> tuple[Start, int | None]:
+        """Where the weights come from, and the expert's number if it is one."""
+        word, _, number = self.start.partition(":")
+        if word == "expert" and number.isdecimal():
+            return "expert", int(number)
+        if self.start == "scratch":
+            return "scratch", None
+        if self.start == "average":
+            return "average", None
+        raise ConfigError(
+            f"student.start: unknown {self.start!r}", nearest(self.start, ("scratch", "average", "expert:0"))
+        )
+
+    def batch(self, monolith: int) -> int:
+        """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
+        if monolith * self.batch_share < 1:
+            raise ConfigError(
+                f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one",
+                "raise one of them",
+            )
+        return round(monolith * self.batch_share)

@@ -1,0 +1,176 @@
+"""The export stage: a folder that holds all a pipeline needs, for a server, a colleague or a hub."""
+
+import posixpath
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from atoll.base.console import say
+from atoll.base.pictures import grid, png
+from atoll.campaign.assemble import MANIFEST as ASSEMBLED
+from atoll.campaign.assemble import defaults, read_manifest
+from atoll.campaign.card_facts import about, prompts
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.card import Card
+from atoll.ensemble.folder import INDEX as EXPERTS
+from atoll.ensemble.folder import MODEL_INDEX, README, index, listed, model_index
+from atoll.ensemble.model_card import model_card
+from atoll.export.bank import Chosen, choose
+from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
+from atoll.export.folder import MANIFEST, inspect_folder, put_picture, target, write_manifest
+from atoll.export.parts import as_others_are
+from atoll.export.pipeline import AtollPipeline
+from atoll.store.manifest import FileEntry, read_file
+from atoll.store.store import Store, to_json
+
+Encoders = Literal["auto", "copy", "name"]
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        to: folder to write.
+        experts: numbers, or "auto" for all that are assembled.
+        encoders: "copy" takes text encoder and VAE along, "name" leaves them to be found by name, "auto"
+            copies those whose licence is known to allow it and that have at most 2 GB.
+        picture: whether to sample a picture for the model card.
+        licence: of the weights, for the model card.
+        model: `ensemble`; the others go as stock pipelines (`export_stock.export_stock`).
+    """
+
+    to: Path
+    experts: Chosen = "auto"
+    encoders: Encoders = "auto"
+    picture: bool = True
+    licence: str | None = None
+    model: str = "ensemble"
+
+
+def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
+    """Write the folder; what lies there unchanged from an earlier export is left alone.
+
+    Raises:
+        ConfigError: the folder holds something else, an expert or an encoder that is not there.
+        StoreError: not assembled, or a file is not what the manifest says.
+    """
+    store, root = campaign.store, target(request.to)
+    content = read_manifest(store)
+    chosen = choose(request.experts, content["experts"])
+    whole = len(chosen) == len(content["experts"])
+    told = about(campaign, content["parts"]) | ({"licence": request.licence} if request.licence else {})
+    if not whole:
+        told.pop("evaluation", None)  # what was measured is not what is exported
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MANIFEST).unlink(missing_ok=True)
+    cards = _copy_parts(store, root, content, chosen)
+    router = cards.pop("router")
+    experts = {card.island: card for card in cards.values() if card.island is not None}
+    (root / "experts" / EXPERTS).write_bytes(to_json(index(content["k"], experts)))
+    found = {} if request.encoders == "name" else by_name(router, (), ())
+    check_encoders(router, found.get("text_encoder"), found.get("vae"))
+    components = copy_encoders(root, router, request.encoders, found)
+    scheduler = Store.open(root).get_json("scheduler/scheduler_config.json")["_class_name"]
+    components["scheduler"] = ["diffusers", scheduler]
+    (root / MODEL_INDEX).write_bytes(to_json(model_index(components, defaults(campaign))))
+    write_manifest(root, content["k"], experts, router, told)
+    inspect_folder(root, "auto")
+    picture = None
+    if request.picture:
+        picture, told["picture"] = _picture(campaign, root)
+        write_manifest(root, content["k"], experts, router, told)
+    put_picture(root, picture)
+    text = model_card(router, experts, content["k"], told, defaults(campaign), picture is not None, root.name)
+    (root / README).write_text(text, encoding="utf-8")
+    say(f"wrote {root}: experts {listed(chosen)} of {content['k']} and the router")
+    missing = sorted(set(range(content["k"])) - set(chosen))
+    if missing:
+        say(f"  warning: partial: experts {listed(missing)} are missing; their share goes to the others")
+    return root
+
+
+def _copy_parts(
+    store: Store, root: Path, content: dict[str, Any], chosen: tuple[int, ...]
+) -> dict[str, Card]:
+    """Copy the chosen parts and the scheduler, verified; remove experts that are not among them."""
+    wanted = ("router/", "scheduler/", MODEL_INDEX, *(f"experts/{number}/" for number in chosen))
+    entries = [FileEntry.parse(tree, ASSEMBLED) for tree in content["files"]]
+    for entry in sorted(entries, key=lambda entry: entry.path != MODEL_INDEX):  # says what the folder is
+        if not entry.path.startswith(wanted):
+            continue
+        target = root / entry.path
+        data = read_file(store, "ensemble", entry)
+        if not target.is_file() or target.read_bytes() != data:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+    for folder in (root / "experts").iterdir():
+        if folder.is_dir() and folder.name not in map(str, chosen):
+            shutil.rmtree(folder)
+    names = ["router", *(f"experts/{number}" for number in chosen)]
+    written = Store.open(root)
+    return {n: Card.parse(written.get_json(posixpath.join(n, "card.json")), f"{n}/card.json") for n in names}
+
+
+def copy_encoders(
+    root: Path, card: Card, how: Encoders, found: dict[str, Any], places: Mapping[str, str] | None = None
+) -> dict[str, list[str | None]]:
+    """Write the encoders that go along; what `model_index.json` says of each of the three components.
+
+    Args:
+        root: the folder.
+        card: says what made latents and text states.
+        how: which go along.
+        found: those that were loaded.
+        places: their folders, where these are not called as they are.
+    """
+    names = ("vae", "text_encoder", "tokenizer")
+    sizes = {name: size_of(part) for name, part in found.items() if name != "tokenizer"}
+    result: dict[str, list[str | None]] = {}
+    for name in names:
+        made = (card.latents if name == "vae" else card.text) or {"name": "none"}
+        place = root / (places or {}).get(name, name)
+        shutil.rmtree(place, ignore_errors=True)
+        result[name] = [None, None]
+        size = sizes.get("vae" if name == "vae" else "text_encoder", 0)
+        why = "asked for" if how == "name" else None if how == "copy" else may_be_copied(made["name"], size)
+        if name in found and found[name] is not None and why is None:
+            found[name].save_pretrained(str(place))
+            as_others_are(place)
+            library = "diffusers" if name == "vae" else "transformers"
+            result[name] = [library, type(found[name]).__name__]
+        elif made["name"] != "none" and name != "tokenizer":
+            say(f"  {name} stays outside ({why}): it will be looked for as {made['name']!r}")
+    return result
+
+
+def _picture(campaign: Campaign, root: Path) -> tuple[bytes, dict[str, Any]]:
+    """Load what was written, and sample it: a PNG, and what the model card says below it."""
+    pipe = AtollPipeline.from_pretrained(root)
+    pipe.set_progress_bar_config(disable=True)
+    condition, given = pipe.card.condition, prompts(campaign, SHOWN)
+    arguments: dict[str, Any] = {"num_images_per_prompt": SHOWN}
+    if condition == "text":
+        given = given or [""]
+        arguments = {"prompt": given, "truncate_prompt": True}
+    elif condition == "class":
+        classes = pipe.card.shape["classes"]
+        given = [str(label) for label in range(0, classes, max(1, classes // SHOWN))][:SHOWN]
+        arguments = {"class_labels": [int(label) for label in given]}
+    count = SHOWN if condition == "none" else len(given)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    pictures, _ = pipe(generator=generators, return_dict=False, **arguments)
+    sheet = grid(pictures, columns=4, scale=max(1, 128 // pictures[0].width))
+    settings = {
+        "steps": pipe.config.num_inference_steps,
+        "routing": pipe.config.routing,
+        "seed": f"0 to {count - 1}",
+    }
+    if condition == "none":
+        return png(sheet), settings
+    return png(sheet), {"prompts": given, "guidance": pipe.config.guidance_scale, **settings}

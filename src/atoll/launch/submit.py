@@ -1,0 +1,204 @@
+"""From a campaign to jobs, and from jobs to this machine, Slurm or SkyPilot."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.base.console import say
+from atoll.campaign.assemble import assemble
+from atoll.campaign.folder import Campaign, is_loose
+from atoll.campaign.prepare import finished, prepare
+from atoll.campaign.pretrain import hand_over, pretrain_finished
+from atoll.campaign.runs import run_folder, runs_of
+from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.launch import Placement, Target
+from atoll.campaign.settings.train import RunPlan
+from atoll.launch import local, sky, slurm
+from atoll.launch.job import Job, command
+
+_OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
+BESIDE = ("monolith", "student")  # runs that the ensemble does without
+BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
+STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A job and its target."""
+
+    job: Job
+    target: Target
+
+
+def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: Path) -> None:
+    """Prepare, train whatever is left where the settings say, and assemble.
+
+    Runs on this machine are waited for; those of Slurm and SkyPilot are handed over.
+
+    Args:
+        campaign: the campaign.
+        on: target of runs that name none of their own.
+        dry_run: print what would run and change nothing.
+        out: folder for SkyPilot's files.
+
+    Raises:
+        AtollError: a target is not there or refuses a job, or a run on this machine failed.
+    """
+    partitioned = campaign.store.exists("partition/partition.json")
+    if dry_run and not partitioned:
+        say("# first, on this machine: whatever is missing of the data set, then the partition")
+    if not dry_run:
+        prepare(campaign)
+        if pretrain_finished(campaign):
+            hand_over(campaign)  # it may have been stopped between its last step and this
+    placed = plan_jobs(campaign, on)
+    if not placed:
+        say("training: finished already")
+    placed, held = _hold_back(placed)
+    for one, need in held:
+        say(f"{one.job.name}: waits for {need}, which trains elsewhere; launch again when that is finished")
+    place, output = campaign.store.location, _output(campaign)
+    here, queue, cloud = ([one.job for one in placed if one.target == t] for t in ("local", "slurm", "sky"))
+    if dry_run:
+        texts = [slurm.preview(queue, place, output)] if queue else []
+        texts += [sky.preview(cloud, place)] if cloud else []
+        for text in (*texts, *(f"$ {job.typed()}" for job in here)):
+            say(text)
+    else:
+        gpus = _gpus() if here else 0
+        local.check(here, gpus)
+        if queue:
+            slurm.submit(queue, place, output)
+        if cloud:
+            say(f"wrote {sky.write(cloud, place, out)}; where sky is installed: sh {out / sky.SCRIPT}")
+        if here:
+            local.run(here, gpus)
+    _finish(campaign, placed, [one.job.name for one, _ in held], dry_run)
+
+
+def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
+    """Jobs of all runs that are not finished, every job after those that it needs; the assembly last."""
+    left = [run for run in runs_of(campaign.config) if not finished(campaign, *run)]
+    placed = [_run(campaign, *run, on, _needs(campaign.config, run[0], left)) for run in left]
+    parts = [one for one in placed if one.job.name not in BESIDE]
+    # On this machine the launch assembles by itself.
+    if parts and {one.target for one in parts} == {"slurm"}:
+        place = campaign.config.launch.of("assemble")
+        argv = command("assemble", campaign.store.location, python=place.python)
+        needs = tuple(one.job.name for one in parts)
+        placed.append(Placed(_job("assemble", argv, place, needs=needs, gpus=0), "slurm"))
+    return placed
+
+
+def _needs(config: CampaignConfig, role: str, left: list[tuple[str, int | None]]) -> tuple[str, ...]:
+    """Names of the jobs that a run waits for, of those that are left."""
+    wanted = {"expert": ["pretrain"], "student": ["expert"]}.get(role, [])
+    if role == "student" and config.student is not None and config.student.teacher == "routed":
+        wanted = ["expert", "router"]
+    return tuple(_name(*run) for run in left if run[0] in wanted)
+
+
+def _name(role: str, island: int | None) -> str:
+    return role if island is None else f"expert {island}"
+
+
+def _run(
+    campaign: Campaign, role: str, island: int | None, on: Target | None, needs: tuple[str, ...]
+) -> Placed:
+    config, key = campaign.config, f"{run_folder(role, island)}/island.json"
+    place, target = config.launch.of(role, island), config.launch.target(role, island, on)
+    options = ["--expert", str(island)] if island is not None else []
+    # Elsewhere a job may come back before the lease of a holder that was lost has expired.
+    options += [] if target == "local" else ["--wait"]
+    # These are not frozen, so the run would not know of them.
+    loose = [one for one in campaign.overrides if is_loose(one) and not one.startswith(_OWN)]
+    options += [part for one in loose for part in ("--set", one)]
+    python = place.python or ("python" if target == "sky" else None)
+    argv = command("train", role, campaign.store.location, *options, python=python)
+    gpus = sky.gpus(place.sky.accelerators) if target == "sky" and place.gpus is None else place.gpus
+    memory, work = BASE_MEMORY, 0.0
+    if campaign.store.exists(key):
+        plan = RunPlan.parse(campaign.store.get_json(key), key)
+        memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
+        memory += _teacher_bytes(campaign) if role == "student" else 0
+    name, threads = _name(role, island), config.training(role, island).threads
+    return Placed(_job(name, argv, place, threads, memory, work, needs, gpus), target)
+
+
+def _teacher_bytes(campaign: Campaign) -> int:
+    """Memory of the networks that a student learns from, as if all were loaded."""
+    keys = [f"{run_folder('expert', number)}/island.json" for number in range(campaign.config.partition.k)]
+    return sum(4 * RunPlan.parse(campaign.store.get_json(key), key).parameters for key in keys)
+
+
+def _job(
+    name: str,
+    argv: tuple[str, ...],
+    place: Placement,
+    threads: int = 1,
+    memory: int = BASE_MEMORY,
+    work: float = 0.0,
+    needs: tuple[str, ...] = (),
+    gpus: int | None = None,
+) -> Job:
+    """A job; `threads` and `memory` (bytes) are those of one process."""
+    processes = place.processes or max(1, gpus or 1)
+    asked = None if place.memory_gb is None else round(place.memory_gb * 10**9)
+    return Job(
+        name,
+        argv,
+        cpus=place.cpus or threads * processes,
+        memory=asked or memory * processes,
+        work=work,
+        gpus=gpus,
+        processes=processes,
+        nodes=place.nodes,
+        needs=needs,
+        env=place.env,
+        memory_asked=asked is not None,
+        slurm=place.slurm,
+        sky=place.sky,
+    )
+
+
+def _hold_back(placed: list[Placed]) -> tuple[list[Placed], list[tuple[Placed, str]]]:
+    """Jobs that can be handed over, and those that need one of another target or one that is held back."""
+    kept: dict[str, Target] = {}
+    held: list[tuple[Placed, str]] = []
+    names = {one.job.name for one in placed}
+    for one in placed:
+        away = [n for n in one.job.needs if n in names and kept.get(n) != one.target]
+        if away:
+            held.append((one, away[0]))
+        else:
+            kept[one.job.name] = one.target
+    return [one for one in placed if one.job.name in kept], held
+
+
+def _finish(campaign: Campaign, placed: list[Placed], held: list[str], dry_run: bool) -> None:
+    """Assemble now if all parts are there, or say who does it and when."""
+    if any(one.job.name == "assemble" for one in placed):
+        return
+    away = [one.job.name for one in placed if one.target != "local" and one.job.name not in BESIDE]
+    away += [name for name in held if name not in BESIDE]
+    again = f"atoll assemble {shlex.quote(campaign.store.location)}"
+    if away:
+        say(f"{'# ' if dry_run else ''}when {', '.join(away)} are finished: {again}")
+    elif dry_run:
+        say(f"$ {again}")
+    else:
+        assemble(campaign)
+
+
+def _output(campaign: Campaign) -> Path:
+    named = campaign.config.launch.slurm.output
+    if named is not None:
+        return Path(named).expanduser().absolute()
+    root = campaign.store.location
+    return Path("launch").absolute() if "://" in root else Path(root) / "launch"
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

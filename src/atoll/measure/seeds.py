@@ -1,0 +1,155 @@
+"""Comparisons of campaigns that differ in their seed, as one table: medians, ranges, intervals of the mean.
+
+A ratio or a difference is taken within a campaign, where both sides start from the same conditions and the
+same noise. The interval is Student's at 95 %, over campaigns.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.measure.streams import Cell, Table
+from atoll.measure.sweeps import BASE
+
+COLUMNS = ("model", "measure", "campaigns", "median", "least", "most", "mean", "low", "high")
+MAY_DIFFER = ("seed", "real_training_pictures")
+"""Fields of `metric` that a seed decides."""
+PLAIN = ("distance", "precision", "recall", "gflops_per_step", "router_share")
+FURTHER = (
+    ("best", "guidance", "best guidance"),
+    ("best", "ratio", f"distance / {BASE}, each at its best"),
+    ("reach", "of_monolith", f"training FLOPs to the {BASE}'s final distance / its own"),
+    ("pairs", "mean", f"correlation with the {BASE}'s pictures"),
+)
+"""Numbers of the other tables: which table, which column, and what it is called here."""
+
+Found = Mapping[str, Any]
+"""What `compare.json` says."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """One number of one model, over campaigns.
+
+    Attributes:
+        model: whose; of a pair also the space and the partner.
+        measure: which.
+        values: of the campaigns that have it, in their order.
+    """
+
+    model: str
+    measure: str
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Over campaigns."""
+        return statistics.fmean(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of the mean; None for a single value."""
+        return interval(self.values)
+
+    def cells(self) -> list[Cell]:
+        """A row of the table."""
+        low, high = self.interval or (None, None)
+        own = self.values
+        return [
+            *(self.model, self.measure, len(own), statistics.median(own)),
+            *(min(own), max(own), self.mean, low, high),
+        ]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's 95 % interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t as student_t
+
+    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return mean - half, mean + half
+
+
+def seeds_table(found: Sequence[Found], base: str = BASE) -> Table:
+    """All that these comparisons have in common, a row for each number."""
+    return Table(COLUMNS, [one.cells() for one in over_seeds(found, base)])
+
+
+def over_seeds(found: Sequence[Found], base: str = BASE) -> Iterator[Values]:
+    """The same, value by value.
+
+    Args:
+        found: comparisons measured alike (`unlike` finds nothing), of different seeds.
+        base: the model that ratios and differences are taken to, where it was measured.
+
+    Yields:
+        Numbers that all comparisons have; of `best` and `reach` also those that only some have, as a model
+        need not get as far as the monolith in every campaign.
+    """
+    models = [{line["name"]: line for line in one["rows"]} for one in found]
+    for name in models[0]:
+        if all(name in one for one in models):
+            yield from _of_model(name, [one[name] for one in models], [one.get(base) for one in models], base)
+    yield from _training(found)
+    for table, column, measure in FURTHER:
+        tables = [_records(one, table) for one in found]
+        for name in tables[0] if all(tables) else ():
+            lines = [one[name] for one in tables if name in one]
+            values = [line[column] for line in lines if line[column] is not None]
+            if values:
+                at_most = any(line.get("how") == "at the first point" for line in lines)
+                yield Values(", ".join(name), measure + (", at most" if at_most else ""), values)
+
+
+def _of_model(name: str, own: list[Any], against: list[Any], base: str) -> Iterator[Values]:
+    for measure in PLAIN:
+        values = [line.get(measure) for line in own]
+        if all(value is not None for value in values):
+            yield Values(name, measure, values)
+    if name != base and all(against):
+        pairs = [(line["distance"], other["distance"]) for line, other in zip(own, against, strict=True)]
+        yield Values(name, f"distance / {base}", [one / other for one, other in pairs])
+        yield Values(name, f"distance - {base}", [one - other for one, other in pairs])
+
+
+def _training(found: Sequence[Found]) -> Iterator[Values]:
+    """What was spent on training, over the monolith's."""
+    spent = [one.get("train_flops", {}) for one in found]
+    if not all(one.get(BASE) for one in spent):
+        return
+    for name, parts in (("ensemble", ("experts", "router", "pretrain")), ("student", ("student",))):
+        if all(one.get(part) is not None for one in spent for part in parts):
+            values = [sum(one[part] for part in parts) / one[BASE] for one in spent]
+            yield Values(name, f"training FLOPs / {BASE}", values)
+
+
+def _records(one: Found, table: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows of a table of a comparison, by what they are of; none if it was not measured."""
+    made = one.get("tables", {}).get(table, {"columns": [], "rows": []})
+    rows = [dict(zip(made["columns"], values, strict=True)) for values in made["rows"]]
+    names = ("model", "strategy", "space", "partner")
+    return {tuple(str(line[name]) for name in names if name in line): line for line in rows}
+
+
+def unlike(one: Found, other: Found) -> list[str]:
+    """What two comparisons do not have in common beyond their seed, by name: then they share no table."""
+    first, second = one["metric"], other["metric"]
+    differs = [
+        name
+        for name in dict.fromkeys([*first, *second])
+        if name not in MAY_DIFFER and _alike(first.get(name)) != _alike(second.get(name))
+    ]
+    return differs + [
+        name for name in ("sweep", "curve") if name in one and name in other and one[name] != other[name]
+    ]
+
+
+def _alike(value: Any) -> Any:
+    """A field of the metric without what the pictures themselves gave."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: part for key, part in value.items() if not key.startswith("real_")}

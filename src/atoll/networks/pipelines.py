@@ -1,0 +1,94 @@
+"""Which models diffusers' own pipelines run: the limits of the pipeline of each family."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.base.errors import ConfigError
+
+CLASSES = 1000
+"""Class labels of DiTPipeline: the label after the last one is its null label."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pipeline of diffusers demands of the model that it runs.
+
+    Attributes:
+        pipeline: the class.
+        needs_vae: whether there has to be one.
+        shifts: whether latents may be shifted; such a pipeline decodes with the VAE's `shift_factor`, which
+            may then not be None.
+        classes: most class labels, None if any number.
+        patch: side of the patches that it makes itself, None if the network does.
+    """
+
+    pipeline: str
+    needs_vae: bool = False
+    shifts: bool = False
+    classes: int | None = None
+    patch: int | None = None
+
+
+LIMITS = {
+    "pixart": Limits("PixArtAlphaPipeline"),
+    "dit": Limits("DiTPipeline", needs_vae=True, classes=CLASSES),
+    "sd3": Limits("StableDiffusion3Pipeline", shifts=True),
+    "flux": Limits("FluxPipeline", shifts=True, patch=2),
+}
+
+
+def limits_of(family: str) -> Limits:
+    """The limits of a family's pipeline; `ConfigError` if none is known."""
+    if family not in LIMITS:
+        raise ConfigError(
+            f"no stock diffusers pipeline is known for the {family} family", f"use {' or '.join(LIMITS)}"
+        )
+    return LIMITS[family]
+
+
+def check_settings(family: str, vae: str, patch: int) -> None:
+    """Refuse a model that no stock pipeline runs, as far as settings tell.
+
+    Args:
+        family: of the network.
+        vae: name of the autoencoder, or `none`.
+        patch: side of the network's patches.
+
+    Raises:
+        ConfigError: says what is in the way.
+    """
+    limits = limits_of(family)
+    if limits.needs_vae and vae == "none":
+        raise ConfigError(
+            f"a stock {limits.pipeline} needs a VAE, and data.vae is none",
+            "set data.vae, or student.stock=false for a student that only Atoll runs",
+        )
+    if limits.patch not in (None, patch):
+        raise ConfigError(
+            f"a stock {limits.pipeline} makes patches of {limits.patch}, and the network's are of {patch}",
+            f"set patch: {limits.patch}, or student.stock=false for a student that only Atoll runs",
+        )
+
+
+def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int) -> None:
+    """The same as far as the data tell.
+
+    Args:
+        family: of the network.
+        latents: what made the latents.
+        classes: number of class labels.
+        patch: side of the network's patches.
+    """
+    check_settings(family, str(latents["name"]), patch)
+    limits, shift = limits_of(family), float(latents.get("shift", 0.0))
+    if shift and not limits.shifts:
+        raise ConfigError(
+            f"a stock {limits.pipeline} takes no shifted latents, and {latents['name']} shifts by {shift:g}",
+            "use another VAE, or student.stock=false for a student that only Atoll runs",
+        )
+    if limits.classes is not None and classes > limits.classes:
+        raise ConfigError(
+            f"a stock {limits.pipeline} knows {limits.classes} classes, and there are {classes}",
+            "use fewer, or student.stock=false for a student that only Atoll runs",
+        )

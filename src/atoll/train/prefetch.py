@@ -1,0 +1,86 @@
+"""The next step's data, made in a thread while this step runs."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from atoll.base.errors import DataError
+from atoll.train.preemption import abandon
+
+POLL = 0.2  # seconds between looks at whether the run was told to leave
+PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
+
+
+class Ahead:
+    """Makes the batches of steps in order, one step ahead.
+
+    Args:
+        make: batches of the step that begins at a position.
+        begin: position of the first step.
+        batch: positions per step.
+        limit: seconds that a step waits for its data before that is an error.
+    """
+
+    def __init__(self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float) -> None:
+        self.make, self.begin, self.batch, self.limit = make, begin, batch, limit
+        self._made: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        # A daemon: one that hangs in a dead file system must not keep the process from leaving.
+        self._thread = threading.Thread(target=self._run, daemon=True, name="data")
+
+    def __enter__(self) -> "Ahead":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopped.set()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            abandon(self._thread)
+
+    def take(self, told: Sequence[object]) -> list[Any] | None:
+        """The next step's batches; None if the run is told to leave before they are there.
+
+        Raises:
+            DataError: they did not come in time.
+        """
+        deadline = time.monotonic() + self.limit
+        while True:
+            try:
+                made = self._made.get(timeout=min(POLL, self.limit))
+            except queue.Empty:
+                if told:
+                    return None
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"the data of the step at sample {self.begin:,} did not come within {self.limit:g} s",
+                        "the store or disk hangs: mend it and run the same command again",
+                    ) from None
+                continue
+            if isinstance(made, BaseException):
+                raise made
+            self.begin += self.batch
+            return made
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # here; a team of its own would wait beside that of the step
+        begin = self.begin
+        while not self._stopped.is_set():
+            made: list[Any] | BaseException
+            try:
+                made = self.make(begin)
+            except BaseException as error:  # raised where the data is taken
+                made = error
+            while not self._stopped.is_set():
+                try:
+                    self._made.put(made, timeout=POLL)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(made, BaseException):
+                return
+            begin += self.batch

@@ -1,0 +1,225 @@
+"""`ensemble/` as a pipeline, and `atoll export`: what is written loads, and says what it is."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.base.condition import Condition
+from atoll.base.errors import StoreError
+from atoll.base.rng import generator
+from atoll.campaign.assemble import assemble, load_ensemble
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.routing import Routing
+from atoll.ensemble.sample import sample, starting_noise
+from atoll.export.ensemble import ExportRequest, export_campaign
+from atoll.export.pipeline import AtollPipeline
+from atoll.networks.checkpoint import WEIGHTS
+from atoll.store.store import Store
+from atoll.train.run import train_run
+from helpers import ROOT, command, partitioned, refused
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three experts and the router of class labels, assembled."""
+    folder = tmp_path_factory.mktemp("export") / "letters"
+    campaign = partitioned(folder, {"partition": {"k": K}, "budget": {"samples": 320}, "monolith": False})
+    for k in range(K):
+        train_run(campaign, "expert", k)
+    train_run(campaign, "router")
+    assemble(Campaign.open(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "letters"))
+
+
+def load(folder: Path) -> AtollPipeline:
+    pipe = AtollPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"experts/*/{WEIGHTS}")}
+
+
+def test_the_assembled_folder_is_a_pipeline(trained: Path) -> None:
+    """Its pictures are those of `atoll sample` with the same noise and routing."""
+    pipe, labels = load(trained / "ensemble"), [0, 1, 1, 0]
+    assert pipe.config.num_inference_steps == 3 and pipe.config.routing == "once"
+    made = pipe(
+        class_labels=labels,
+        generator=[generator(5, "sample-noise", i) for i in range(4)],
+        routing="top-1",
+        output_type="latent",
+    ).images
+    ensemble, _ = load_ensemble(Store.open(trained))
+    field = ensemble.field(
+        Condition(labels=torch.tensor(labels)),
+        Condition(labels=torch.tensor([2])),
+        Campaign.open(trained).config.sampling.guidance,
+        Routing.named("top-1"),
+        5,
+        range(4),
+    )
+    assert torch.equal(made, sample(field, starting_noise(5, range(4), (1, 8, 8)), 3))
+
+
+def test_its_card_tells_data_partition_and_cost(trained: Path) -> None:
+    text = (trained / "ensemble/README.md").read_text()
+    cut = Store.open(trained).get_json("partition/partition.json")
+    assert text.startswith("---\nlibrary_name: diffusers\n")
+    for words in (
+        "# letters",
+        cut["hash"],
+        "| source | glyphs |",
+        "DejaVu",
+        "Not evaluated.",
+        "training FLOPs",
+    ):
+        assert words in text, words
+    assert str(trained.parent) not in text
+    assert ", ".join(map(str, cut["sizes"])) in text
+
+
+def test_an_expert_that_comes_later_leaves_the_others_alone(folder: Path, tmp_path: Path) -> None:
+    shutil.move(folder / "islands/1/expert", tmp_path / "later")
+    assemble(Campaign.open(folder))
+    before = times(folder / "ensemble")
+    assert set(before) == {"0", "2"} and not (folder / "ensemble/experts/1" / WEIGHTS).exists()
+    assert "**Partial: experts 1 of 3" in (folder / "ensemble/README.md").read_text()
+    assert load(folder / "ensemble").experts.missing == (1,)
+    shutil.move(tmp_path / "later", folder / "islands/1/expert")
+    assemble(Campaign.open(folder))
+    after = times(folder / "ensemble")
+    assert set(after) == {"0", "1", "2"} and {k: after[k] for k in before} == before
+    assert load(folder / "ensemble").experts.missing == ()
+
+
+def test_new_defaults_of_sampling_reach_the_pipeline(folder: Path) -> None:
+    before = times(folder / "ensemble")
+    assemble(Campaign.open(folder, ["sampling.routing=top-2", "sampling.guidance=1.5"]))
+    pipe = load(folder / "ensemble")
+    assert pipe.config.routing == "top-2" and pipe.config.guidance_scale == 1.5
+    assert times(folder / "ensemble") == before
+
+
+def test_export_writes_a_folder_that_stands_alone(trained: Path, tmp_path: Path) -> None:
+    root = export_campaign(Campaign.open(trained), ExportRequest(tmp_path / "out", licence="cc-by-4.0"))
+    assert (root / "picture.png").stat().st_size > 100
+    text = (root / "README.md").read_text()
+    assert "license: cc-by-4.0" in text and "![Samples](picture.png)" in text and "**Partial" not in text
+    one, other = load(trained / "ensemble"), load(root)
+    call = {"class_labels": [0, 1], "output_type": "latent"}
+    pictures = [pipe(generator=torch.Generator().manual_seed(3), **call).images for pipe in (one, other)]
+    assert torch.equal(*pictures)
+    other.save_pretrained(tmp_path / "again")
+    parts = [p.relative_to(root).as_posix() for f in ("experts", "router") for p in (root / f).rglob("*.*")]
+    assert len(parts) == 13
+    for name in ("README.md", "picture.png", "model_index.json", *parts):
+        again = (tmp_path / "again" / name).read_bytes()
+        assert again.replace(b"FOLDER", b"out") == (root / name).read_bytes(), name
+
+
+def test_the_snippet_of_the_card_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_campaign(Campaign.open(trained), ExportRequest(tmp_path / "out", picture=False))
+    (snippet,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert (tmp_path / "picture.png").stat().st_size > 50
+
+
+def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Path) -> None:
+    request = ExportRequest(tmp_path / "out", picture=False)
+    export_campaign(Campaign.open(folder), request)
+    before = times(tmp_path / "out")
+    export_campaign(Campaign.open(folder), ExportRequest(tmp_path / "out", [0, 2], picture=False))
+    after = times(tmp_path / "out")
+    assert after == {k: before[k] for k in ("0", "2")}
+    assert load(tmp_path / "out").experts.missing == (1,)
+    export_campaign(Campaign.open(folder), request)
+    assert {k: times(tmp_path / "out")[k] for k in after} == after
+    assert load(tmp_path / "out").experts.missing == ()
+
+
+def test_damage_in_the_assembled_folder_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    path = folder / "ensemble/experts/1" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with pytest.raises(StoreError, match=r"experts/1/.*does not match"):
+        export_campaign(Campaign.open(folder), ExportRequest(tmp_path / "out"))
+    assert not (tmp_path / "out/ensemble.json").exists()
+
+
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    cases = [
+        (["--to", tmp_path / "full"], "holds something else"),
+        (["--to", tmp_path / "file"], "is a file"),
+        (["--to", folder / "ensemble"], "belongs to a campaign"),
+        (["--to", tmp_path / "new", "--experts", "0,x"], "is no list of numbers"),
+        (["--to", tmp_path / "new", "--experts", "7"], "experts 7 are not there: there are 0, 1, 2"),
+    ]
+    for argv, words in cases:
+        refused(command(capsys, "export", folder, *argv), words)
+    shutil.rmtree(folder / "ensemble")
+    refused(command(capsys, "export", folder, "--to", tmp_path / "new"), "run 'atoll assemble' first")
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "full/notes.txt").read_text() == "mine"
+
+
+def test_texts_take_their_encoder_along(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "latin small letter a, serif"
+    said = command(capsys, "export", whole, "--to", tmp_path / "out")
+    assert said.code == 0 and "experts 0, 1 of 2" in said.out
+    assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == {
+        "experts",
+        "router",
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+    }
+    light = load(whole / "ensemble")  # finds its encoder by name
+    monkeypatch.setattr("atoll.export.encoders.text_encoder", lambda *_: pytest.fail("looked for by name"))
+    heavy = load(tmp_path / "out")
+    call = {"prompt": [prompt, "greek small letter alpha, sans bold"], "output_type": "latent"}
+    pictures = [pipe(generator=torch.Generator().manual_seed(3), **call).images for pipe in (light, heavy)]
+    assert torch.equal(*pictures)
+    assert "Apache-2.0" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.campaign.sample.load_ensemble", lambda *_: pytest.fail("weights were read"))
+    refused(
+        command(capsys, "sample", whole, "word " * 40, "--out", tmp_path / "x.png"), "tokens", "would be lost"
+    )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/pipeline.md"])
+def test_the_snippets_of_the_docs_run(
+    whole: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, in one session, on a campaign by the name that they use."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert blocks
+    (tmp_path / "campaigns").mkdir()
+    for name in ("mine", "quickstart"):
+        (tmp_path / "campaigns" / name).symlink_to(whole)
+    monkeypatch.chdir(tmp_path)
+    session: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), session)
+    assert list(tmp_path.glob("*.png"))

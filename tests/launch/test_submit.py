@@ -1,0 +1,149 @@
+"""From a campaign's settings to jobs and targets, and what a dry run shows and leaves alone."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atoll.campaign.folder import Campaign
+from atoll.launch import sky
+from atoll.launch.submit import plan_jobs
+from helpers import Answer, command, partitioned, refused, write_campaign
+
+Run = Callable[..., Answer]
+
+MIXED: dict[str, Any] = {
+    "on": "slurm",
+    "env": {"A": "1"},
+    "slurm": {"partition": "gpu"},
+    "islands": {0: {"gpus": 4, "memory_gb": 2.5, "cpus": 16}, 1: {"on": "local", "processes": 2}},
+    "monolith": {"nodes": 2, "gpus": 8},
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *argv: command(capsys, *argv)
+
+
+def opened(folder: Path, launch: dict[str, Any], **more: Any) -> Campaign:
+    return Campaign.open(write_campaign(folder, {"launch": launch, **more}))
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
+    campaign = opened(tmp_path / "c", MIXED, train={"threads": 3})
+    placed = {one.job.name: one for one in plan_jobs(campaign)}
+    assert {name: one.target for name, one in placed.items()} == {
+        "expert 0": "slurm",
+        "expert 1": "local",
+        "router": "slurm",
+        "monolith": "slurm",
+    }
+    zero, one, monolith = (placed[name].job for name in ("expert 0", "expert 1", "monolith"))
+    assert (zero.gpus, zero.processes, zero.cpus, zero.memory) == (4, 4, 16, 2_500_000_000)
+    assert (one.gpus, one.processes, one.cpus) == (None, 2, 6)
+    assert (monolith.nodes, monolith.processes) == (2, 8)
+    assert zero.env == {"A": "1"} and zero.slurm.partition == "gpu"
+    root = campaign.store.location
+    assert zero.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--expert", "0", "--wait")
+    assert one.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--expert", "1")
+
+
+def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(tmp_path: Path) -> None:
+    *_, last = plan_jobs(opened(tmp_path / "c", {"gpus": 2, "slurm": {"partition": "gpu"}}), "slurm")
+    assert last.job.name == "assemble" and last.job.needs == ("expert 0", "expert 1", "router")
+    assert (last.job.gpus, last.job.processes, last.job.slurm.partition) == (0, 1, "gpu")
+    for launch, on in ((MIXED, None), ({}, "local"), ({}, "sky")):
+        assert "assemble" not in {one.job.name for one in plan_jobs(opened(tmp_path / "d", launch), on)}  # type: ignore[arg-type]
+
+
+def test_skypilots_nodes_have_a_python_and_as_many_processes_as_gpus(tmp_path: Path) -> None:
+    campaign = opened(
+        tmp_path / "c", {"sky": {"accelerators": "H100:8"}, "router": {"python": "/opt/python"}}
+    )
+    jobs = {one.job.name: one.job for one in plan_jobs(campaign, "sky")}
+    assert jobs["expert 0"].argv[0] == "python" and jobs["expert 0"].processes == 8
+    assert jobs["router"].argv[0] == "/opt/python"
+    assert len(sky.files(list(jobs.values()), "s3://bucket/c")) == len(jobs) + 1
+    bare = [one.job for one in plan_jobs(opened(tmp_path / "d", {}), "sky")]
+    made = yaml.safe_load(sky.files(bare, "s3://bucket/c")["router.yaml"])
+    assert "accelerators" not in made["resources"] and bare[0].processes == 1
+
+
+@pytest.mark.parametrize("partition", [False, True])
+def test_a_dry_run_shows_all_and_changes_nothing(partition: bool, tmp_path: Path, run: Run) -> None:
+    """Neither Slurm nor SkyPilot has to be installed for it."""
+    folder = tmp_path / "a campaign; it's"
+    write_campaign(folder, {"launch": MIXED})
+    if partition:
+        partitioned(folder, {"launch": MIXED})
+    before = everything(tmp_path)
+    answer = run("launch", folder, "--dry-run")
+    assert answer.code == 0, answer
+    assert everything(tmp_path) == before
+    assert ("# first, on this machine" in answer.out) != partition
+    assert answer.out.count("#!/bin/bash") == 3 and "#SBATCH --gres=gpu:4" in answer.out
+    typed = [shlex.split(line[2:]) for line in answer.out.splitlines() if line.startswith("$ ")]
+    assert typed[-1][-4:] == ["expert", str(folder), "--expert", "1"] and "--nproc-per-node" in typed[-1]
+    assert f"# when expert 0, router are finished: atoll assemble {shlex.quote(str(folder))}" in answer.out
+
+
+def test_a_run_waits_for_what_trains_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """Needs across targets: no queue knows the other, so the launch says what to do."""
+    from atoll.launch import submit
+    from atoll.launch.job import Job
+
+    placed = [
+        submit.Placed(Job("seed", ("x",)), "slurm"),
+        submit.Placed(Job("expert 0", ("x",), needs=("seed",)), "slurm"),
+        submit.Placed(Job("expert 1", ("x",), needs=("seed",)), "local"),
+        submit.Placed(Job("router", ("x",)), "local"),
+    ]
+    kept, held = submit._hold_back(placed)
+    assert [one.job.name for one in kept] == ["seed", "expert 0", "router"]
+    assert [(one.job.name, need) for one, need in held] == [("expert 1", "seed")]
+    monkeypatch.setattr(launching, "plan_jobs", lambda *_: placed)
+    answer = run("launch", write_campaign(tmp_path / "c"), "--dry-run")
+    assert "expert 1: waits for seed, which trains elsewhere; launch again" in answer.out
+    assert "# when expert 0, expert 1 are finished" in answer.out.replace("seed, ", "")
+
+
+def test_launch_settings_may_change_after_the_start(tmp_path: Path) -> None:
+    partitioned(tmp_path / "c")
+    again = opened(tmp_path / "c", MIXED)
+    assert again.config.launch.on == "slurm"
+    assert "launch" not in again.store.get_json("campaign.json")["config"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["launch.islands.7.on=slurm"], ["launch.islands.7", "0 to 1"]),
+        (["launch.island.0.on=slurm"], ["did you mean 'islands'"]),
+        (["launch.on=cloud"], ["launch.on"]),
+        (["launch.gpus=64"], ["asks for 64 GPUs", "launch.on"]),
+        (["launch.router.nodes=2"], ["router asks for 2 nodes"]),
+        (["launch.router.on=sky"], ["SkyPilot's nodes cannot see", "s3://"]),
+    ],
+)
+def test_mistakes_are_one_line(sets: list[str], words: list[str], tmp_path: Path, run: Run) -> None:
+    folder = write_campaign(tmp_path / "c")
+    refused(run("launch", folder, *(part for s in sets for part in ("--set", s))), *words)
+
+
+def test_without_slurm_a_launch_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    folder = write_campaign(tmp_path / "c")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(run("launch", folder, "--on", "slurm"), "squeue is not installed here", "--dry-run")

@@ -1,0 +1,163 @@
+"""`atoll diagnose` on a campaign that went the whole way."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from atoll.campaign.assemble import assemble
+from atoll.campaign.folder import Campaign
+from atoll.data.columns import write_column
+from atoll.store.store import Store
+from helpers import Answer, command, refused
+
+QUICK = [
+    "diagnose.samples=16",
+    "diagnose.probed=5",
+    "diagnose.steps=3",
+    "diagnose.rows=60",
+    "diagnose.batch=20",
+    "diagnose.times=[0.25, 1.0]",
+    "diagnose.threads=1",
+]
+
+
+def diagnose(capsys: pytest.CaptureFixture[str], folder: Path, *settings: str) -> Answer:
+    sets = [part for one in (*QUICK, *settings) for part in ("--set", one)]
+    return command(capsys, "diagnose", folder, *sets)
+
+
+def table(folder: Path, name: str) -> list[dict[str, object]]:
+    found = json.loads((folder / "reports/diagnostics.json").read_text())["tables"][name]
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "campaign"))
+
+
+def test_tables_are_written_once_per_parts_and_settings(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = diagnose(capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
+    assert said.code == 0 and "router: accuracy" in said.out and "error of monolith" in said.out
+    found = json.loads((folder / "reports/diagnostics.json").read_text())
+    assert set(found["parts"]) == {"experts/0", "experts/1", "router", "monolith"} and found["missing"] == []
+    for name, columns in ((n, t["columns"]) for n, t in found["tables"].items()):
+        lines = list(csv.reader(io.StringIO((folder / f"reports/diagnostics/{name}.csv").read_text())))
+        assert lines[0] == columns and len(lines) == 1 + len(found["tables"][name]["rows"])
+    assert {r["split"] for r in table(folder, "errors")} == {"heldout", "train"}
+    assert {r["strategy"] for r in table(folder, "usage")} == {"once", "top-1"}
+    assert sum(r["used"] for r in table(folder, "usage")) == pytest.approx(2)  # type: ignore[misc]
+    assert all(r["rate"] == 0 for r in table(folder, "switches") if r["strategy"] == "once")
+    steady = {r["strategy"]: r for r in table(folder, "stability")}
+    assert list(steady) == ["once", "top-1", "monolith"] and {r["samples"] for r in steady.values()} == {5}
+    assert all(r["sensitivity"] > 0 and r["refinement"] > 0 for r in steady.values())  # type: ignore[operator]
+    assert [r["t"] for r in table(folder, "lipschitz")] == pytest.approx([1, 2 / 3, 1 / 3] * 3)
+    ends = [r for r in table(folder, "landing") if r["cluster"] == "all"]
+    assert [r["samples"] for r in ends] == [16, 16]
+    assert all(r["own"] < r["heldout_others"] for r in ends)  # type: ignore[operator]
+    sizes = json.loads((folder / "partition/partition.json").read_text())
+    (rows,) = {r["rows"] for r in table(folder, "router") if r["split"] == "heldout"}
+    assert rows == min(60, sum(sizes["heldout"]))
+    pairs = found["pictures"]
+    assert len(pairs) == len(table(folder, "suspicious")) > 0
+    assert [r["cluster"] for r in table(folder, "closest")] == [0, 1] and len(found["closest"]) == 2
+    for pair in (*pairs, *found["closest"]):
+        for key in (pair["sample"], pair["training"]):
+            with Image.open(folder / key) as picture:
+                picture.load()
+
+    again = diagnose(capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
+    assert again.out == "diagnose: finished already\n"
+    other = diagnose(
+        capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999", "diagnose.batch=7"
+    )
+    assert other.out == "diagnose: finished already\n"
+    assert "finished" not in diagnose(capsys, folder, "diagnose.samples=0").out
+    assert "usage" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
+
+
+@pytest.mark.parametrize("change", ["diagnose.batch=7", "sampling.residency.experts=1"])
+def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    rows = []
+    for setting in ("diagnose.batch=1000", change):
+        (folder / "reports/diagnostics.json").unlink(missing_ok=True)
+        assert diagnose(capsys, folder, setting).code == 0
+        names = ("errors", "usage", "stability", "lipschitz", "landing")
+        rows.append([v for name in names for r in table(folder, name) for v in r.values()])
+    assert len(rows[0]) == len(rows[1])
+    for one, other in zip(*rows, strict=True):
+        assert one == (pytest.approx(other, rel=1e-4, abs=1e-6) if isinstance(other, float) else other)
+
+
+def test_a_partial_ensemble_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(folder / "islands/1/expert")
+    assemble(Campaign.open(folder))
+    said = diagnose(capsys, folder, "diagnose.splits=[train]")
+    assert said.code == 0 and "experts 1 are missing and left out" in said.out
+    assert json.loads((folder / "reports/diagnostics.json").read_text())["missing"] == [1]
+    assert {r["expert"] for r in table(folder, "experts")} == {0}
+    own = {(r["cluster"], r["error"] is None) for r in table(folder, "errors") if r["model"] == "own"}
+    assert own == {("all", False), (0, False), (1, True)}
+
+
+def test_without_a_monolith_its_columns_are_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "monolith/expert")
+    assert diagnose(capsys, folder, "diagnose.samples=0").code == 0
+    assert {r["model"] for r in table(folder, "errors")} == {"own", "selected", "others", "mixture"}
+
+
+def test_another_extractor_knows_nothing_of_the_clusters(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ("diagnose.extractor=efficientnet-lite2", "diagnose.extractor_size=32", "diagnose.probed=0")
+    assert diagnose(capsys, folder, *other).code == 0
+    tables = json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
+    assert "nearest" in tables and not {"landing", "stability", "lipschitz"} & set(tables)
+
+
+def test_without_a_router_there_is_no_ensemble(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(folder / "ensemble")
+    refused(diagnose(capsys, folder), "has no ensemble", "atoll assemble")
+    shutil.rmtree(folder / "router/expert")
+    refused(command(capsys, "assemble", folder), "no router")
+
+
+def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = Campaign.open(folder).dataset()
+    shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
+    dataset.forget("split")
+    everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
+    write_column(dataset, "split", {"name": "none held out"}, lambda n: {"values": everything[n]})
+    refused(diagnose(capsys, folder), "no held-out rows", "diagnose.splits=[train]")
+    said = diagnose(capsys, folder, "diagnose.splits=[train]", "diagnose.conditions=train")
+    assert said.code == 0
+    assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("diagnose.strategies=[oracle]", "nothing to trace"),
+        ("diagnose.times=[0]", "t = 0"),
+        ("diagnose.extractor=nothing", "unknown extractor"),
+        ("diagnose.row=3", "did you mean 'rows'"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], setting: str, words: str
+) -> None:
+    said = diagnose(capsys, folder, setting)
+    assert said.code == 2 and said.err.count("\n") == 1 and words in said.err
+    assert not Store.open(folder).exists("reports/diagnostics.json")

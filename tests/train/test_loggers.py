@@ -1,0 +1,262 @@
+"""Trackers: one run over all restarts, read back with the trackers' own packages; the bits do not change."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atoll.base.errors import ConfigError
+from atoll.campaign.folder import Campaign
+from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.store.store import Store
+from atoll.train import loggers
+from atoll.train.loggers import Subject, Tracks
+from atoll.train.preemption import Interrupted
+from atoll.train.run import train_run
+from atoll.train.spike_guard import Guard
+from helpers import SMALL, metrics, partitioned, same_bits
+
+SUBJECT = Subject(id="a1b2c3d4", name="expert 0", role="expert", start=1, step=0, settings={"lr": 0.1})
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("track") / "campaign"
+    partitioned(folder, {"train": {"log_every": 2}})
+    return folder
+
+
+@pytest.fixture
+def copy(untouched: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
+
+
+def tracked(folder: Path, **settings: object) -> Campaign:
+    """The campaign with trackers: they are not frozen."""
+    tree = yaml.safe_load((folder / "campaign.yaml").read_text())
+    (folder / "campaign.yaml").write_text(yaml.safe_dump({**tree, "tracking": settings}))
+    return Campaign.open(folder)
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values by tag, as TensorBoard shows them."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    read = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    read.Reload()
+    found = {
+        tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]
+    }
+    images = read.Images("preview") if read.Tags()["images"] else []
+    found["preview"] = [(event.step, event.width) for event in images]
+    return found
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run end with an error at a step, with nothing saved: what it tracked is to be taken back."""
+    admits, seen = Guard.admits, []
+
+    def count(guard: Guard, loss: float, norm: float) -> bool:
+        seen.append(1)
+        if len(seen) == step:
+            raise Interrupted("stopped")
+        return admits(guard, loss, norm)
+
+    monkeypatch.setattr(Guard, "admits", count)
+
+
+def test_tensorboard_shows_one_run_over_restarts(
+    copy: Path, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    plain = Path(shutil.copytree(untouched, tmp_path / "plain"))
+    train_run(Campaign.open(plain), "expert", 0)
+    with monkeypatch.context() as patch:
+        stop_at(12, patch)
+        with pytest.raises(Interrupted):
+            train_run(tracked(copy, tensorboard=True), "expert", 0)
+    run = copy / "islands/0/run"
+    first = events(run / "tensorboard")
+    assert max(step for step, _ in first["loss"]) == 10
+    assert not (run / "checkpoints").exists()
+    train_run(Campaign.open(copy), "expert", 0)
+    assert same_bits(copy / "islands/0", plain / "islands/0")
+    assert metrics(copy / "islands/0") == metrics(plain / "islands/0")
+    names = sorted(path.name for path in (run / "tensorboard").iterdir())
+    assert [name.split(".")[3] for name in names] == ["000001", "000002"]
+    shown, lines = events(run / "tensorboard"), metrics(copy / "islands/0")
+    for tag in ("loss", "lr", "grad_norm", "validation_loss"):
+        told = [(line["step"], line[tag]) for line in lines if tag in line]
+        assert len(told) >= 3 and [step for step, _ in shown[tag]] == [step for step, _ in told]
+        assert [value for _, value in shown[tag]] == pytest.approx([value for _, value in told])
+    last = next(line for line in reversed(lines) if "validation" in line)
+    assert shown["validation/t=0.0625"][-1] == (last["step"], pytest.approx(last["validation"][0]))
+    assert [step for step, _ in shown["preview"]] == [lines[-1]["step"]]
+
+
+def test_event_files_are_cut_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(track, "PART", 1000)
+    store, tracks = Store.open(tmp_path), Tracks()
+    tracks.open(TrackingConfig(tensorboard=True), store, "h", SUBJECT)
+    for step in range(1, 101):
+        tracks.line({"step": step, "loss": 1 / step})
+        if step % 10 == 0:
+            tracks.flush()
+    tracks.close()
+    files = [path.name for path in (tmp_path / "tensorboard").iterdir()]
+    assert len(files) > 2 and all(".000001." in name and name.endswith(".h") for name in files)
+    tracks.line({"step": 101, "loss": 0.0})  # after the end: nothing
+    assert [step for step, _ in events(tmp_path / "tensorboard")["loss"]] == list(range(1, 101))
+
+
+def test_wandb_offline_writes_into_the_store(
+    copy: Path, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    plain = Path(shutil.copytree(untouched, tmp_path / "plain"))
+    train_run(Campaign.open(plain), "expert", 0)
+    with monkeypatch.context() as patch:
+        stop_at(12, patch)
+        with pytest.raises(Interrupted):
+            train_run(tracked(copy, wandb="offline", project="p"), "expert", 0)
+    train_run(Campaign.open(copy), "expert", 0)
+    assert same_bits(copy / "islands/0", plain / "islands/0")
+    run = copy / "islands/0/run"
+    first, second = sorted(run.glob("wandb/*/*.wandb"), key=lambda path: path.parent.name.split("-")[4])
+    tracker = json.loads((run / "log/000000.json").read_text())["tracker"]
+    assert first.name == second.name == f"run-{tracker}.wandb"
+    lines, shown = metrics(copy / "islands/0"), history(second)
+    told = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [(row["_step"], row["loss"]) for row in shown if "loss" in row] == told
+    before = [(row["_step"], row["loss"]) for row in history(first) if "loss" in row]
+    assert len(before) == 5 and before == told[:5]  # what is shown twice is the same
+    assert [row["_step"] for row in shown if any(key.startswith("preview") for key in row)] == [told[-1][0]]
+    assert len(list(second.parent.glob("files/media/images/preview*.png"))) == 1
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """Rows of an offline file: 7 bytes, then a LevelDB log (blocks of 32 KiB) of protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part, at = part + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind not in (1, 4):  # a record goes on in the next block
+            continue
+        record = wandb_internal_pb2.Record.FromString(part)
+        part = b""
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            rows.append(row | {"_step": record.history.step.num})
+    return rows
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Broken:
+        lines = 0
+
+        def line(self, step: int, scalars: dict[str, float]) -> None:
+            self.lines += 1
+            raise ConnectionError("no route\nto host")
+
+        picture = flush = close = line
+
+    tracks, broken = Tracks(), Broken()
+    tracks._start("broken", lambda: broken)  # type: ignore[arg-type, return-value]
+    for step in (1, 2):
+        tracks.line({"step": step, "loss": 1.0})
+    tracks.flush()
+    tracks.close()
+    assert broken.lines == 1
+    assert capsys.readouterr().out == (
+        "warning: broken failed, the run goes on without it: no route to host\n"
+    )
+
+    def fail() -> Any:
+        raise OSError("disk full")
+
+    tracks._start("other", fail)
+    assert "other does not start, the run goes on without it: disk full" in capsys.readouterr().out
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(track, "FAREWELL", 0.2)
+    ended = threading.Event()
+
+    class Slow:
+        def close(self) -> None:
+            ended.wait(30)
+
+    tracks = Tracks()
+    tracks._start("slow", lambda: Slow())  # type: ignore[arg-type, return-value]
+    tracks.close()
+    ended.set()
+    assert "slow failed, the run goes on without it: it did not end within 0.2 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_told_before_training(
+    package: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(track, "_installed", lambda name: name != package)
+    campaign = tracked(copy, **{package: True if package == "tensorboard" else "offline"})
+    with pytest.raises(ConfigError, match=rf"tracking.{package} needs the package {package}.*pip install"):
+        train_run(campaign, "expert", 0)
+    assert not (copy / "islands/0/run").exists()
+
+
+def test_online_without_a_key_is_told_before_training(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://tracker.example.org:8080")
+    campaign = tracked(copy, wandb="online")
+    with pytest.raises(ConfigError, match="there is no key: set WANDB_API_KEY"):
+        train_run(campaign, "expert", 0)
+    assert not (copy / "islands/0/run").exists()
+    (tmp_path / "netrc").write_text("machine tracker.example.org login user password 0123\n")
+    campaign.config.tracking.check()
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not loggers._installed("some_tracker") and loggers._installed("torch")
+
+
+def test_settings_may_change_at_any_time(copy: Path) -> None:
+    changed = tracked(copy, tensorboard=True, project="another")
+    assert changed.config.tracking.project == "another"
+    assert "tracking" not in changed.config.frozen()
+    with pytest.raises(ConfigError, match="tracking"):
+        tracked(copy, tensorbord=True)
+
+
+def test_yaml_reads_off_as_false() -> None:
+    tree = {**SMALL, "tracking": yaml.safe_load("wandb: off")}
+    assert tree["tracking"] == {"wandb": False}
+    assert CampaignConfig.parse(tree, "here").tracking == TrackingConfig()
+
+
+def test_lines_become_numbers() -> None:
+    line = {"step": 3, "samples": 48, "loss": None, "lr": 0.5, "validation": [1.0] * 9}
+    shown = dict(loggers._scalars(line))
+    assert (shown["samples"], shown["lr"]) == (48.0, 0.5) and "loss" not in shown and "step" not in shown
+    assert len(shown) == 2 + 9 and shown["validation/t=1"] == 1.0

@@ -1,0 +1,126 @@
+"""The student as a stage: planned, launched after the experts, seen by status, sampled and compared."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from atoll.campaign.folder import Campaign
+from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.status import Observer
+from atoll.launch.submit import plan_jobs
+from helpers import command, merged, partitioned, refused, write_campaign
+
+STUDENT = {"student": {"stock": False, "train": {"validations": 1}}}
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign that is partitioned, with a student, and not trained."""
+    folder = tmp_path_factory.mktemp("cut") / "campaign"
+    partitioned(folder, STUDENT)
+    return folder
+
+
+@pytest.fixture
+def copy(cut: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(cut, tmp_path / "campaign"))
+
+
+def test_the_student_waits_for_what_it_learns_from(copy: Path) -> None:
+    jobs = {one.job.name: one.job for one in plan_jobs(Campaign.open(copy))}
+    assert list(jobs) == ["expert 0", "expert 1", "router", "monolith", "student"]
+    assert jobs["student"].needs == ("expert 0", "expert 1")
+    assert jobs["student"].argv[-3:] == ("train", "student", str(copy))
+    assert jobs["student"].memory > jobs["monolith"].memory  # it holds its teachers
+    (copy / "islands/0/expert").mkdir()
+    (copy / "islands/0/expert/card.json").write_text("{}")
+    jobs = {one.job.name: one.job for one in plan_jobs(Campaign.open(copy))}
+    assert jobs["student"].needs == ("expert 1",)
+
+
+def test_a_routed_student_waits_for_the_router_too(tmp_path: Path) -> None:
+    campaign = partitioned(tmp_path / "c", {"student": {"stock": False, "teacher": "routed"}})
+    placed = plan_jobs(campaign, "slurm")
+    jobs = {one.job.name: one.job for one in placed}
+    assert jobs["student"].needs == ("expert 0", "expert 1", "router")
+    assert "student" not in jobs["assemble"].needs  # the ensemble does without
+
+
+def test_status_and_plan_show_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = Observer(Campaign.open(copy)).look()
+    (student,) = [run for run in status.runs if run.role == "student"]
+    assert student.state == "waiting" and student.steps == 40 and student.batch == 4
+    answer = command(capsys, "plan", copy, "--json")
+    plan = json.loads(answer.out)
+    monolith = plan["monolith"]["train_flops"]
+    assert plan["student"]["train_flops"] / monolith == pytest.approx(0.337, abs=0.005)
+    assert plan["student"]["memory"]["beside"] == 2 * 4 * plan["student"]["parameters"]
+    assert plan["total"]["train_flops"] == pytest.approx(monolith, rel=0.1)
+    text = command(capsys, "plan", copy).out
+    assert "student, after them" in text and "the monolith and the student too" in text
+    assert max(map(len, text.splitlines())) <= 100
+    small = command(capsys, "plan", copy, "--set", "student.residency.experts=1", "--json")
+    assert json.loads(small.out)["student"]["memory"]["beside"] == 2 * 4 * plan["student"]["parameters"]
+    kept = ["--set", "student.residency.experts=1", "--set", "student.residency.prefetch=false"]
+    alone = json.loads(command(capsys, "plan", copy, *kept, "--json").out)
+    assert alone["student"]["memory"]["beside"] == 4 * plan["student"]["parameters"]
+
+
+def test_a_student_is_added_to_a_campaign_that_began_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "c"
+    before = partitioned(folder)
+    refused(command(capsys, "train", "student", folder), "has no student", "student: {}")
+    frozen = (folder / "campaign.json").read_bytes()
+    answer = command(capsys, "partition", folder, "--set", "student={stock: false, step_share: 0.5}")
+    assert answer.code == 0 and "student: 20 steps of 4" in answer.out, answer
+    assert (folder / "campaign.json").read_bytes() == frozen
+    campaign = Campaign.open(folder)  # which knows it now, without being told again
+    assert campaign.config.student is not None and campaign.config.student.step_share == 0.5
+    made, monolith = (
+        RunPlan.parse(before.store.get_json(f"{role}/island.json"), role) for role in ("student", "monolith")
+    )
+    assert (made.rows, made.shape) == (monolith.rows, monolith.shape)
+    files = [
+        json.loads((folder / role / "data/manifest.json").read_text()) for role in ("student", "monolith")
+    ]
+    assert files[0]["shards"] == files[1]["shards"]
+    write_campaign(folder, {"student": {"stock": False, "step_share": 0.25}})
+    refused(command(capsys, "status", folder), "student.step_share is 0.25", "started with 0.5")
+    again = command(capsys, "train", "student", folder, "--set", "student.step_share=0.5")
+    refused(again, "these are not published: 0, 1")
+
+
+def test_a_student_beside_a_tiny_batch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_campaign(tmp_path / "c", merged(STUDENT, {"train": {"batch": 3}}))
+    refused(command(capsys, "launch", folder), "0.25 of train.batch, 3, is less than one")
+    assert not (folder / "data").exists()
+
+
+@pytest.mark.slow
+def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Launched, sampled, compared, reported."""
+    changes = merged(STUDENT, {"compare": {"strategies": ["top-1"], "samples": 12}})
+    folder = write_campaign(tmp_path / "c", changes)
+    answer = command(capsys, "launch", folder)
+    assert answer.code == 0 and (folder / "student/expert/card.json").exists(), answer
+    out = tmp_path / "student.png"
+    refused(command(capsys, "sample", folder, "5", "--model", "student", "--out", out), "no class label")
+    answer = command(capsys, "sample", folder, "1", "--model", "student", "--out", out)
+    assert answer.code == 0 and answer.out.rstrip().endswith("student") and out.exists(), answer
+    assert command(capsys, "compare", folder).code == 0
+    found = json.loads((folder / "reports/compare.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["monolith", "student", "top-1"]
+    monolith, student = found["train_flops"]["monolith"], found["train_flops"]["student"]
+    assert student / monolith == pytest.approx(0.337, abs=0.005)
+    card = json.loads((folder / "student/expert/card.json").read_text())
+    assert found["parts"]["student"] == card["weights_sha256"]
+    assert found["rows"][1]["gflops_per_step"] == pytest.approx(card["forward_flops"] / 1e9)
+    assert (folder / "reports/compare/student/00.png").exists()
+    assert command(capsys, "compare", folder).out.startswith("compare: finished already")
+    assert command(capsys, "report", folder).code == 0
+    status = Observer(Campaign.open(folder)).look()
+    assert status.finished and len(status.runs) == 5
