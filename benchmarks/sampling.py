@@ -36,12 +36,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
 from atoll.ensemble.expert import Expert, settings_of
+from atoll.ensemble.generate import Sampling, sample_batches
+from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import FileWeights, StoredExpert
 from atoll.networks.families import DataShape, NetworkConfig, family

@@ -13,7 +13,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert, settings_of
-from atoll.ensemble.sample import flow_scheduler
+from atoll.ensemble.integrate import euler
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.families import DataShape
@@ -103,7 +103,7 @@ def pipeline(
     network = router(7, k, shape)
     network.card = facts(network, shape, "router", None, **changes)
     bank = ExpertBank({n: expert(n, shape, **changes) for n in numbers or range(k)}, k)
-    made = AtollPipeline(bank, network, flow_scheduler(1), num_inference_steps=4)
+    made = AtollPipeline(bank, network, euler(1), num_inference_steps=4)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -118,7 +118,7 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     network.card = facts(network, shape, "router", None, **made)
     bank = ExpertBank({n: expert(n, shape, **made) for n in range(k)}, k)
     pipe = AtollPipeline(
-        bank, network, flow_scheduler(1), vae.network, text.network, text.tokenizer, num_inference_steps=3
+        bank, network, euler(1), vae.network, text.network, text.tokenizer, num_inference_steps=3
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from atoll.base.errors import AtollError as AtollError
     from atoll.data.dataset import DataSet as DataSet
     from atoll.ensemble.ensemble import Ensemble as Ensemble
+    from atoll.ensemble.integrate import sample as sample
     from atoll.ensemble.routing import Routing as Routing
-    from atoll.ensemble.sample import sample as sample
     from atoll.ensemble.settings import Residency as Residency
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
     from atoll.store.store import Store as Store
@@ -29,7 +29,7 @@ _PUBLIC = {
     "Residency": "atoll.ensemble.residency",
     "Routing": "atoll.ensemble.routing",
     "Store": "atoll.store.store",
-    "sample": "atoll.ensemble.sample",
+    "sample": "atoll.ensemble.integrate",
 }
 
 

@@ -282,7 +282,7 @@ def assemble(campaign: str) -> None:
 @click.option(
     "--count", type=click.IntRange(1, 4096), default=4, show_default=True, help="Pictures of each prompt."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of noise and routing.")
+@click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
     from atoll.campaign.sample import Request, sample_campaign

@@ -9,8 +9,8 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, mix
+from atoll.ensemble.integrate import sample
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample
 from atoll.networks.families import DataShape
 from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, null, router
 

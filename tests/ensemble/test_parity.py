@@ -16,13 +16,13 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
-from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
+from atoll.ensemble.generate import Sampling, sample_batches
+from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.networks.families import DataShape

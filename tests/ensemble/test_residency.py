@@ -15,12 +15,12 @@ from torch._dynamo.testing import CompileCounter
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
-from atoll.ensemble.batches import Sampling, by_expert, sample_batches
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import WEIGHTS, Expert
+from atoll.ensemble.generate import Sampling, by_expert, sample_batches
+from atoll.ensemble.integrate import sample
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
 from atoll.store.store import Store

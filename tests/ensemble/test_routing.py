@@ -10,7 +10,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.routing import Routing, asked_at, route, uniforms_needed
+from atoll.ensemble.route import route
+from atoll.ensemble.routing import Routing
 
 CANONICAL = [
     "full",
@@ -103,9 +104,9 @@ def test_how_many_experts_suffice(name: str, least: int) -> None:
 
 
 def test_when_the_router_is_asked() -> None:
-    assert [asked_at(Routing.named("once"), s) for s in range(4)] == [True, False, False, False]
-    assert [asked_at(Routing.named("top-1"), s) for s in range(4)] == [True] * 4
-    asked = [asked_at(Routing.named("sample-1 every 3"), s) for s in range(7)]
+    assert [Routing.named("once").asks_at(s) for s in range(4)] == [True, False, False, False]
+    assert [Routing.named("top-1").asks_at(s) for s in range(4)] == [True] * 4
+    asked = [Routing.named("sample-1 every 3").asks_at(s) for s in range(7)]
     assert asked == [True, False, False, True, False, False, True]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.sample import flow_scheduler, sample, starting_noise
+from atoll.ensemble.integrate import euler, sample, starting_noise
 
 
 def curved(x: Tensor, t: float, step: int) -> Tensor:
@@ -15,7 +15,7 @@ def curved(x: Tensor, t: float, step: int) -> Tensor:
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 50])
 def test_times_are_even_and_end_at_one_nth(steps: int) -> None:
-    scheduler = flow_scheduler(steps)
+    scheduler = euler(steps)
     expected = torch.tensor([(steps - i) / steps for i in range(steps)] + [0.0])
     torch.testing.assert_close(scheduler.sigmas, expected, rtol=0, atol=1e-7)
     asked: list[float] = []
@@ -40,12 +40,12 @@ def test_a_straight_flow_is_exact_in_one_step() -> None:
 def test_the_time_shift_is_that_of_sd3() -> None:
     even = torch.tensor([1.0, 0.75, 0.5, 0.25])
     shifted = 3 * even / (1 + 2 * even)
-    torch.testing.assert_close(flow_scheduler(4, shift=3.0).sigmas[:-1], shifted)
+    torch.testing.assert_close(euler(4, shift=3.0).sigmas[:-1], shifted)
 
 
 def test_no_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 sampling steps"):
-        flow_scheduler(0)
+        euler(0)
 
 
 def test_noise_of_a_sample_depends_on_seed_and_number_only() -> None:

@@ -29,7 +29,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, write_part
-from atoll.ensemble.sample import sample
+from atoll.ensemble.integrate import sample
 from atoll.export.stock import STOCK, stock_of
 from atoll.export.stock_run import encode, unpacked
 from atoll.networks.families import FAMILIES, DataShape, NetworkConfig, family, kept_buffers, parameter_count

@@ -12,8 +12,8 @@ from atoll.base.errors import StoreError
 from atoll.base.rng import generator
 from atoll.campaign.assemble import assemble, load_ensemble
 from atoll.campaign.folder import Campaign
+from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS

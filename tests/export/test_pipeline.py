@@ -22,8 +22,8 @@ from atoll.base.errors import ConfigError
 from atoll.base.rng import generator as stream
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.integrate import euler, sample, starting_noise
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import flow_scheduler, sample, starting_noise
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from helpers_export import LABELS, NOTHING, expert, generators, pipeline
@@ -122,13 +122,13 @@ def fine(pipe: AtollPipeline) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_flow_scheduler_integrates_the_same_flow(pipe: AtollPipeline, name: str, fine: Tensor) -> None:
+def test_every_euler_integrates_the_same_flow(pipe: AtollPipeline, name: str, fine: Tensor) -> None:
     """With many steps all end where Euler does; a time that was read wrongly would end elsewhere."""
     pipe.scheduler = SCHEDULERS[name]
     try:
         close = latents(pipe, **CALL, num_inference_steps=40)
     finally:
-        pipe.scheduler = flow_scheduler(1)
+        pipe.scheduler = euler(1)
     assert (close - fine).abs().mean() < 0.02 * (fine.std() + 1)
 
 
@@ -154,7 +154,7 @@ def test_steps_are_counted_and_not_calls(pipe: AtollPipeline, name: str) -> None
         )
         calls = len(pipe.scheduler.timesteps)
     finally:
-        pipe.scheduler = flow_scheduler(1)
+        pipe.scheduler = euler(1)
     assert seen == [0, 1, 2, 3] and pipe.num_timesteps == 4
     assert made.routing.stacked().shape == (4, 2, 3)
     assert made.routing.router_calls == 8 and made.routing.expert_calls == 2 * calls
@@ -171,7 +171,7 @@ def test_a_scheduler_that_takes_no_velocity_is_refused(pipe: AtollPipeline, sche
         with pytest.raises(ConfigError, match=r"does not integrate flows|use_dynamic_shifting"):
             pipe(class_labels=[0])
     finally:
-        pipe.scheduler = flow_scheduler(1)
+        pipe.scheduler = euler(1)
 
 
 def test_the_result_has_names_or_is_a_tuple(pipe: AtollPipeline) -> None:

@@ -16,7 +16,8 @@ import torch
 from scipy.stats import chisquare, kstest, norm
 from torch import Tensor
 
-from atoll.ensemble.routing import Routing, asked_at, route, uniforms_needed
+from atoll.ensemble.route import route
+from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy
 from atoll.flow.prediction import DATA_EDGE, Prediction, exact_range, flow_velocity
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, Discrete, RectifiedFlow, Schedule, VPCosine

@@ -17,8 +17,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig
 from atoll.ensemble.ensemble import Ensemble, Trace
+from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import sample, starting_noise
 from atoll.measure.compare import draw
 from atoll.measure.evaluation import show_all
 from atoll.measure.judged import Drawn, Wanted, model

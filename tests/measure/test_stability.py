@@ -9,10 +9,10 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.ensemble.batches import Sampling
 from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.generate import Sampling
+from atoll.ensemble.integrate import starting_noise
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import starting_noise
 from atoll.measure.landing import landing
 from atoll.measure.stability import stability
 from atoll.measure.streams import Table

@@ -24,6 +24,11 @@ class Condition:
     mask: Tensor | None = None
     pooled: Tensor | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing, as that of an unconditional model."""
+        return all(getattr(self, f.name) is None for f in fields(self))
+
     def map(self, change) -> "Condition":  # type: ignore[no-untyped-def]
         """Apply `change` to every part that is present."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}

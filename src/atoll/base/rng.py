@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Position = int | tuple[int, int]
+"""A sample's place in a stream: its number, or (seed, number) where it belongs to another seed."""
+
 
 def seed_of(seed: int, stream: str, *position: int) -> int:
     """A 63-bit seed for one stream at one position, by hashing (stable across versions)."""
@@ -23,18 +26,19 @@ def generator(seed: int, stream: str, *position: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, stream, *position))
 
 
-def normals(seed: int, stream: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:
+def normals(seed: int, stream: str, positions: Sequence[Position], shape: Sequence[int]) -> Tensor:
     """Standard normals `(B, *shape)`, float32, row i from the generator of `positions[i]`."""
     return _draw(Tensor.normal_, seed, stream, positions, shape)
 
 
-def uniforms(seed: int, stream: str, positions: Sequence[int], shape: Sequence[int] = ()) -> Tensor:
+def uniforms(seed: int, stream: str, positions: Sequence[Position], shape: Sequence[int] = ()) -> Tensor:
     """Uniforms on [0, 1) `(B, *shape)`, float32, row i from the generator of `positions[i]`."""
     return _draw(Tensor.uniform_, seed, stream, positions, shape)
 
 
-def _draw(fill, seed: int, stream: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:  # type: ignore[no-untyped-def]
+def _draw(fill, seed: int, stream: str, positions: Sequence[Position], shape: Sequence[int]) -> Tensor:  # type: ignore[no-untyped-def]
     source, values = torch.Generator(), torch.empty((len(positions), *shape))
     for position, row in zip(positions, values.unbind(), strict=True):
-        fill(row, generator=source.manual_seed(seed_of(seed, stream, int(position))))
+        base, number = position if isinstance(position, tuple) else (seed, position)
+        fill(row, generator=source.manual_seed(seed_of(base, stream, int(number))))
     return values

@@ -3,30 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Costs, Ensemble
-from atoll.ensemble.expert import Expert, RouterModel, published, read_card, read_part
+from atoll.ensemble.expert import published, read_card, read_part
 from atoll.ensemble.folder import INDEX as EXPERTS
 from atoll.ensemble.folder import MODEL_INDEX, README, index, listed, model_index
+from atoll.ensemble.integrate import euler
+from atoll.ensemble.model import SCHEMA
 from atoll.ensemble.model_card import model_card
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import flow_scheduler
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.store.manifest import FileEntry, check_file, read_file, write_file
+from atoll.store.manifest import FileEntry, read_file, write_file
 from atoll.store.store import Store, to_json
 
-SCHEMA = 1
 MANIFEST = "ensemble/ensemble.json"
 _FILES = ("config.json", WEIGHTS, "card.json")
 
@@ -126,81 +118,13 @@ def defaults(campaign: Campaign) -> dict[str, Any]:
     return {
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance,
-        "routing": str(Routing.named(settings.routing)),
+        "routing": str(settings.routing),
     }
-
-
-def load_ensemble(
-    store: Store, residency: Residency | None = None, device: torch.device | str = "cpu"
-) -> tuple[Ensemble, Card]:
-    """The ensemble of a campaign, every file verified, and the router's card.
-
-    Args:
-        store: the campaign.
-        residency: how many experts stay on the device; the others are brought when they are needed. With no
-            limit all are loaded.
-        device: where it is evaluated.
-
-    Raises:
-        StoreError: not assembled, or a file is not what the manifest says.
-        ConfigError: the budget holds no expert.
-    """
-    content = read_manifest(store)
-    for tree in content["files"]:
-        check_file(store, "ensemble", FileEntry.parse(tree, MANIFEST))
-    router = RouterModel.load(store, "ensemble/router")
-    router.network.to(device)
-    numbers, k = content["experts"], content["k"]
-    cards = {n: read_card(store, f"ensemble/experts/{n}") for n in numbers}
-    costs = Costs.of(router.card, cards, k)
-    absent = [n for n in range(k) if n not in cards]
-    experts = resident(store, k, {n: f"ensemble/experts/{n}" for n in numbers}, residency, device)
-    return Ensemble(experts, router, absent, costs), router.card
-
-
-def resident(
-    store: Store,
-    k: int,
-    places: Mapping[int, str],
-    residency: Residency | None,
-    device: torch.device | str,
-    verified: bool = True,
-) -> Experts:
-    """All experts on the device, or as many as the budget lets.
-
-    Args:
-        store: the campaign.
-        k: number of clusters.
-        places: folders of the experts that are there, by number.
-        residency: the budget.
-        device: where they run.
-        verified: their files were checked against hashes before.
-    """
-    if residency is None or not residency.limited:
-        loaded = {n: Expert.load(store, place) for n, place in places.items()}
-        for expert in loaded.values():
-            expert.network.to(device)
-        return [loaded.get(n) for n in range(k)]
-    stored = {n: StoredExpert.find(store, place, verified=verified) for n, place in places.items()}
-    return ResidentExperts([stored.get(n) for n in range(k)], residency, device)
-
-
-def read_manifest(store: Store) -> dict[str, Any]:
-    """What `ensemble.json` says; `StoreError` if nothing was assembled, or by another version."""
-    if not store.exists(MANIFEST):
-        fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
-        raise StoreError(f"{store.location} has no ensemble", fix)
-    content: dict[str, Any] = store.get_json(MANIFEST)
-    if content.get("schema") != SCHEMA:
-        raise StoreError(
-            f"{MANIFEST} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}: assemble again"
-        )
-    return content
 
 
 def _small_files(campaign: Campaign, k: int, cards: Mapping[str, Card]) -> dict[str, bytes]:
     """What makes the folder one that `AtollPipeline.from_pretrained` reads."""
-    scheduler = flow_scheduler(1)
+    scheduler = euler(1)
     kind = type(scheduler).__name__
     contents = {
         "scheduler/scheduler_config.json": {"_class_name": kind, **_plain(dict(scheduler.config))},

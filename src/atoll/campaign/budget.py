@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from atoll.base.errors import ConfigError
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import StudentConfig
-from atoll.ensemble.routing import Routing
 from atoll.networks.families import DataShape, NetworkConfig, family
 from atoll.networks.flops import Flops, count
 from atoll.networks.router import Router
@@ -113,9 +112,7 @@ def _teacher_flops(student: StudentConfig, made: Budget, sizes: list[int]) -> fl
     expert = sum(size * share.flops.forward for size, share in zip(sizes, made.experts, strict=True)) / rows
     if student.teacher == "cluster":
         return expert
-    routing = Routing.named(student.routing)
-    most = {"top-k": routing.k, "sample-k": routing.k, "once": 1}.get(routing.strategy, len(sizes))
-    return made.router.flops.forward + min(most, len(sizes)) * expert
+    return made.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
 
 
 def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:

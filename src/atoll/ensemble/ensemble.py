@@ -5,7 +5,7 @@ exact weights by cheaper ones. Every expert is evaluated only on the samples tha
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser, concatenate
 from atoll.base.errors import ConfigError
-from atoll.base.rng import uniforms
+from atoll.base.rng import Position, uniforms
 from atoll.ensemble.card import Card
 from atoll.ensemble.dispatch import Dispatch, Experts
-from atoll.ensemble.routing import Routing, asked_at, route, uniforms_needed
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.route import route
+from atoll.ensemble.routing import Routing
 from atoll.flow.guidance import guide
 
 
@@ -102,17 +104,6 @@ class Trace:
         )
 
 
-def mix(
-    experts: Experts,
-    weights: Float[Tensor, "B K"],
-    x_t: Float[Tensor, "B C H W"],
-    t: Float[Tensor, "B"],
-    cond: Condition,
-) -> Float[Tensor, "B C H W"]:
-    """`sum_k weights_k v_k(x_t)`, each expert on its samples only (see `dispatch.Dispatch`)."""
-    return Dispatch(weights, cond).run(experts, x_t, t)
-
-
 class Ensemble:
     """K experts and a router.
 
@@ -143,7 +134,7 @@ class Ensemble:
     ) -> Float[Tensor, "B C H W"]:
         """The marginal flow `sum_k p(k | x_t, t, cond) v_k(x_t, t, cond)`."""
         weights = self.logits(x_t, t, cond).softmax(dim=1)
-        return mix(self.experts, weights, x_t, t, cond)
+        return Dispatch(weights, cond).run(self.experts, x_t, t)
 
     def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The router's logits `(B, K)`, minus infinity for missing experts."""
@@ -166,10 +157,8 @@ class Ensemble:
         self,
         cond: Condition,
         null: Condition,
-        guidance: float,
-        routing: Routing,
-        seed: int,
-        indices: Sequence[int],
+        generation: Generation,
+        rows: Sequence[Position],
         labels: Tensor | None = None,
         chosen: Tensor | None = None,
         later: Sequence[int] = (),
@@ -178,39 +167,14 @@ class Ensemble:
 
         Args:
             cond: conditions of B samples.
-            null: the null condition, one row.
-            guidance: classifier-free guidance scale; 1 is none.
-            routing: strategy.
-            seed: of the routing draws, a stream apart from the starting noise.
-            indices: number of each sample `(B,)`; its draws depend on nothing else.
+            null: the null condition, one row or B.
+            generation: guidance, routing, and the seed of the routing draws, a stream apart from the noise.
+            rows: place of each sample in the random streams `(B,)`; its draws depend on nothing else.
             labels: cluster of each sample, for `oracle`.
-            chosen: weights `(B, K)` that `choose` found before, for `once` and `oracle`.
+            chosen: weights `(B, K)` of the first step, where they were asked for before.
             later: experts that are wanted after this batch, in order; those on disk are brought ahead.
         """
-        return RoutedField(self, cond, null, guidance, routing, seed, indices, labels, chosen, later)
-
-    def choose(
-        self,
-        x_t: Float[Tensor, "B C H W"],
-        t: float,
-        cond: Condition,
-        routing: Routing,
-        seed: int,
-        indices: Sequence[int],
-        labels: Tensor | None = None,
-    ) -> Float[Tensor, "B K"]:
-        """The weights of a batch's first step, as its field finds them by itself.
-
-        Args:
-            x_t: the noise that sampling starts from.
-            t: the time that it starts at.
-            cond: conditions.
-            routing: strategy.
-            seed: of the routing draws.
-            indices: number of each sample `(B,)`.
-            labels: cluster of each sample, for `oracle`.
-        """
-        return RoutedField(self, cond, Condition(), 1.0, routing, seed, indices, labels).weights_at(x_t, t, 0)
+        return RoutedField(self, cond, null, generation, rows, labels, chosen, later)
 
 
 class RoutedField:
@@ -221,24 +185,20 @@ class RoutedField:
         ensemble: Ensemble,
         cond: Condition,
         null: Condition,
-        guidance: float,
-        routing: Routing,
-        seed: int,
-        indices: Sequence[int],
+        generation: Generation,
+        rows: Sequence[Position],
         labels: Tensor | None = None,
         chosen: Tensor | None = None,
         later: Sequence[int] = (),
     ) -> None:
-        if routing.strategy == "oracle" and labels is None:
+        if generation.routing.needs_labels and labels is None:
             raise ConfigError("routing 'oracle' needs the cluster of every sample", "use another strategy")
-        self.ensemble, self.routing, self.guidance = ensemble, routing, guidance
-        self.cond, self.null = cond, null.expand(len(indices))
-        self.both = concatenate([cond, self.null]) if guidance != 1.0 else cond
-        self.seed, self.indices, self.labels = seed, list(indices), labels
-        self.later, self.trace = later, Trace()
+        self.ensemble, self.generation, self.routing = ensemble, generation, generation.routing
+        self.branches = Branches(cond, null, generation.guidance, len(rows))
+        self.rows, self.labels, self.later, self.trace = list(rows), labels, later, Trace()
         self._step = -1
         self._chosen = chosen
-        self._of_null = routing.of_null if guidance != 1.0 else None
+        self._null_routing = self.routing.of_null if self.branches.guided else None
         self._weights: list[Tensor] = []  # of the conditional branch, and of one with a routing of its own
         self._dispatch: Dispatch | None = None
         self._seen: Tensor | None = None
@@ -247,36 +207,37 @@ class RoutedField:
         """Guided velocity; the router is asked once per step however often a solver calls."""
         if step != self._step:
             self._route(x_t, t, step)
-        if self.guidance == 1.0:
-            return self._mix(x_t, t)
-        v_cond, v_null = self._mix(torch.cat([x_t, x_t]), t).chunk(2)
-        return guide(v_cond, v_null, self.guidance)
+        return self.branches.velocity(self._evaluate, x_t, t)
 
     def weights_at(self, x_t: Float[Tensor, "B C H W"], t: float, step: int) -> Float[Tensor, "B K"]:
         """The strategy's weights of the conditional branch, from the router's logits and the step's draws."""
-        if self.routing.strategy == "oracle":
+        if self.routing.needs_labels:
             even = x_t.new_zeros(x_t.shape[0], len(self.ensemble.experts))
             return route(self.routing, self.ensemble.without_missing(even), even, self.labels)
-        return self._ask(self.routing, x_t, t, self.cond, f"route/{step}")
+        return self._ask(self.routing, x_t, t, self.branches.cond, f"route/{step}")
 
     def _ask(self, routing: Routing, x_t: Tensor, t: float, cond: Condition, stream: str) -> Tensor:
         self._count_router(x_t.shape[0])
         logits = self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
-        draws = uniforms(self.seed, stream, self.indices, (max(1, uniforms_needed(routing)),))
+        draws = uniforms(self.generation.seed, stream, self.rows, (max(1, routing.draws),))
         return route(routing, logits, draws.to(logits))
 
     def _route(self, x_t: Tensor, t: float, step: int) -> None:
+        """Find this step's weights; what does not change keeps its regrouping by expert."""
         self._step = step
-        known, own = self._weights, self._of_null
-        weights = known[0] if known and not asked_at(self.routing, step) else self._first(x_t, t, step)
+        known = self._weights
+        weights = known[0] if known and not self.routing.asks_at(step) else self._first(x_t, t, step)
         found = [weights]
-        if own is not None:
-            kept = known and not asked_at(own, step)
-            found.append(known[1] if kept else self._ask(own, x_t, t, self.null, f"route-null/{step}"))
+        if self._null_routing is not None:
+            keeps = known and not self._null_routing.asks_at(step)
+            null = self.branches.null
+            found.append(
+                known[1] if keeps else self._ask(self._null_routing, x_t, t, null, f"route-null/{step}")
+            )
         if len(known) != len(found) or any(a is not b for a, b in zip(known, found, strict=True)):
             self._weights = found
-            both = torch.cat([weights, found[-1]]) if self.guidance != 1.0 else weights
-            self._dispatch = Dispatch(both, self.both)
+            both = torch.cat([weights, found[-1]]) if self.branches.guided else weights
+            self._dispatch = Dispatch(both, self.branches.both)
             self._seen = weights.float().cpu()
         assert self._seen is not None
         self.trace.weights.append(self._seen)
@@ -285,7 +246,7 @@ class RoutedField:
         """Weights of the conditional branch: those that were found before, or the router's."""
         if self._chosen is None:
             return self.weights_at(x_t, t, step)
-        if self.routing.strategy != "oracle":
+        if not self.routing.needs_labels:
             self._count_router(len(self._chosen))  # asked before, for these samples
         return self._chosen
 
@@ -294,34 +255,55 @@ class RoutedField:
         self.trace.router_calls += samples
         self.trace.router_flops += samples * costs.router if costs else math.nan
 
-    def _mix(self, x_t: Tensor, t: float) -> Tensor:
+    def _evaluate(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         dispatch, costs = self._dispatch, self.ensemble.costs
         assert dispatch is not None
-        calls = sum(dispatch.calls)
-        self.trace.expert_calls += calls
+        self.trace.expert_calls += sum(dispatch.calls)
         self.trace.expert_runs += len(dispatch.numbers)
         self.trace.expert_flops += (
             sum(n * cost for n, cost in zip(dispatch.calls, costs.experts, strict=True))
             if costs
             else math.nan
         )
-        return dispatch.run(self.ensemble.experts, x_t, x_t.new_full((x_t.shape[0],), t), self.later)
+        return dispatch.run(self.ensemble.experts, x_t, t, self.later)
+
+
+class Branches:
+    """Classifier-free guidance of one batch: the conditional and the null branch in one evaluation.
+
+    Args:
+        cond: conditions of B samples.
+        null: the null condition, one row or B.
+        guidance: scale; with 1 there is no null branch.
+        batch: B.
+    """
+
+    def __init__(self, cond: Condition, null: Condition, guidance: float, batch: int) -> None:
+        # Without a condition both branches are the same: there is nothing to lead away from.
+        self.guidance, self.guided = guidance, guidance != 1.0 and not cond.empty
+        self.cond, self.null = cond, null.expand(batch) if self.guided else cond
+        self.both = concatenate([cond, self.null]) if self.guided else cond
+
+    def velocity(
+        self, evaluate: Callable[[Tensor, Tensor, Condition], Tensor], x_t: Float[Tensor, "B C H W"], t: float
+    ) -> Float[Tensor, "B C H W"]:
+        """Guided velocity of what gives velocities of states, times and conditions."""
+        x = torch.cat([x_t, x_t]) if self.guided else x_t
+        v = evaluate(x, x.new_full((x.shape[0],), t), self.both)
+        if not self.guided:
+            return v
+        v_cond, v_null = v.chunk(2)
+        return guide(v_cond, v_null, self.guidance)
 
 
 class SingleField:
-    """One denoiser's flow for one batch, with guidance: both branches in one call."""
+    """One denoiser's flow for one batch, with guidance."""
 
     def __init__(
         self, denoiser: Denoiser, cond: Condition, null: Condition, guidance: float, batch: int
     ) -> None:
-        self.denoiser, self.guidance, self.cond = denoiser, guidance, cond
-        self.both = concatenate([cond, null.expand(batch)]) if guidance != 1.0 else cond
+        self.denoiser, self.branches = denoiser, Branches(cond, null, guidance, batch)
 
     def __call__(self, x_t: Float[Tensor, "B C H W"], t: float, step: int) -> Float[Tensor, "B C H W"]:
         """Guided velocity."""
-        if self.guidance == 1.0:
-            return self.denoiser.velocity(x_t, x_t.new_full((x_t.shape[0],), t), self.cond)
-        doubled = torch.cat([x_t, x_t])
-        v = self.denoiser.velocity(doubled, x_t.new_full((doubled.shape[0],), t), self.both)
-        v_cond, v_null = v.chunk(2)
-        return guide(v_cond, v_null, self.guidance)
+        return self.branches.velocity(self.denoiser.velocity, x_t, t)

@@ -1,30 +1,75 @@
-"""Which experts answer for a sample: weights from the router's logits, as a pure function.
+"""Which strategies there are, what each needs and costs, and the names that routings are written by.
 
-The randomness comes in as uniforms, drawn per sample from a stream of their own, so a sample's
-experts depend neither on its batch nor on its starting noise.
+Nothing here imports torch, so that settings can be read without it; `route.py` computes the weights.
 """
 
 import re
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
-import torch
-from jaxtyping import Float, Int
-from pydantic import ConfigDict, model_validator
-from torch import Tensor
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 
-Strategy = Literal["full", "top-k", "threshold", "sample-k", "nucleus", "oracle", "once"]
+WeightFunction = Callable[[Any, Any], Any]
+"""A user's own strategy: of logits `(B, K)` and uniforms `(B, 1)` on [0, 1) the weights `(B, K)`."""
 
-_USES: dict[Strategy, tuple[str, ...]] = {
-    "full": (),
-    "top-k": ("k",),
-    "threshold": ("p",),
-    "sample-k": ("k", "temperature"),
-    "nucleus": ("p", "temperature"),
-    "oracle": (),
-    "once": ("temperature",),
+
+@dataclass(frozen=True)
+class Strategy:
+    """One routing strategy: a new one is an entry of `STRATEGIES`, and a rule of its name in `route.py`.
+
+    Attributes:
+        form: how it is written; `K` and `P` stand for numbers.
+        says: what it does, for tables and reports.
+        parameters: fields of `Routing` that it uses, in the order of its arguments.
+        draws: uniforms that a sample's weights take.
+        experts: most experts that a sample has at a step; None for all of them.
+        fixed: a sample's weights are found before the first step and stay.
+        labels: it needs the cluster of every sample.
+    """
+
+    form: str
+    says: str
+    parameters: tuple[str, ...] = ()
+    draws: Callable[["Routing"], int] = lambda routing: 0
+    experts: Callable[["Routing"], int | None] = lambda routing: None
+    fixed: bool = False
+    labels: bool = False
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "full": Strategy("full", "all experts, weighted by the router"),
+    "top-k": Strategy("top-K", "the K likeliest experts at each step", ("k",), experts=lambda r: r.k),
+    "threshold": Strategy("threshold(P)", "all experts above a probability, at each step", ("p",)),
+    "sample-k": Strategy(
+        "sample-K",
+        "K draws from the router at each step",
+        ("k", "temperature"),
+        draws=lambda r: r.k,
+        experts=lambda r: r.k,
+    ),
+    "nucleus": Strategy(
+        "nucleus(P)",
+        "one draw from the likeliest experts at each step",
+        ("p", "temperature"),
+        draws=lambda r: 1,
+        experts=lambda r: 1,
+    ),
+    "oracle": Strategy(
+        "oracle", "the expert of the row's own cluster", experts=lambda r: 1, fixed=True, labels=True
+    ),
+    "once": Strategy(
+        "once",
+        "one expert drawn at the start of each picture, and kept",
+        ("temperature",),
+        draws=lambda r: 1,
+        experts=lambda r: 1,
+        fixed=True,
+    ),
+    "function": Strategy("", "a strategy of your own", ("function",), draws=lambda r: 1),
 }
 _ALIASES = {"commit": "once"}
 """Earlier names of strategies."""
@@ -35,12 +80,12 @@ _GRAMMAR = re.compile(
 
 
 class Routing(Config):
-    """A routing strategy (DDM table 1, and `once`), and how often the router is asked."""
+    """A routing strategy (DDM table 1, and `once`), how often the router is asked, and the null branch's."""
 
     model_config = ConfigDict(allow_inf_nan=True)  # refused below, by the name of the strategy
 
-    strategy: Strategy = "once"
-    """full, top-k, threshold, sample-k, nucleus, oracle, or once (drawn once per sample and kept)."""
+    strategy: str = "once"
+    """A key of `STRATEGIES`."""
     k: int = 1
     """Experts kept (top-k) or draws with replacement (sample-k)."""
     p: float | None = None
@@ -49,18 +94,22 @@ class Routing(Config):
     """Divides the logits before a draw (sample-k, nucleus, once)."""
     every: int = 1
     """The router is asked every so many steps (once: at the first only); weights are kept in between."""
+    function: WeightFunction | None = Field(default=None, repr=False)
+    """A strategy of the user's own."""
     null: "Routing | None" = None
     """Strategy of guidance's null branch, on its own posterior. Without one, it has the conditional branch's
     experts; under `full` its own posterior all the same."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.null is not None and (self.null.strategy in ("once", "oracle") or self.null.null):
+        if self.strategy not in STRATEGIES or (self.strategy == "function") != (self.function is not None):
+            raise ConfigError(f"there is no routing {self.strategy!r}", f"valid: {_FORMS}")
+        if self.null is not None and (self.null.fixed_at_start or self.null.null):
             raise ConfigError(
                 f"routing {self.strategy!r} with null {str(self.null)!r}",
                 "the null branch takes full, top-K, threshold(P), sample-K or nucleus(P)",
             )
-        uses = (*_USES[self.strategy], *(() if self.strategy == "once" else ("every",)))
+        uses = (*self._entry.parameters, *(() if self.strategy == "once" else ("every",)))
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
@@ -77,31 +126,41 @@ class Routing(Config):
         return self
 
     @classmethod
+    def of(cls, value: Any) -> Any:
+        """The routing of a name or of a function; anything else as it is."""
+        if isinstance(value, str):
+            return cls.named(value)
+        return cls(strategy="function", function=value) if callable(value) else value
+
+    @classmethod
     def named(cls, text: str) -> Self:
-        """The routing of a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1".
+        """Parse a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1".
 
         Raises:
             ConfigError: no strategy is called so, or a number is missing, malformed or out of range.
         """
-        own, word_null, null = text.strip().lower().partition(" null ")
-        match = _GRAMMAR.fullmatch(own.strip())
+        conditional, word_null, null = text.strip().lower().partition(" null ")
+        match = _GRAMMAR.fullmatch(conditional.strip())
         word, dash, args, every = match.group("word", "dash", "args", "every") if match else (None,) * 4
         word = _ALIASES.get(str(word), word)
-        strategy = next((s for s in _USES if s.removesuffix("-k") == word), None)
-        if strategy is None:
+        entries = ((name, entry) for name, entry in STRATEGIES.items() if name.removesuffix("-k") == word)
+        strategy, entry = next(entries, (None, None))
+        if strategy is None or entry is None or not entry.form:
             raise ConfigError(f"there is no routing {text!r}", nearest(text, _FORMS.split(", ")))
         values = [v.strip() for v in (dash, *(args or "").split(",")) if v and v.strip()]
-        names = _USES[strategy]
-        needed = sum(name in ("k", "p") for name in names)
-        if not needed <= len(values) <= len(names) or ("k" in names and dash is None):
+        needed = sum(name in ("k", "p") for name in entry.parameters)
+        if not needed <= len(values) <= len(entry.parameters) or ("k" in entry.parameters and dash is None):
             raise ConfigError(f"routing {text!r} does not have the form of {word!r}", f"valid: {_FORMS}")
-        settings: dict[str, Any] = dict(zip(names, values, strict=False))
+        settings: dict[str, Any] = dict(zip(entry.parameters, values, strict=False))
         settings |= ({"every": every} if every else {}) | ({"null": cls.named(null)} if word_null else {})
         return cls.parse({"strategy": strategy, **settings}, f"routing {text!r}")
 
     def __str__(self) -> str:
-        """The canonical name; `Routing.named` reads it back."""
-        name = self.strategy.replace("-k", f"-{self.k}")
+        """The canonical name; `Routing.named` reads it back, unless it is a function."""
+        if self.function is not None:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+        else:
+            name = self.strategy.replace("-k", f"-{self.k}")
         args = [] if self.p is None else [repr(self.p)]
         args += [] if self.temperature == 1 else [repr(self.temperature)]
         suffix = "" if self.every == 1 else f" every {self.every}"
@@ -109,101 +168,59 @@ class Routing(Config):
         return name + (f"({', '.join(args)})" if args else "") + suffix
 
     @property
+    def _entry(self) -> Strategy:
+        return STRATEGIES[self.strategy]
+
+    @property
+    def fixed_at_start(self) -> bool:
+        """Whether a sample's experts are known before the first step, and kept."""
+        return self._entry.fixed
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether the cluster of every sample has to be given."""
+        return self._entry.labels
+
+    @property
+    def draws(self) -> int:
+        """Uniforms per sample that one call of `route` uses."""
+        return self._entry.draws(self)
+
+    @property
     def of_null(self) -> "Routing | None":
         """How the null branch of guidance is routed; None where it has the conditional branch's experts."""
         return self if self.null is None and self.strategy == "full" else self.null
+
+    def asks_at(self, step: int) -> bool:
+        """Whether the router is asked at this step (from 0; steps, not calls)."""
+        return step == 0 if self.fixed_at_start else step % self.every == 0
+
+    def experts_per_step(self, k: int) -> int:
+        """Most experts of K that one branch of a sample is evaluated by at a step."""
+        most = self._entry.experts(self)
+        return k if most is None else min(most, k)
 
     def possible(self, experts: int) -> bool:
         """Whether there are experts enough, both branches looked at."""
         enough = self.strategy != "top-k" or self.k <= experts
         return enough and (self.null is None or self.null.possible(experts))
 
+    def check(self, experts: int) -> Self:
+        """Itself; `ConfigError` if it wants more experts than there are."""
+        if not self.possible(experts):
+            raise ConfigError(f"routing {str(self)!r} with {experts} experts", f"give k of at most {experts}")
+        return self
 
-def uniforms_needed(routing: Routing) -> int:
-    """How many uniforms per sample one call of `route` uses."""
-    return {"sample-k": routing.k, "nucleus": 1, "once": 1}.get(routing.strategy, 0)
-
-
-def asked_at(routing: Routing, step: int) -> bool:
-    """Whether the router is asked at this step (from 0; steps, not calls); otherwise weights are kept."""
-    return step == 0 if routing.strategy == "once" else step % routing.every == 0
-
-
-def route(
-    routing: Routing,
-    logits: Float[Tensor, "B K"],
-    uniforms: Float[Tensor, "B n"],
-    labels: Int[Tensor, "B"] | None = None,
-) -> Float[Tensor, "B K"]:
-    """The weight of every expert for every sample; rows sum to 1.
-
-    Computed in float64, returned in the dtype of the logits (at least float32). A row without any finite
-    logit, or with a NaN, comes back as NaN.
-
-    Args:
-        routing: the strategy.
-        logits: of p(k | x_t, t, condition), up to a constant per row; -inf = this expert is missing, and its
-            weight is exactly 0.
-        uniforms: on [0, 1), `n >= uniforms_needed(routing)`.
-        labels: the cluster of every sample, for `oracle`.
-
-    Raises:
-        ConfigError: k above K, or oracle without labels or with a label that has no expert.
-    """
-    batch, experts = logits.shape
-    assert uniforms.shape[0] == batch and uniforms.shape[1] >= uniforms_needed(routing), "too few uniforms"
-    p = torch.softmax(logits.double() / routing.temperature, dim=-1)
-    bound = 1.0 if routing.p is None else routing.p
-    if routing.strategy == "top-k":
-        if routing.k > experts:
-            raise ConfigError(
-                f"routing {str(routing)!r} with {experts} experts", f"give k of at most {experts}"
-            )
-        weights = _keep(p, torch.zeros_like(p).scatter(-1, p.topk(routing.k).indices, 1))
-    elif routing.strategy == "threshold":
-        top = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
-        weights = _keep(p, torch.where(p > bound, 1, top))
-    elif routing.strategy == "oracle":
-        weights = _one_hot(labels, logits)
-    elif routing.strategy == "full":
-        weights = p
-    else:
-        p = _nucleus(p, bound) if routing.strategy == "nucleus" else p
-        weights = _draw(p, uniforms[:, : uniforms_needed(routing)])
-    return weights.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _keep(p: Tensor, mask: Tensor) -> Tensor:
-    kept = p * mask
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def _nucleus(p: Tensor, mass: float) -> Tensor:
-    """The smallest set of experts with at least this mass, renormalised (arXiv 1904.09751)."""
-    falling, order = p.sort(stable=True, dim=-1, descending=True)
-    before = falling.cumsum(-1) - falling
-    return _keep(p, torch.zeros_like(p).scatter(-1, order, (before < mass).to(p.dtype)))
-
-
-def _draw(p: Tensor, uniforms: Tensor) -> Tensor:
-    """Counts / n of n draws with replacement, by inverse CDF; an expert with p = 0 is never drawn."""
-    cdf = p.cumsum(-1)
-    point = uniforms.to(p) * cdf[:, -1:]
-    last = (p > 0).cumsum(-1).argmax(-1, keepdim=True)  # rounding must not lead past the last expert present
-    drawn = torch.searchsorted(cdf, point.contiguous(), right=True).minimum(last)
-    counts = torch.zeros_like(p).scatter_add(-1, drawn, torch.ones_like(point))
-    return counts / uniforms.shape[1] + 0 * cdf[:, -1:]  # a NaN stays one, instead of choosing an expert
-
-
-def _one_hot(labels: Tensor | None, logits: Tensor) -> Tensor:
-    if labels is None:
-        raise ConfigError(
-            "routing 'oracle' without cluster labels", "give labels, or choose another strategy"
+    def describe(self) -> str:
+        """What it does, in words."""
+        words = self._entry.says.replace("K ", f"{self.k} ") if self.k > 1 else self._entry.says
+        words = words.replace("the K likeliest experts", "the likeliest expert").replace(
+            "K draws", "one draw"
         )
-    experts = logits.shape[1]
-    known = (labels >= 0) & (labels < experts)
-    present = logits.gather(-1, labels.long().clamp(0, experts - 1)[:, None])[:, 0] > -torch.inf
-    if not bool((known & present).all()):
-        absent = int(labels[~(known & present)][0])
-        raise ConfigError(f"routing 'oracle': cluster {absent} has no expert", "choose another strategy")
-    return torch.nn.functional.one_hot(labels.long(), experts).double()
+        if self.null is not None:
+            words += f"; guidance's null branch: {self.null.describe()}"
+        return words
+
+
+RoutingField = Annotated[Routing, BeforeValidator(Routing.of), PlainSerializer(str, return_type=str)]
+"""A routing among settings: written as its name, parsed once."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.rng import Position
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 
@@ -60,12 +61,36 @@ def guidance_of(value: Any) -> float:
 
 def routing_of(value: Any, k: int) -> Routing:
     """A routing that K experts can follow, or its name."""
-    if not isinstance(value, str | Routing):
+    if not isinstance(value, str | Routing) and not callable(value):
         raise ConfigError(f"routing={_short(value)}", "give a name such as 'top-1'")
-    routing = Routing.named(value) if isinstance(value, str) else value
-    if not routing.possible(k):
-        raise ConfigError(f"routing {str(routing)!r} with {k} experts", f"give k of at most {k}")
-    return routing
+    routing: Routing = Routing.of(value)
+    return routing.check(k)
+
+
+def positions_of(generator: Generators, batch: int) -> list[Position]:
+    """Places in the random streams of a call's pictures; each generator is left further on.
+
+    A generator that was only seeded stands for its seed, so that one seed is one picture everywhere. One that
+    was used before gives a number in its place.
+    """
+    if isinstance(generator, list):
+        if len(generator) != batch:
+            raise ConfigError(
+                f"{len(generator)} generators for {batch} pictures", "give one, or one for each"
+            )
+        return [(_seed_of(one), 0) for one in generator]
+    seed = _seed_of(generator)
+    return [(seed, number) for number in range(batch)]
+
+
+def _seed_of(generator: torch.Generator | None) -> int:
+    """The seed of a fresh generator, else its next number; it is advanced either way."""
+    if generator is None:
+        return int(torch.randint(2**62, ()))
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    unused = torch.equal(fresh.get_state(), generator.get_state())
+    number = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return generator.initial_seed() if unused else number
 
 
 def generators_of(value: Any) -> Generators:

@@ -12,12 +12,13 @@ import torch
 from atoll.base.console import say
 from atoll.base.pictures import grid, png
 from atoll.campaign.assemble import MANIFEST as ASSEMBLED
-from atoll.campaign.assemble import defaults, read_manifest
+from atoll.campaign.assemble import defaults
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card
 from atoll.ensemble.folder import INDEX as EXPERTS
 from atoll.ensemble.folder import MODEL_INDEX, README, index, listed, model_index
+from atoll.ensemble.model import read_manifest
 from atoll.ensemble.model_card import model_card
 from atoll.export.bank import Chosen, choose
 from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of

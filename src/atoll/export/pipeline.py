@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput, is_accelerate_available
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
@@ -20,12 +19,14 @@ from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Costs, Ensemble, RoutedField, Trace
+from atoll.ensemble.ensemble import Costs, Ensemble, Field, Trace
 from atoll.ensemble.expert import RouterModel
 from atoll.ensemble.folder import MODEL_INDEX, OTHERS, README, model_index
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.integrate import check_flow, set_times, walk
+from atoll.ensemble.model import Model
 from atoll.ensemble.model_card import model_card
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import check_flow, set_times, walk
 from atoll.ensemble.settings import Residency
 from atoll.export.arguments import (
     CALLBACK,
@@ -37,6 +38,7 @@ from atoll.export.arguments import (
     generators_of,
     guidance_of,
     latents_of,
+    positions_of,
     routing_of,
     whole,
     whole_numbers,
@@ -195,8 +197,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             num_images_per_prompt: pictures of each prompt or label, or in all without either.
             num_inference_steps: steps, not calls: Heun calls the experts twice in a step.
             guidance_scale: classifier-free guidance; 1 is none. The pipeline's own by default.
-            generator: one, or one for each picture, which makes a picture independent of its batch. It
-                gives the starting noise, then one number that decides the draws of the routing.
+            generator: one, or one for each picture. A fresh one seeded with S gives the pictures that seed S
+                gives everywhere; used again it goes on to others. A list gives each picture the first one of
+                its own generator.
             latents: starting noise `(B, C, H, W)` in place of the generator's.
             routing: strategy, such as "top-1", "once", "top-2 every 5" or "once null sample-1".
             clusters: cluster of every picture, for routing "oracle".
@@ -217,12 +220,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         strategy = routing_of(self.config.routing if routing is None else routing, len(self.experts))
         scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
         steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
+        generation = Generation(steps=whole("num_inference_steps", steps), guidance=scale, routing=strategy)
         inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
         check_callback(callback_on_step_end, inputs)
         self._check_output(output_type)
         generator = generators_of(generator)
-        scale = 1.0 if self.card.condition == "none" else scale
-        total = set_times(self.scheduler, whole("num_inference_steps", steps))
+        total = set_times(self.scheduler, generation.steps)
         asked = Asked(
             prompt,
             negative_prompt,
@@ -237,24 +240,41 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         )
         device = self._execution_device
         cond, null, batch = conditions(self.card, asked, self.tokenizer, self.text_encoder, device)
-        x, numbers = self._draw(batch, generator, latents, device)
-        field = self._field(cond, null, scale, strategy, numbers, clusters)
+        positions = positions_of(generator, batch)
+        if latents is not None:
+            latents = latents_of("latents", latents, (batch, *self._model.shape))
         self._interrupt, self._num_timesteps, self._guidance = False, total, scale
-        with self.progress_bar(total=total) as bar:
-            for point in walk(field, x, self.scheduler, generator):
-                if callback_on_step_end is not None:
-                    held = dict.fromkeys(inputs, point.x)
-                    answer = callback_on_step_end(self, point.step, point.timestep, held) or {}
-                    if "latents" in answer:
-                        shape = tuple(point.x.shape)
-                        point.x = latents_of("latents of the callback", answer["latents"], shape)
-                x = point.x
-                bar.update()
-                if self._interrupt:
-                    break
-        images = self._pictures(x, output_type)
+
+        def follow(field: Field, x: Tensor) -> Tensor:
+            with self.progress_bar(total=total) as bar:
+                for point in walk(field, x, self.scheduler, generator):
+                    if callback_on_step_end is not None:
+                        held = dict.fromkeys(inputs, point.x)
+                        answer = callback_on_step_end(self, point.step, point.timestep, held) or {}
+                        if "latents" in answer:
+                            shape = tuple(point.x.shape)
+                            point.x = latents_of("latents of the callback", answer["latents"], shape)
+                    x = point.x
+                    bar.update()
+                    if self._interrupt:
+                        break
+            return x
+
+        (drawn,) = self._model.generate(
+            lambda rows: cond.select(torch.tensor(rows, device=device)),
+            null,
+            batch,
+            generation,
+            batch=batch,
+            clusters=self._clusters(strategy, clusters, batch),
+            position=positions.__getitem__,
+            noise=None if latents is None else lambda rows: latents[rows],
+            integrate=follow,
+        )
+        assert drawn.trace is not None
+        images = self._pictures(drawn.latents, output_type)
         self.maybe_free_model_hooks()
-        return AtollPipelineOutput(images, field.trace) if return_dict else (images, field.trace)
+        return AtollPipelineOutput(images, drawn.trace) if return_dict else (images, drawn.trace)
 
     def _check_output(self, output: str) -> None:
         check_output(output)
@@ -264,42 +284,18 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 "load it, or give output_type='latent'",
             )
 
-    def _draw(
-        self, batch: int, generator: Generators, latents: Tensor | None, device: torch.device
-    ) -> tuple[Tensor, list[int]]:
-        """Starting noise, and for each picture the number that its routing draws come from."""
-        if isinstance(generator, list) and len(generator) != batch:
-            raise ConfigError(
-                f"{len(generator)} generators for {batch} pictures", "give one, or one for each"
-            )
-        shape = (batch, self.card.shape["channels"], self.card.shape["size"], self.card.shape["size"])
-        if latents is None:
-            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
-        else:
-            latents = latents_of("latents", latents, shape)
-        sources = generator if isinstance(generator, list) else [generator] * batch
-        numbers = [
-            int(torch.randint(2**62, (), generator=g, device=None if g is None else g.device))
-            for g in sources
-        ]
-        return latents.to(device, torch.float32), numbers
-
-    def _field(
-        self,
-        cond: Condition,
-        null: Condition,
-        guidance: float,
-        routing: Routing,
-        numbers: list[int],
-        clusters: Sequence[int] | None,
-    ) -> RoutedField:
-        own = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
-        if routing.strategy == "oracle" and (own is None or len(own) != len(numbers)):
-            raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
-        labels = None if own is None else torch.tensor(own, device=self._execution_device)
+    @property
+    def _model(self) -> Model:
+        """The parts as they are now: components may be replaced between two calls."""
         costs = Costs.of(self.card, self.experts.cards, len(self.experts))
-        ensemble = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
-        return ensemble.field(cond, null, guidance, routing, 0, numbers, labels)
+        denoiser = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
+        return Model(denoiser, self.card, self._execution_device)
+
+    def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> Tensor | None:
+        known = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
+        if routing.needs_labels and (known is None or len(known) != batch):
+            raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
+        return None if known is None else torch.tensor(known, device=self._execution_device)
 
     def _pictures(self, latents: Tensor, output: str) -> Any:
         if output == "latent":

@@ -11,7 +11,6 @@ import torch
 from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import png
-from atoll.campaign.assemble import load_ensemble
 from atoll.campaign.baselines import load_dense
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig
@@ -22,6 +21,7 @@ from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.model import Model
 from atoll.ensemble.routing import Routing
 from atoll.measure.compare import Conditions, cost, draw, drawn_conditions
 from atoll.measure.judge import Judge
@@ -129,7 +129,7 @@ class Bench:
         if name:
             return load_dense(self.campaign, name, self.device)
         residency = self.campaign.config.sampling.residency
-        return load_ensemble(self.campaign.store, residency, self.device)[0]
+        return Model.load(self.campaign.store, residency=residency, device=self.device).denoiser
 
     def row(self, subject: Subject, guidance: float, samples: int) -> tuple[Row, bool]:
         """What is known of a model at one guidance, drawn now if nothing is; and whether it was."""

@@ -1,7 +1,7 @@
 """Monolith, student and ensemble side by side: same conditions, same noise, every strategy."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,10 @@ from atoll.base.rng import generator
 from atoll.campaign.settings.measure import CompareConfig
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
-from atoll.ensemble.batches import Drawn as Batch
-from atoll.ensemble.batches import Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.generate import Sampling, generate
+from atoll.ensemble.generation import Generation
 
 SCHEMA = 1
 
@@ -58,10 +57,8 @@ def draw(
         DataError: a picture holds NaN or infinity.
     """
     start, found, traces = time.monotonic(), dict[int, Image.Image](), []
-    strategy = Routing.named(routing or "full")  # does not count for one network
-    shape = conditions.latent_shape
-    sampling = Sampling(strategy, config.guidance, config.steps, seed, shape, config.batch, device)
-    for batch in drawn_batches(model, conditions, len(conditions), sampling):
+    generation = Generation(steps=config.steps, guidance=config.guidance, seed=seed).with_(routing=routing)
+    for batch in generate(model, conditions.sampling(generation, len(conditions), config.batch, device)):
         found |= dict(zip(batch.rows, vae.pictures(batch.latents.cpu(), batch.rows), strict=True))
         if batch.trace is not None:
             traces.append(batch.trace)
@@ -70,18 +67,6 @@ def draw(
         trace, order = Trace.joined(traces), torch.tensor(list(found)).argsort()
         trace.weights = [weights[order] for weights in trace.weights]  # batches need not follow the numbers
     return Drawn([found[row] for row in range(len(conditions))], trace, time.monotonic() - start)
-
-
-def drawn_batches(
-    model: Ensemble | Expert, conditions: "Conditions", count: int, sampling: Sampling
-) -> Iterator[Batch]:
-    """Draw `count` samples of an ensemble or of one network at given conditions."""
-
-    def of(rows: Sequence[int]) -> Condition:
-        return conditions.of(rows).to(sampling.device)
-
-    null, labels = conditions.null().to(sampling.device), torch.from_numpy(conditions.clusters)
-    return sample_batches(model, of, null, count, sampling, labels)
 
 
 class Conditions:
@@ -112,6 +97,23 @@ class Conditions:
     def null(self) -> Condition:
         """The null condition."""
         return self.samples.null()
+
+    def sampling(
+        self,
+        generation: Generation,
+        count: int,
+        batch: int,
+        device: torch.device | str,
+        first: int = 0,
+    ) -> Sampling:
+        """All about drawing `count` pictures at these conditions, from picture `first` on."""
+
+        def conditions(rows: Sequence[int]) -> Condition:
+            return self.of(rows).to(device)
+
+        null, labels = self.null().to(device), torch.from_numpy(self.clusters)
+        shape = self.latent_shape
+        return Sampling(generation, conditions, null, shape, count, first, batch, device, labels)
 
     def captions(self) -> list[str]:
         """Caption of each picture."""

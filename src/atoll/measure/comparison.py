@@ -14,7 +14,6 @@ from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.assemble import read_manifest
 from atoll.campaign.baselines import dense_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.pretrain import pretrain_finished
@@ -22,6 +21,7 @@ from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
+from atoll.ensemble.model import read_manifest
 from atoll.ensemble.routing import Routing
 from atoll.measure.bench import Bench
 from atoll.measure.beyond import flops_curve, guidance_sweep
@@ -65,7 +65,7 @@ class Wanted:
         config = asked.model_copy(update={"strategies": _possible(asked.strategies, experts, present)})
         if not config.guidances and not config.curve:
             return cls(config, None, None)
-        names = config.sweep or list(dict.fromkeys([campaign.config.sampling.routing, "top-1"]))
+        names = config.sweep or list(dict.fromkeys([str(campaign.config.sampling.routing), "top-1"]))
         names = list({str(Routing.named(name)): name for name in _possible(names, experts, present)}.values())
         if not names:
             raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")
@@ -103,7 +103,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     parts = content["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
     settings = {
         "config": wanted.config.model_dump(exclude=set(BEYOND)),
-        "default": campaign.config.sampling.routing,
+        "default": str(campaign.config.sampling.routing),
         **({"token": "class"} if "/" in wanted.config.extractor else {}),  # DINOv2 once had another feature
     }
     key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
@@ -197,7 +197,7 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
     experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store)["experts"]]
     return {
         "metric": _metric(bench),
-        "default": str(Routing.named(campaign.config.sampling.routing)),
+        "default": str(campaign.config.sampling.routing),
         "rows": rows,
         "train_flops": {
             "monolith": dense[BASE].train_flops if BASE in dense else None,

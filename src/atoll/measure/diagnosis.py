@@ -16,7 +16,6 @@ from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.baselines import dense_cards, load_dense
 from atoll.campaign.folder import Campaign
 from atoll.data.dataset import DataSet
@@ -26,13 +25,16 @@ from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import VisionEncoder, vision_encoder
-from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.generate import Sampling
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.integrate import euler
+from atoll.ensemble.model import Model, read_manifest
 from atoll.ensemble.routing import Routing
-from atoll.ensemble.sample import flow_scheduler
-from atoll.measure.diagnostics import PRACTICAL, SCHEMA, Sampled, asked, labelled, measure, sample_traced
+from atoll.measure.compare import Conditions
+from atoll.measure.diagnostics import PRACTICAL, SCHEMA, Sampled, labelled, measure, sample_traced
 from atoll.measure.landing import landing
 from atoll.measure.nearest import Copies, leaders, two_nearest
 from atoll.measure.stability import stability
@@ -103,7 +105,9 @@ class _Diagnosis:
         self.config, self.seed = campaign.config.diagnose, campaign.config.seed
         self.device = own_device()
         residency = campaign.config.sampling.residency
-        self.ensemble, _ = load_ensemble(campaign.store, residency, self.device)
+        ensemble = Model.load(campaign.store, residency=residency, device=self.device).denoiser
+        assert isinstance(ensemble, Ensemble)
+        self.ensemble = ensemble
 
     def run(self, baseline: bool) -> tuple[dict[str, Table], dict[str, Any]]:
         """Tables by name, and what else is told."""
@@ -146,15 +150,16 @@ class _Diagnosis:
                 found.append(routing)
         return found
 
-    def _sampling(self, routing: Routing) -> Sampling:
-        config, shape = self.config, DataShape(**self.router.shape)
-        form = (shape.channels, shape.size, shape.size)
-        return Sampling(routing, config.guidance, config.steps, self.seed, form, config.batch, self.device)
+    def _sampling(self, routing: Routing, count: int) -> Sampling:
+        """All about drawing pictures at the conditions of the first rows of `_asked`."""
+        config, (index, clusters) = self.config, self._asked()
+        generation = Generation(steps=config.steps, guidance=config.guidance, routing=routing, seed=self.seed)
+        conditions = Conditions(self._samples(config.conditions), index, clusters.numpy())
+        return conditions.sampling(generation, count, config.batch, self.device)
 
     def _sampled(self, routing: Routing) -> Sampled:
         say(f"diagnose: {self.config.samples:,} pictures under {routing}, {self.config.steps} steps")
-        samples, (index, _) = self._samples(self.config.conditions), self._asked()
-        return sample_traced(self.ensemble, samples, index, self._sampling(routing))
+        return sample_traced(self.ensemble, self._sampling(routing, self.config.samples))
 
     def _asked(self) -> tuple[NDArray[np.int64], torch.Tensor]:
         """Which rows' conditions are sampled, by their number in the split, and their clusters."""
@@ -165,7 +170,7 @@ class _Diagnosis:
 
     def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
         clusters = self._asked()[1]
-        times = [float(t) for t in flow_scheduler(self.config.steps).sigmas[:-1]]
+        times = [float(t) for t in euler(self.config.steps).sigmas[:-1]]
         return {
             "usage": by_strategy(
                 {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
@@ -175,19 +180,17 @@ class _Diagnosis:
 
     def _stability(self, routings: dict[str, Routing], monolith: Expert | None) -> dict[str, Table]:
         """Of every strategy and of the monolith, on the first of the samples."""
-        samples, (index, _) = self._samples(self.config.conditions), self._asked()
-        index = index[: self.config.probed]
-        if not len(index):
+        count = min(self.config.probed, self.config.samples)
+        if not count:
             return {}
-        say(f"diagnose: {len(index):,} pictures of each nudged, and in {2 * self.config.steps} steps")
-        conditions, null = asked(samples, index, self.device)
+        say(f"diagnose: {count:,} pictures of each nudged, and in {2 * self.config.steps} steps")
         models: dict[str, tuple[Ensemble | Expert, Routing]] = {
             name: (self.ensemble, routing) for name, routing in routings.items()
         }
         if monolith is not None:
             models["monolith"] = (monolith, Routing())
         found = {
-            name: stability(model, conditions, null, len(index), self._sampling(routing))
+            name: stability(model, self._sampling(routing, count))
             for name, (model, routing) in models.items()
         }
         return {

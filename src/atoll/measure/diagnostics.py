@@ -19,8 +19,8 @@ from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.samples import Samples
-from atoll.ensemble.batches import Conditions, Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.generate import Sampling, generate
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.alignment import Alignment
@@ -157,33 +157,12 @@ class Sampled:
     latents: Tensor
 
 
-def sample_traced(
-    ensemble: Ensemble, samples: Samples, index: NDArray[np.int64], sampling: Sampling
-) -> Sampled:
-    """Sample at the conditions of these rows and keep the trace.
-
-    Args:
-        ensemble: experts and router, on the sampling device.
-        samples: rows.
-        index: numbers within `samples` `(N,)`, one per picture.
-        sampling: how.
-    """
-    weights = torch.empty(sampling.steps, len(index), len(ensemble.experts))
-    latents = torch.empty(len(index), *sampling.shape)
-    conditions, null = asked(samples, index, sampling.device)
-    for drawn in sample_batches(ensemble, conditions, null, len(index), sampling):
+def sample_traced(ensemble: Ensemble, sampling: Sampling) -> Sampled:
+    """Sample and keep the trace."""
+    weights = torch.empty(sampling.generation.steps, sampling.count, len(ensemble.experts))
+    latents = torch.empty(sampling.count, *sampling.shape)
+    for drawn in generate(ensemble, sampling):
         assert drawn.trace is not None
         weights[:, drawn.rows] = drawn.trace.stacked()
         latents[drawn.rows] = drawn.latents.cpu()
     return Sampled(weights, latents)
-
-
-def asked(
-    samples: Samples, index: NDArray[np.int64], device: torch.device | str
-) -> tuple[Conditions, Condition]:
-    """Conditions of these rows, by their place in `index`, and the null condition, on the device."""
-
-    def conditions(rows: Sequence[int]) -> Condition:
-        return samples.conditions(index[list(rows)]).to(device)
-
-    return conditions, samples.null().to(device)

@@ -1,6 +1,5 @@
 """What is judged and what it is held against: models of a campaign, folders, data sets, statistics."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,18 +9,17 @@ from typing import Any, Literal
 import torch
 
 from atoll.base.errors import ConfigError, DataError, nearest
-from atoll.campaign.assemble import load_ensemble, read_manifest
 from atoll.campaign.baselines import DENSE, load_dense
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.batches import Sampling
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
-from atoll.ensemble.routing import Routing
-from atoll.measure.compare import Conditions, drawn_batches, drawn_conditions
+from atoll.ensemble.generate import Sampling, generate
+from atoll.ensemble.model import Model, read_manifest
+from atoll.measure.compare import Conditions, drawn_conditions
 from atoll.measure.pictures import Batch, Folder, Rows
 from atoll.networks.families import DataShape
 from atoll.store.location import is_url
@@ -65,9 +63,9 @@ class Drawn:
         Raises:
             DataError: a picture with values that are no numbers.
         """
-        sampling = replace(self.sampling, batch=batch, first=part.start)
+        sampling = replace(self.sampling, batch=batch, first=part.start, count=len(part))
         captions = self.conditions.captions() if self.captioned else None
-        for drawn in drawn_batches(self.model, self.conditions, len(part), sampling):
+        for drawn in generate(self.model, sampling):
             own = [captions[row] for row in drawn.rows] if captions is not None else None
             yield Batch(drawn.rows, self.vae.pictures(drawn.latents.cpu(), drawn.rows), own)
 
@@ -123,23 +121,21 @@ def model(campaign: Campaign, wanted: Wanted, captioned: bool, device: torch.dev
     """
     defaults, evaluate = campaign.config.sampling, campaign.config.evaluate
     seed = campaign.config.seed if wanted.seed is None else wanted.seed
-    routing = Routing.named(wanted.routing or defaults.routing)
+    generation = defaults.with_(
+        routing=wanted.routing, guidance=wanted.guidance, steps=wanted.steps, seed=seed
+    )
     network, card, parts = _network(campaign, wanted.model, device)
     conditions = _conditions(campaign, card, evaluate.conditions, evaluate.samples, seed)
-    guidance = defaults.guidance if wanted.guidance is None else wanted.guidance
-    if not math.isfinite(guidance):
-        raise ConfigError(f"--guidance {guidance}", "give a number")
-    if routing.strategy == "oracle" and isinstance(network, Ensemble) and network.missing:
+    if generation.routing.needs_labels and isinstance(network, Ensemble) and network.missing:
         raise ConfigError("routing 'oracle': clusters of missing experts have nobody to go to", "use another")
-    steps = wanted.steps or defaults.steps
-    sampling = Sampling(routing, guidance, steps, seed, conditions.latent_shape, evaluate.batch, device)
+    sampling = conditions.sampling(generation, len(conditions), evaluate.batch, device)
     about = {
         "rounding": TO_8_BITS,
         "conditions": evaluate.conditions,
         "sampler": "Euler",
-        "steps": steps,
-        "guidance": guidance,
-        "routing": str(routing) if isinstance(network, Ensemble) else None,
+        "steps": generation.steps,
+        "guidance": generation.guidance,
+        "routing": str(generation.routing) if isinstance(network, Ensemble) else None,
         "seed": seed,
         "ema": True,  # what is published is the average
     }
@@ -153,8 +149,8 @@ def _network(
     """The network on the device, a card that tells its shape, and the digests of its weights."""
     if name == "ensemble":
         parts = read_manifest(campaign.store)["parts"]
-        ensemble, router = load_ensemble(campaign.store, campaign.config.sampling.residency, device)
-        return ensemble, router, parts
+        model = Model.load(campaign.store, residency=campaign.config.sampling.residency, device=device)
+        return model.denoiser, model.card, parts
     if name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, ["ensemble", *SINGLE]))
     network = load_dense(campaign, name, device)

@@ -6,17 +6,17 @@ one from the other.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from atoll.base.condition import Condition, Denoiser
+from atoll.base.condition import Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
-from atoll.ensemble.batches import Conditions, Sampling, sample_batches
 from atoll.ensemble.ensemble import Ensemble, Field
-from atoll.ensemble.sample import flow_scheduler
+from atoll.ensemble.generate import Sampling, generate
+from atoll.ensemble.integrate import euler
 from atoll.measure.streams import Cell, Means, Table
 
 NUDGE = 0.01
@@ -53,31 +53,12 @@ class Probe:
         return v
 
 
-@dataclass(frozen=True)
-class Nudged(Sampling):
-    """The same samples from noise that is a little different."""
-
-    def noise(self, rows: Sequence[int]) -> Tensor:
-        """What these samples start from."""
-        noise = super().noise(rows)
-        return noise + self.nudge(rows, noise)
-
-    def nudge(self, rows: Sequence[int], noise: Tensor) -> Tensor:
-        """What is added to the noise."""
-        return _nudge(self.seed, "nudge", rows, noise)
-
-
-def stability(
-    model: Ensemble | Denoiser, conditions: Conditions, null: Condition, count: int, sampling: Sampling
-) -> tuple[Table, Table]:
+def stability(model: Ensemble | Denoiser, sampling: Sampling) -> tuple[Table, Table]:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
     Args:
         model: experts and router, or one denoiser.
-        conditions: of samples by number.
-        null: the null condition, one row.
-        count: how many samples.
-        sampling: how.
+        sampling: of how many, and how.
 
     Returns:
         `stability`, one row. sensitivity: how much farther the ends of a sample and of its nudged twin are
@@ -92,30 +73,38 @@ def stability(
     probes: dict[int, Probe] = {}
 
     def probed(field: Field, rows: Sequence[int]) -> Field:
-        probes[rows[0]] = Probe(field, sampling.seed, rows)
+        probes[rows[0]] = Probe(field, sampling.generation.seed, rows)
         return probes[rows[0]]
 
-    nudged = Nudged(**vars(sampling))
-    paths, ends = Means(1, (sampling.steps, 2)), Means(1, (2,))
+    def nudge(rows: Sequence[int], like: Tensor) -> Tensor:
+        return _nudge(sampling.generation.seed, "nudge", rows, like)
+
+    def nudged(rows: Sequence[int]) -> Tensor:
+        starts = sampling.starts(rows)
+        return starts + nudge(rows, starts)
+
+    count, generation = sampling.count, sampling.generation
+    paths, ends = Means(1, (generation.steps, 2)), Means(1, (2,))
     plain = torch.empty(count, *sampling.shape)
-    for drawn in sample_batches(model, conditions, null, count, sampling, around=probed):
+    for drawn in generate(model, replace(sampling, around=probed)):
         plain[drawn.rows] = drawn.latents.float().cpu()
         speeds = torch.stack(probes.pop(drawn.rows[0]).found, 1)
         paths.add(speeds, torch.zeros(len(drawn.rows)).long())
     gaps = torch.empty(count, 2, dtype=torch.float64)
-    for column, other in enumerate((nudged, replace(sampling, steps=2 * sampling.steps))):
-        for drawn in sample_batches(model, conditions, null, count, other):
+    finer = replace(sampling, generation=generation.with_(steps=2 * generation.steps))
+    for column, other in enumerate((replace(sampling, noise=nudged), finer)):
+        for drawn in generate(model, other):
             apart = drawn.latents.float().cpu() - plain[drawn.rows]
             gaps[drawn.rows, column] = _size(apart)
     if not gaps.isfinite().all():
         raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
-    start = _size(nudged.nudge(range(count), plain))
+    start = _size(nudge(range(count), plain))
     gaps[:, 0] /= start
     gaps[:, 1] /= plain[0].numel() ** 0.5
     ends.add(gaps, torch.zeros(count).long())
     whole, steps = ends.of(0), paths.of(0)
     line: list[Cell] = [*whole.cells(0), *whole.cells(1)[1:]]
-    times = [float(t) for t in flow_scheduler(sampling.steps).sigmas[:-1]]
+    times = [float(t) for t in euler(generation.steps).sigmas[:-1]]
     return (
         Table(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
         Table(

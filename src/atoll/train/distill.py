@@ -18,7 +18,8 @@ from atoll.data.samples import Samples
 from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import write_part
-from atoll.ensemble.routing import Routing, route, uniforms_needed
+from atoll.ensemble.route import route
+from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.store.store import Store
 from atoll.train.expert import Batch, DenoiserTask, draw_batch, held_out
@@ -61,7 +62,7 @@ class RoutedTeacher:
     @property
     def draws(self) -> int:
         """See `Teacher`."""
-        return max(1, uniforms_needed(self.routing))
+        return max(1, self.routing.draws)
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
         """See `Teacher`."""

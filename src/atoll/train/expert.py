@@ -19,7 +19,7 @@ from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, bound_of, write_part
-from atoll.ensemble.sample import sample, starting_noise
+from atoll.ensemble.integrate import sample, starting_noise
 from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
 from atoll.networks.families import family
@@ -159,8 +159,7 @@ class DenoiserTask:
         )
         shape = (self.train.shape.channels, self.train.shape.size, self.train.shape.size)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
-        guidance = 2.0 if self.train.condition != "none" else 1.0
-        latents = sample(SingleField(denoiser, cond, null, guidance, len(index)), noise, steps=12)
+        latents = sample(SingleField(denoiser, cond, null, 2.0, len(index)), noise, steps=12)
         return png(grid(to_images(_decode(self.latents, latents)), columns=6, scale=max(1, 64 // shape[-1])))
 
     def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
-from atoll.campaign.assemble import resident
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import run_folder
 from atoll.campaign.settings.train import RunPlan, StudentConfig
@@ -16,7 +15,7 @@ from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel, published, read_card, read_part
 from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.model import load_experts
 from atoll.networks.checkpoint import compare, take_over
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, RoutedTeacher, Teacher
@@ -73,12 +72,12 @@ def load_teacher(campaign: Campaign, cards: Mapping[str, Card], device: torch.de
     """Load what `teachers` found, on the device as far as `student.residency` allows."""
     settings, store, k = settings_of_student(campaign), campaign.store, campaign.config.partition.k
     places = {number: f"{run_folder('expert', number)}/expert" for number in range(k)}
-    experts = resident(store, k, places, settings.residency, device, verified=False)
+    experts = load_experts(store, k, places, settings.residency, device, verified=False)
     if settings.teacher == "cluster":
         return ClusterTeacher(experts)
     router = RouterModel.load(store, "router/expert")
     router.network.to(device)
-    return RoutedTeacher(Ensemble(experts, router), Routing.named(settings.routing))
+    return RoutedTeacher(Ensemble(experts, router), settings.routing)
 
 
 def lay_start(

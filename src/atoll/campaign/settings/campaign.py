@@ -13,6 +13,7 @@ from atoll.campaign.settings.train import StudentConfig, TrainConfig
 from atoll.data.ingest import IngestConfig
 from atoll.data.partition import PartitionConfig
 from atoll.data.samples import ConditionKind
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.flow.objective import ObjectiveConfig
@@ -90,15 +91,9 @@ class IslandConfig(Config):
     """What its expert learns, in place of the campaign's: schedule, prediction, times, dropout."""
 
 
-class SamplingConfig(Config):
-    """Defaults of `atoll sample`."""
+class SamplingConfig(Generation):
+    """How pictures are drawn where a command says nothing else."""
 
-    steps: int = Field(default=50, ge=1)
-    """Euler steps."""
-    guidance: float = Field(default=2.0, ge=0)
-    """Classifier-free guidance scale; 1 is none."""
-    routing: str = "once"
-    """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
     residency: Residency = Residency()
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
@@ -182,8 +177,8 @@ class CampaignConfig(Config):
         self._check_pretrain()
         if self.student is not None:
             self._check_student(self.student)
-        asked = (*self.compare.strategies, *(self.compare.sweep or ()), *self.diagnose.strategies)
-        for name in (self.sampling.routing, *asked):
+        self.sampling.routing.check(self.partition.k)
+        for name in (*self.compare.strategies, *(self.compare.sweep or ()), *self.diagnose.strategies):
             Routing.named(name)
         return self
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.routing import Routing, RoutingField
 from atoll.ensemble.settings import Residency
 from atoll.flow.objective import ObjectiveConfig
 from atoll.store.lease import LeaseConfig
@@ -186,7 +186,7 @@ class StudentConfig(Config):
 
     teacher: Literal["cluster", "routed"] = "cluster"
     """`cluster`: the expert of the sample's own cluster. `routed`: the ensemble, by the router's weights."""
-    routing: str = "top-1"
+    routing: RoutingField = Routing.named("top-1")
     """Routing strategy of the `routed` teacher."""
     batch_share: float = Field(default=0.25, gt=0)
     """Samples per step, as a share of `train.batch`."""
@@ -208,12 +208,11 @@ class StudentConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.origin()
-        routing = Routing.named(self.routing)
-        if routing.strategy == "oracle":
+        if self.routing.needs_labels:
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
-        if routing.every != 1:
+        if self.routing.every != 1:
             raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
-        if routing.null is not None:
+        if self.routing.null is not None:
             raise ConfigError("student.routing: training is not guided", "leave 'null' out")
         if "batch" in self.train:
             raise ConfigError(

@@ -13,19 +13,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.base.rng import normals
+from atoll.base.rng import Position, normals
 from atoll.ensemble.ensemble import Field
 
 
 def starting_noise(
-    seed: int, indices: Sequence[int], shape: Sequence[int], stream: str = "sample-noise"
+    seed: int, rows: Sequence[Position], shape: Sequence[int], stream: str = "sample-noise"
 ) -> Float[Tensor, "B C H W"]:
     """Noise of each sample from a generator of its own, so a picture does not depend on its batch."""
-    return normals(seed, stream, indices, shape)
+    return normals(seed, stream, rows, shape)
 
 
-def flow_scheduler(steps: int, shift: float = 1.0) -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler with its times set.
+def euler(steps: int, shift: float = 1.0) -> FlowMatchEulerDiscreteScheduler:
+    """Euler's scheduler of flows with its times set.
 
     The sigmas are passed in: the default grid ends at 1/1000 and wastes a step.
 
@@ -148,7 +148,7 @@ def sample(
         on_step: called after each step with its number and the state.
     """
     x = noise
-    for point in walk(field, noise, scheduler or flow_scheduler(steps)):
+    for point in walk(field, noise, scheduler or euler(steps)):
         x = point.x
         if on_step is not None:
             on_step(point.step, x)

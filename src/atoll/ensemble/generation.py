@@ -1,0 +1,40 @@
+"""What decides a picture beside the model and its condition. Imports no torch: settings hold one."""
+
+from typing import Any, Self
+
+from pydantic import Field, ValidationError
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError
+from atoll.ensemble.routing import Routing, RoutingField
+
+
+class Generation(Config):
+    """How pictures are drawn; the only carrier of these values."""
+
+    steps: int = Field(default=50, ge=1)
+    """Steps of the scheduler, not calls: Heun calls the experts twice in a step."""
+    guidance: float = Field(default=2.0, ge=0)
+    """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
+    routing: RoutingField = Routing()
+    """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
+    seed: int = 0
+    """Of noise and routing. Picture number i depends on it and on i, not on its batch."""
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with some values replaced; None leaves a value as it is.
+
+        Raises:
+            ConfigError: a value that there is not, of the wrong type or out of range.
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        try:
+            return type(self).model_validate({**dict(self), **given})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{name}={first['input']!r}: {first['msg']}", f"correct {name}") from None
+
+    def for_condition(self, kind: str) -> Self:
+        """As a model of this kind of condition (`text`, `class`, `none`) draws: without one, unguided."""
+        return self.with_(guidance=1.0) if kind == "none" else self
