@@ -1,0 +1,92 @@
+"""File formats: one type for each JSON file that Atoll writes, with name, version and one way to read it."""
+
+from typing import Any, ClassVar, Protocol, Self
+
+from atoll.base.config import Config
+from atoll.base.errors import AtollError, ConfigError, StoreError
+
+FORMATS: dict[str, type["File"]] = {}
+"""All formats of the modules that are imported, by name."""
+HEADER = "format"
+EARLIER = ("schema", "schema_version")
+"""Where files that were written before formats had names keep their version."""
+
+
+class Readable(Protocol):
+    """A store, as far as a format needs it."""
+
+    def get_json(self, key: str) -> Any:
+        """Plain data of an object."""
+
+    def name(self, key: str) -> str:
+        """The object's place, for messages."""
+
+
+class File(Config):
+    """One kind of JSON file. Unknown fields are refused: whoever adds one raises `VERSION`.
+
+    A file says its format in its first field, `"format": "atoll/card 1"`. Files of before formats had names
+    say `"schema": 1`, or nothing, and are read where the version is the same.
+    """
+
+    FORMAT: ClassVar[str] = ""
+    """Name of the format, such as `atoll/card`."""
+    VERSION: ClassVar[int] = 1
+    """Raised when a reader of the earlier version would go wrong."""
+    PLACE: ClassVar[str] = ""
+    """Where the file lies, for the documentation."""
+    KEEPS: ClassVar[str | None] = HEADER
+    """Field that holds the version: `schema` where the bytes are hashed, None where lines carry none."""
+    BARE: ClassVar[bool] = False
+    """Whether files of before formats had names carry no version at all."""
+    REMEDY: ClassVar[str] = "restore it from a copy, or make it again"
+    """What a user does about a file that cannot be read, in the imperative."""
+    ERROR: ClassVar[type[AtollError]] = StoreError
+    """What an unreadable file raises."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        assert cls.FORMAT and cls.FORMAT not in FORMATS, f"{cls.__name__} needs a format name of its own"
+        FORMATS[cls.FORMAT] = cls
+
+    @classmethod
+    def header(cls) -> dict[str, Any]:
+        """The first field of a file of this format; empty where it carries none."""
+        if cls.KEEPS is None:
+            return {}
+        return {cls.KEEPS: f"{cls.FORMAT} {cls.VERSION}" if cls.KEEPS == HEADER else cls.VERSION}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data of the file: its header, then its fields."""
+        return {**self.header(), **self.model_dump(mode="json", by_alias=True)}
+
+    @classmethod
+    def of_json(cls, content: Any, where: str) -> Self:
+        """Check plain data and make a value of it.
+
+        Args:
+            content: what the file holds.
+            where: its place, for the message.
+
+        Raises:
+            AtollError: `ERROR`, in one line, for another format, another version or wrong content.
+        """
+        if not isinstance(content, dict):
+            raise cls.ERROR(f"{where} is not what Atoll writes", cls.REMEDY)
+        keys = [key for key in (HEADER, *EARLIER) if key in content and key not in cls.model_fields]
+        expected = f"{cls.FORMAT} {cls.VERSION}"
+        for version in [content[key] for key in keys] or ([None] if cls.KEEPS and not cls.BARE else []):
+            if version not in (expected, cls.VERSION) or isinstance(version, bool):
+                other = version if isinstance(version, str) else f"version {version}"
+                raise cls.ERROR(f"{where} is of {other}, this Atoll reads {expected}", cls.REMEDY)
+        fields = {key: value for key, value in content.items() if key not in keys}
+        try:
+            return cls.parse(fields, where)
+        except ConfigError as error:
+            raise cls.ERROR(f"{where} is not what Atoll writes ({error.what})", cls.REMEDY) from None
+
+    @classmethod
+    def read(cls, store: Readable, key: str) -> Self:
+        """Read a file of a store; see `of_json`."""
+        return cls.of_json(store.get_json(key), store.name(key))

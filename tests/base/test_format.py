@@ -1,0 +1,71 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from atoll.base.errors import DataError
+from atoll.base.format import FORMATS, File
+from atoll.store.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def kind():
+    class Note(File):
+        """A note."""
+
+        FORMAT, VERSION, REMEDY = "test/note", 2, "write it again"
+        ERROR: ClassVar = DataError
+
+        text: str
+        """What it says."""
+
+    yield Note
+    del FORMATS["test/note"]
+
+
+def test_a_file_says_its_format_first_and_reads_back(kind, tmp_path: Path):
+    store = Store.open(tmp_path)
+    store.put_json("note.json", kind(text="a").to_json())
+    assert list(store.get_json("note.json").items()) == [("format", "test/note 2"), ("text", "a")]
+    assert kind.read(store, "note.json") == kind(text="a")
+
+
+@pytest.mark.parametrize("header", [{"schema": 2}, {"schema_version": 2}])
+def test_a_file_of_before_formats_had_names_is_read(kind, header):
+    assert kind.of_json({**header, "text": "a"}, "here") == kind(text="a")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"format": "test/note 3", "text": "a"}, "is of test/note 3, this Atoll reads test/note 2"),
+        ({"format": "test/other 2", "text": "a"}, "is of test/other 2, this Atoll reads test/note 2"),
+        ({"schema": 1, "text": "a"}, "is of version 1, this Atoll reads test/note 2"),
+        ({"text": "a"}, "is of version None, this Atoll reads test/note 2"),
+        ({"schema": 2, "text": 1}, "is not what Atoll writes ('text' in camp/note.json: Input should be"),
+        ({"schema": 2}, "is not what Atoll writes ('text' in camp/note.json: Field required"),
+        ({"schema": 2, "text": "a", "more": 1}, "is not what Atoll writes (unknown key 'more'"),
+        ([], "is not what Atoll writes"),
+    ],
+)
+def test_another_version_or_content_is_one_line_with_the_fix(kind, content, message):
+    with pytest.raises(DataError) as error:
+        kind.of_json(content, "camp/note.json")
+    text = str(error.value)
+    assert text.startswith(f"camp/note.json {message}") and text.endswith(": write it again")
+    assert "\n" not in text
+
+
+def test_two_formats_of_one_name_are_refused(kind):
+    with pytest.raises(AssertionError, match="a format name of its own"):
+        type("Other", (File,), {"FORMAT": "test/note", "__module__": __name__})
+
+
+def test_the_page_of_formats_is_the_generated_one():
+    argv = [sys.executable, str(ROOT / "docs" / "formats.py"), "--check"]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
