@@ -4,13 +4,14 @@
     python benchmarks/ablations.py CAMPAIGN --to FOLDER --variant NAME KEY=VALUE ... [--variant ...]
     python benchmarks/ablations.py --quick
 
-A variant is a campaign in FOLDER on the same data, with the same settings but for its own. Where CAMPAIGN has
-shared pretraining, the variant's experts start from that one and have what it left of the budget, so that
-experts, router and pretraining cost what CAMPAIGN's do, and only experts and router are trained. Distances
-are over CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in FOLDER; the same
-command again does only what is missing. Without `--variant` they are the paper's: K, and random clusters. As in
-the paper K experts share one batch, so all of them take the same number of steps. `K = 1` is no ensemble but the
-control: one network that goes on from pretraining on all the data, in the batches of CAMPAIGN's experts.
+A variant is a campaign in FOLDER on the same data, with the same settings but for its own. Where CAMPAIGN
+has shared pretraining, the variant's experts start from that one and have what it left of the budget, so
+that experts, router and pretraining cost what CAMPAIGN's do, and only experts and router are trained.
+Distances are over CAMPAIGN's monolith, from the same conditions and the same noise. Variants stay in
+FOLDER; the same command again does only what is missing. Without `--variant` they are the paper's: K, and
+random clusters. As in the paper K experts share one batch, so all of them take the same number of steps. `K
+= 1` is no ensemble but the control: one network that goes on from pretraining on all the data, in the
+batches of CAMPAIGN's experts.
 """
 
 import argparse

@@ -44,9 +44,10 @@ from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import FileWeights, StoredExpert
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.flops import count
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 
 GUIDANCE = 2.0
 TARGETS = {"top-1": 1.10, "once": 1.03, "top-2": 2.15, "full": 8.3}

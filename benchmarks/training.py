@@ -47,8 +47,9 @@ from atoll.data.columns import write_column
 from atoll.data.dataset import ROWS, DataSet, Manifest, create_manifest, to_parquet
 from atoll.data.files import Shard
 from atoll.data.samples import Samples, data_shape
-from atoll.flow.objective import ObjectiveConfig
-from atoll.networks.families import NetworkConfig, parameter_count
+from atoll.flow.settings import ObjectiveConfig
+from atoll.networks.families import parameter_count
+from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Log
 from atoll.store.manifest import write_file
 from atoll.store.store import Store

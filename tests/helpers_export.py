@@ -16,7 +16,7 @@ from atoll.ensemble.expert import Expert, settings_of
 from atoll.ensemble.integrate import euler
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from helpers_networks import card, denoiser, router
 
 LABELS = DataShape(channels=3, size=8, classes=4)

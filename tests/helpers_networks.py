@@ -5,9 +5,10 @@ import torch
 from atoll.base.condition import Condition
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 
 TEXT = DataShape(channels=3, size=8, text_width=12, text_length=5)
 CLASSES = DataShape(channels=3, size=8, classes=4)

@@ -200,7 +200,7 @@ def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_
     import torch
 
     from atoll.campaign.settings.train import TrainConfig
-    from atoll.networks.families import NetworkConfig
+    from atoll.networks.settings import NetworkConfig
     from atoll.store.store import Store
 
     settings = NetworkConfig(family="dit", patch=2, depth=1, heads=1, head_width=8)

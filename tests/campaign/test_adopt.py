@@ -23,7 +23,8 @@ from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import same_snr_state
 from atoll.flow.schedule import RectifiedFlow, schedule
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
+from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.run import train_run
 from helpers import command, partitioned, refused
 from helpers_networks import random_weights

@@ -14,7 +14,7 @@ from atoll.campaign.assemble import assemble, load_ensemble
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_part, write_part
 from atoll.ensemble.settings import Residency
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import partitioned

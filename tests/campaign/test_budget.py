@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Budget, divide
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from helpers import SMALL, merged
 
 SHAPE = DataShape(channels=1, size=8, classes=2)

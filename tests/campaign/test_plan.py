@@ -20,8 +20,9 @@ from atoll.campaign.gpus import Gpu
 from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make_plan, mode
 from atoll.campaign.plan_text import lines
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.networks.families import DataShape, family
+from atoll.networks.families import family
 from atoll.networks.memory import Footprint
+from atoll.networks.settings import DataShape
 from atoll.recipes import catalogue
 from helpers import SMALL, Answer, command, merged, partitioned, refused, write_campaign
 

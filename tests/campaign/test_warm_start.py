@@ -20,7 +20,7 @@ from atoll.ensemble.expert import read_card
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.networks.families import DataShape, NetworkConfig
+from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.collect import collect
 from atoll.report.summary import summary
 from atoll.train.run import train_run

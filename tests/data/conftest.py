@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from atoll.data.dataset import DataSet
-from atoll.data.glyphs import GlyphOptions, GlyphSource
-from atoll.data.ingest import IngestConfig, ingest
+from atoll.data.glyphs import GlyphSource
+from atoll.data.ingest import ingest
+from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.store.store import Store
 
 

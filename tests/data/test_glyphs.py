@@ -3,8 +3,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from atoll.base.errors import ConfigError
-from atoll.data.glyphs import CANVAS, FACES, PRESETS, GlyphOptions, GlyphSource, render
+from atoll.data.glyphs import CANVAS, GlyphSource, render
 from atoll.data.records import Record
+from atoll.data.settings import FACES, PRESETS, GlyphOptions
 
 
 def rows(source: GlyphSource, start: int = 0, stop: int = 10**6) -> list[Record]:

@@ -19,11 +19,12 @@ from PIL import Image
 from atoll.base.errors import ConfigError, DataError
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
-from atoll.data.glyphs import GlyphOptions, GlyphSource
+from atoll.data.glyphs import GlyphSource
 from atoll.data.images import safe_id
-from atoll.data.ingest import IngestConfig, ingest
+from atoll.data.ingest import ingest
 from atoll.data.records import Record, Reject
 from atoll.data.samples import read_labels
+from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources import open_source
 from atoll.store.store import Store
 
@@ -203,8 +204,10 @@ def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: Data
 
 RUN = """
 import sys
-from atoll.data.glyphs import GlyphOptions, GlyphSource
-from atoll.data.ingest import IngestConfig, ingest
+from atoll.data.settings import GlyphOptions
+from atoll.data.glyphs import GlyphSource
+from atoll.data.settings import IngestConfig
+from atoll.data.ingest import ingest
 from atoll.store.store import Store
 
 class Slow(GlyphSource):

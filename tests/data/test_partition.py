@@ -10,9 +10,10 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column, write_column
 from atoll.data.dataset import DataSet, write_subset
-from atoll.data.glyphs import GlyphOptions, GlyphSource
-from atoll.data.ingest import IngestConfig, ingest
-from atoll.data.partition import Partition, PartitionConfig, make
+from atoll.data.glyphs import GlyphSource
+from atoll.data.ingest import ingest
+from atoll.data.partition import Partition, make
+from atoll.data.settings import GlyphOptions, IngestConfig, PartitionConfig
 from atoll.store.store import Store
 
 ROWS = 120

@@ -8,13 +8,14 @@ from atoll.base.errors import DataError
 from atoll.data.columns import Column, write_column
 from atoll.data.dataset import DataSet
 from atoll.data.encode import encode_latents, encode_text
-from atoll.data.glyphs import GlyphOptions, GlyphSource
-from atoll.data.ingest import IngestConfig, ingest
+from atoll.data.glyphs import GlyphSource
+from atoll.data.ingest import ingest
 from atoll.data.samples import Samples, data_shape, read_labels
+from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.data.records import Record, Reject, Source
-from atoll.data.sources import SourceOptions, open_source
+from atoll.data.settings import SourceOptions
+from atoll.data.sources import open_source
 
 
 def read(source: Source) -> tuple[list[Record], list[Reject]]:

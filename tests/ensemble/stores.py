@@ -3,7 +3,7 @@
 from atoll.base.hashing import digest_tensors
 from atoll.ensemble.expert import Expert, write_part
 from atoll.ensemble.stored import StoredExpert
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_networks import card
 

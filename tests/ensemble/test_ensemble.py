@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError
 from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, mix
 from atoll.ensemble.integrate import sample
 from atoll.ensemble.routing import Routing
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, null, router
 
 K, B = 4, 8  # B == W == H == 8: a broadcast over the wrong axis would be silent

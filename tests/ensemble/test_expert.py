@@ -16,7 +16,8 @@ from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.flow.objective import noisy, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, VPCosine
-from atoll.networks.families import DataShape, family, kept_buffers
+from atoll.networks.families import family, kept_buffers
+from atoll.networks.settings import DataShape
 from atoll.store.store import Conflict, Store
 from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
 

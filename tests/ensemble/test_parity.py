@@ -25,7 +25,7 @@ from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from ensemble.reference import reference_sample
 from ensemble.stores import on_disk, publish

@@ -32,7 +32,8 @@ from atoll.ensemble.expert import Expert, write_part
 from atoll.ensemble.integrate import sample
 from atoll.export.stock import STOCK, stock_of
 from atoll.export.stock_run import encode, unpacked
-from atoll.networks.families import FAMILIES, DataShape, NetworkConfig, family, kept_buffers, parameter_count
+from atoll.networks.families import FAMILIES, family, kept_buffers, parameter_count
+from atoll.networks.settings import DataShape, NetworkConfig
 from helpers import SMALL, atoll, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import TINY, card, random_weights

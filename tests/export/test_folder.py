@@ -16,7 +16,8 @@ from atoll.export import folder as folders
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.networks.families import DataShape, family
+from atoll.networks.families import family
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, pipeline, state, text_pipeline
 

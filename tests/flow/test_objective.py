@@ -5,15 +5,9 @@ import torch
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.flow.objective import (
-    ObjectiveConfig,
-    drop_condition,
-    noisy,
-    per_sample_loss,
-    target,
-    weighted_mean,
-)
+from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target, weighted_mean
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine
+from atoll.flow.settings import ObjectiveConfig
 
 SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear()]
 

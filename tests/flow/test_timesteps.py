@@ -7,35 +7,43 @@ import torch
 from pydantic import ValidationError
 
 from atoll.base.errors import ConfigError
-from atoll.flow.schedule import RectifiedFlow
-from atoll.flow.timesteps import MARGIN, TimeConfig, shift
+from atoll.flow.schedule import RectifiedFlow, schedule
+from atoll.flow.settings import TimeConfig
+from atoll.flow.timesteps import MARGIN, training_times
 
 
 def test_uniform_times_are_the_uniforms() -> None:
     u = torch.linspace(0.01, 0.99, 33)
-    assert torch.equal(TimeConfig().times(u), u)
+    assert torch.equal(training_times(TimeConfig(), u, RectifiedFlow()), u)
 
 
 def test_logit_normal_quantiles() -> None:
     normal = torch.distributions.Normal(0.0, 1.0)
     z = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
-    times = TimeConfig(distribution="logit-normal", mean=0.5, std=0.8).times(normal.cdf(z))
+    times = training_times(
+        TimeConfig(distribution="logit-normal", mean=0.5, std=0.8), normal.cdf(z), RectifiedFlow()
+    )
     torch.testing.assert_close(torch.logit(times), 0.5 + 0.8 * z, rtol=1e-6, atol=1e-6)
 
 
+CURVES = ["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine"]
+
+
 @pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
-def test_shift_takes_away_log_snr(distribution: str) -> None:
-    u = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
-    plain = TimeConfig.parse({"distribution": distribution}, "test").times(u)
-    moved = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 3}, "test").times(u)
-    log_snr = RectifiedFlow().log_snr
-    torch.testing.assert_close(log_snr(moved), log_snr(plain) - 3, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("name", CURVES)
+def test_shift_takes_away_log_snr_of_every_schedule(name: str, distribution: str) -> None:
+    u, curve = torch.linspace(0.1, 0.7, 9, dtype=torch.float64), schedule(name)
+    plain = training_times(TimeConfig.parse({"distribution": distribution}, "test"), u, curve)
+    shifted = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 2}, "test")
+    moved = training_times(shifted, u, curve)
+    torch.testing.assert_close(curve.log_snr(moved), curve.log_snr(plain) - 2, rtol=1e-9, atol=1e-9)
     assert (moved > plain).all()  # positive = more noise
 
 
 def test_shift_is_the_one_of_sd3() -> None:
-    t, s = torch.linspace(0, 1, 11, dtype=torch.float64), 3.0
-    torch.testing.assert_close(shift(t, 2 * math.log(s)), s * t / (1 + (s - 1) * t), rtol=1e-14, atol=1e-15)
+    t, s = torch.linspace(0.05, 0.95, 11, dtype=torch.float64), 3.0
+    moved = training_times(TimeConfig(log_snr_shift=2 * math.log(s)), t, RectifiedFlow())
+    torch.testing.assert_close(moved, s * t / (1 + (s - 1) * t), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
@@ -43,7 +51,7 @@ def test_shift_is_the_one_of_sd3() -> None:
 def test_times_stay_inside(distribution: str, dtype: torch.dtype) -> None:
     config = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 8.0, "std": 4}, "test")
     last = 1 - torch.finfo(dtype).eps / 2  # the largest uniform there is
-    times = config.times(torch.tensor([0.0, 1e-9, 0.5, last], dtype=dtype))
+    times = training_times(config, torch.tensor([0.0, 1e-9, 0.5, last], dtype=dtype), RectifiedFlow())
     assert times.dtype == dtype
     assert (times > 0).all() and (1 - times > MARGIN / 2).all()
     assert (times.diff() >= 0).all()

@@ -19,8 +19,9 @@ from torch import Tensor
 from atoll.ensemble.route import route
 from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy
-from atoll.flow.prediction import DATA_EDGE, Prediction, exact_range, flow_velocity
+from atoll.flow.prediction import DATA_EDGE, exact_range, flow_velocity
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, Discrete, RectifiedFlow, Schedule, VPCosine
+from atoll.flow.settings import Prediction
 
 SCHEDULES: list[Schedule] = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMCosine()]
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from atoll.base.errors import ConfigError
 from atoll.networks.checkpoint import INDEX, WEIGHTS, compare, find, take_over
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
+from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, denoiser
 
 

@@ -5,13 +5,8 @@ import torch
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.networks.families import (
-    SIZES,
-    DataShape,
-    NetworkConfig,
-    family,
-    parameter_count,
-)
+from atoll.networks.families import family, parameter_count
+from atoll.networks.settings import SIZES, DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null, random_weights
 
 LATENTS = DataShape(channels=4, size=32, classes=1000)

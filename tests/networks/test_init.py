@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
 SHAPES = {"dit": CLASSES, "pixart": TEXT, "sd3": TEXT, "flux": TEXT}

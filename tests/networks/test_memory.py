@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
+from atoll.networks.families import family, parameter_count
 from atoll.networks.flops import empty_condition
 from atoll.networks.memory import Footprint, footprint, saved_bytes
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.ema import Ema
 from helpers_networks import CLASSES, TEXT, TINY
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from atoll.base.condition import Condition
-from atoll.networks.families import DataShape
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape
 from helpers_networks import CLASSES, TEXT, conditions, noise, null, random_weights, router
 
 B = 8

@@ -21,10 +21,10 @@ from atoll.data.samples import Samples, read_labels
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
-from atoll.flow.objective import ObjectiveConfig
-from atoll.flow.prediction import Prediction
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.flow.settings import ObjectiveConfig, Prediction
+from atoll.networks.families import family
 from atoll.networks.init import initialise
+from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train

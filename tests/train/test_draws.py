@@ -9,7 +9,7 @@ from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.samples import Samples
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.train.expert import Batch, DenoiserTask, draw_batch
 from atoll.train.router import RouterTask
 from atoll.train.run import _splits

@@ -7,8 +7,9 @@ import torch
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.settings.train import GuardConfig
-from atoll.networks.families import NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.init import initialise
+from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train.ema import Ema

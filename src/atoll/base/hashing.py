@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch import Tensor
+if TYPE_CHECKING:  # settings are hashed too, and read without torch
+    from torch import Tensor
 
 
 def sha256(data: bytes) -> str:
@@ -29,21 +29,16 @@ def digest_strings(values: Iterable[str]) -> str:
     return state.hexdigest()
 
 
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+def digest_tensors(tensors: "Mapping[str, Tensor]") -> str:
     """Hex digest of named tensors: names, dtypes, shapes and bits; the order of names does not count."""
+    import numpy as np
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     state = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        raw = tensor.reshape(-1).view(dtype=_BITS[tensor.element_size()]).numpy()
+        raw = tensor.reshape(-1).view(dtype=integers[tensor.element_size()]).numpy()
         state.update(np.ascontiguousarray(raw).data)
     return state.hexdigest()
-
-
-def _bits() -> dict[int, Any]:
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_BITS = _bits()

@@ -21,12 +21,13 @@ from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import filled, published, write_part
-from atoll.flow.prediction import Prediction
 from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, spelled
+from atoll.flow.settings import Prediction
 from atoll.networks.checkpoint import Checkpoint, find, whole
-from atoll.networks.families import DataShape, Family, family, parameter_count
+from atoll.networks.families import Family, family, parameter_count
 from atoll.networks.flops import count
+from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig, acquire, new_holder
 from atoll.store.log import Log
 from atoll.store.store import Store

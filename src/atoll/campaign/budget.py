@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from atoll.base.errors import ConfigError
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import StudentConfig
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.flops import Flops, count
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 
 
 @dataclass(frozen=True)

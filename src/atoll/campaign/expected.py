@@ -11,7 +11,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
 from atoll.encoders.text import text_size
 from atoll.encoders.vae import latent_size
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 
 CLASSES = 1000
 

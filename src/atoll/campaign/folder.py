@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,11 +15,12 @@ from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.version import code_version
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
 from atoll.campaign.settings.train import PRACTICAL
-from atoll.data import partition as partitions
-from atoll.data.dataset import MANIFEST, DataSet
-from atoll.data.partition import Partition
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
+
+if TYPE_CHECKING:  # they take a second to import, which looking at a campaign does without
+    from atoll.data.dataset import DataSet
+    from atoll.data.partition import Partition
 
 SCHEMA = 1
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
@@ -102,8 +103,10 @@ class Campaign:
         with suppress(Conflict):  # somebody did the same at the same time
             self.store.create_json(STUDENT, {"schema": SCHEMA, "code": code_version(), "student": settings})
 
-    def dataset(self) -> DataSet:
+    def dataset(self) -> "DataSet":
         """The campaign's data set; `DataError` if there is none."""
+        from atoll.data.dataset import DataSet
+
         path = self.config.data_path(self.store.location)
         try:
             store = Store.open(path)
@@ -111,8 +114,10 @@ class Campaign:
             raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
         return DataSet.open(store)
 
-    def clustered(self) -> tuple[DataSet, Partition]:
+    def clustered(self) -> "tuple[DataSet, Partition]":
         """Data set and partition; `PartitionError` if they do not belong together."""
+        from atoll.data import partition as partitions
+
         dataset, made = self.dataset(), partitions.load(self.store)
         if made.about["data"] != dataset.id_hash:
             raise PartitionError(
@@ -123,7 +128,7 @@ class Campaign:
     def has_dataset(self) -> bool:
         """Whether there is a finished data set."""
         try:
-            return Store.open(self.config.data_path(self.store.location)).exists(MANIFEST)
+            return Store.open(self.config.data_path(self.store.location)).exists("manifest.json")
         except Absent:
             return False
 

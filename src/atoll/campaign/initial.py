@@ -16,7 +16,8 @@ from atoll.campaign.settings.train import RunPlan
 from atoll.ensemble.initial import describe, read_initial, write_initial
 from atoll.flow.published import trained_on
 from atoll.networks.checkpoint import Checkpoint, find, take_over
-from atoll.networks.families import NetworkConfig, family
+from atoll.networks.families import family
+from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 
 SCRATCH = "scratch"

@@ -20,10 +20,11 @@ from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.networks.checkpoint import compare
-from atoll.networks.families import DataShape, NetworkConfig, family, parameter_count
+from atoll.networks.families import family, parameter_count
 from atoll.networks.init import initialise
 from atoll.networks.pipelines import check_data
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 
 
 def make_islands(campaign: Campaign) -> Partition:

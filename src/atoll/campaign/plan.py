@@ -15,9 +15,10 @@ from atoll.campaign.budget import Share, divide, router_arguments
 from atoll.campaign.expected import Expected, row_bytes
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.networks.families import DataShape, NetworkConfig, family
+from atoll.networks.families import family
 from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
 
 OVERHEAD = 2 * 2**30
 """Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""

@@ -13,7 +13,7 @@ from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card, read_part
 from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
 from atoll.networks.checkpoint import take_over
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.data.records import Record, Reject, RowOptions, clean, to_record
+from atoll.data.records import Record, Reject, clean, to_record
+from atoll.data.settings import RowOptions
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 METADATA = ("metadata.jsonl", "metadata.csv")

@@ -11,91 +11,21 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageFont
-from pydantic import Field, field_validator
 
-from atoll.base.config import Config
-from atoll.base.errors import DataError, nearest
+from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.rng import seed_of
 from atoll.data.records import Record, Reject
-
-FACES = {
-    "DejaVuSans": "sans",
-    "DejaVuSans-Bold": "sans bold",
-    "DejaVuSans-Oblique": "sans oblique",
-    "DejaVuSans-BoldOblique": "sans bold oblique",
-    "DejaVuSerif": "serif",
-    "DejaVuSerif-Bold": "serif bold",
-    "DejaVuSerif-Italic": "serif italic",
-    "DejaVuSerif-BoldItalic": "serif bold italic",
-    "DejaVuSansMono": "mono",
-    "DejaVuSansMono-Bold": "mono bold",
-    "DejaVuSansMono-Oblique": "mono oblique",
-    "DejaVuSansMono-BoldOblique": "mono bold oblique",
-    "DejaVuSansDisplay": "sans display",
-    "DejaVuSerifDisplay": "serif display",
-    "STIXGeneral": "stix",
-    "STIXGeneralBol": "stix bold",
-    "STIXGeneralItalic": "stix italic",
-    "STIXGeneralBolIta": "stix bold italic",
-    "cmr10": "computer modern",
-    "cmb10": "computer modern bold",
-    "cmti10": "computer modern italic",
-    "cmss10": "computer modern sans",
-    "cmtt10": "computer modern typewriter",
-    "cmmi10": "computer modern math italic",
-    "cmsy10": "computer modern calligraphic",
-}
-"""File name and description of every face; the rest of matplotlib's hold bits of brackets, or no names."""
-
-PRESETS = {
-    "core": [
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-Oblique",
-        "DejaVuSerif",
-        "DejaVuSerif-Bold",
-        "DejaVuSerif-Italic",
-        "DejaVuSansMono",
-        "DejaVuSansMono-Bold",
-    ],
-    "dejavu": [name for name in FACES if name.startswith("DejaVu")],
-    "all": list(FACES),
-}
+from atoll.data.settings import FACES, PRESETS, GlyphOptions
 
 CANVAS = 64
 """Height and width of a rendered picture in pixels; the ingest resizes it."""
 _LARGEST, _SMALLEST, _SIZE = 54.0, 26.0, 52.0
 _SAME_LETTER = {0x2206: 0x0394, 0x2126: 0x03A9, 0x00B5: 0x03BC}
 """Names that Adobe's list gives to signs that look like Greek letters, and the letters."""
-
-
-class GlyphOptions(Config):
-    """Which pictures the source `glyphs` draws."""
-
-    faces: str | list[str] = "core"
-    """A preset (core: 8 faces, dejavu: 14, all: 25) or names of matplotlib's font files without `.ttf`."""
-    characters: Literal["basic", "letters", "all"] = "letters"
-    """basic: A-Z, a-z, 0-9, Greek and Russian; letters: every Latin, Greek and Cyrillic letter and 0-9;
-    all: every named sign."""
-    limit: int | None = Field(default=None, ge=1)
-    """At most so many pictures: whole characters, drawn by the seed from all alphabets, in every face."""
-    seed: int = 0
-    """Chooses the characters where there is a limit."""
-
-    @field_validator("faces")
-    @classmethod
-    def _known(cls, value: str | list[str]) -> str | list[str]:
-        known = PRESETS if isinstance(value, str) else FACES
-        for name in [value] if isinstance(value, str) else value:
-            if name not in known:
-                raise ValueError(f"there are no faces {name!r}; {nearest(name, known)}")
-        if not value:
-            raise ValueError("name at least one face")
-        return value
 
 
 class _Glyph(NamedTuple):

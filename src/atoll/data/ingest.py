@@ -15,7 +15,6 @@ from typing import Any, Literal
 import pyarrow as pa
 import torch
 from PIL import Image
-from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
@@ -28,28 +27,13 @@ from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.files import SCHEMA, Shard, is_valid, join, read_versioned, versioned
 from atoll.data.images import ImageWriter, safe_id
 from atoll.data.records import Record, Reject, Source, clean
-from atoll.data.sources import SourceOptions
+from atoll.data.settings import IngestConfig
 from atoll.store.manifest import FileEntry, write_file
 from atoll.store.store import Store
 
 Mode = Literal["rgb", "gray"]
 Progress = Callable[[int, int], None]
 _STATE, _REJECTS = "ingest.json", "rejects.jsonl"
-
-
-class IngestConfig(SourceOptions):
-    """How a source becomes a data set; the options of the source are among these settings."""
-
-    size: int = Field(default=256, ge=1, le=8192)
-    """Height and width of the pictures in pixels: the central square is resized to it."""
-    mode: Literal["rgb", "gray", "auto"] = "auto"
-    """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
-    heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the groups that is held out from training; at least one group unless it is 0."""
-    shard_rows: int = Field(default=1024, ge=1)
-    """Positions of the source that one shard takes up."""
-    seed: int = 0
-    """Chooses the held-out groups."""
 
 
 class _State(Config):

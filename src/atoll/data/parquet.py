@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.data.records import Record, Reject, RowOptions, clean, to_record
+from atoll.data.records import Record, Reject, clean, to_record
+from atoll.data.settings import RowOptions
 
 _BATCH = 32
 """Rows that are in memory at a time."""

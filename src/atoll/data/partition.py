@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from atoll.base.config import Config
 from atoll.base.errors import PartitionError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
@@ -20,27 +18,11 @@ from atoll.base.rng import generator, seed_of
 from atoll.data import cluster
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.settings import PartitionConfig
 from atoll.store.store import Store
 
 SCHEMA = 1
 CATCH_ALL = 0.4  # share of the rows above which a cluster is reported as a catch-all
-
-
-class PartitionConfig(Config):
-    """How the data set is cut into clusters."""
-
-    method: Literal["kmeans", "random"] = "kmeans"
-    """`kmeans` on features, or `random` as the comparison."""
-    k: int = Field(default=8, ge=1)
-    """Number of clusters, and of experts."""
-    fine: int = Field(default=1024, ge=1)
-    """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""
-    encoder: str = "facebook/dinov2-base"
-    """Vision encoder whose features decide."""
-    encoder_size: int | None = None
-    """Side in pixels that the encoder sees; its own default if not set."""
-    fit_rows: int = Field(default=1_000_000, ge=1)
-    """Most rows that the k-means is fitted on; the rest is assigned."""
 
 
 @dataclass(frozen=True)

@@ -6,50 +6,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from atoll.base.config import Config
-from atoll.base.errors import DataError
-
-CAPTIONS = ("text", "caption", "prompt")
-"""Names of the caption's column, where none is given; the first that is there counts."""
-
-
-class RowOptions(Config):
-    """Which columns of a source mean what."""
-
-    caption: str | None = None
-    """Column of the caption; without it text, caption or prompt, or, where there is none of them and
-    `label` is set, the label written as a number is the caption."""
-    group: str | None = None
-    """Column of the group: rows of one group fall into the same split. Without it, equal pictures do."""
-    label: str | None = None
-    """Column of the class label, an integer; a negative one means none."""
-    id: str | None = None
-    """Column of the id; without it the place in the source is the id."""
-    licence: str = "not stated"
-    """Licence of the data, written into the manifest."""
-
-    def resolve(self, found: Sequence[str], where: str) -> "RowOptions":
-        """The same with the caption's column filled in; `DataError` if a column is not there.
-
-        It stays None where there is no such column and the label is the caption.
-        """
-        for name in (self.caption, self.group, self.label, self.id):
-            if name is not None and name not in found:
-                raise DataError(f"{where} has no column {name!r}", f"it has {_listed(found)}")
-        caption = self.caption or next((name for name in CAPTIONS if name in found), None)
-        if caption is None and self.label is None:
-            what = f"{where} has the columns {_listed(found)}, but none of {', '.join(CAPTIONS)}"
-            raise DataError(
-                what, "say with `caption` which one holds the captions, or with `label` the class labels"
-            )
-        return self.model_copy(update={"caption": caption})
-
-    def resolve_all(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
-        """Resolved for tables (name and columns) that are read alike; `DataError` if one lacks a column."""
-        options = self
-        for where, found in [*tables, *tables[:1]]:  # the first may lack the caption that a later one has
-            options = options.resolve(found, where)
-        return options
+from atoll.data.settings import RowOptions
 
 
 @dataclass(frozen=True)

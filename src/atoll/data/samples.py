@@ -1,7 +1,6 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
-from atoll.networks.families import DataShape
-
-ConditionKind = Literal["text", "class", "none"]
+from atoll.data.settings import ConditionKind
+from atoll.networks.settings import DataShape
 
 
 class Samples:

@@ -4,22 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from atoll.base.errors import DataError
 from atoll.data.folder import FolderSource
-from atoll.data.glyphs import GlyphOptions, GlyphSource
+from atoll.data.glyphs import GlyphSource
 from atoll.data.parquet import ParquetSource
-from atoll.data.records import Record, Reject, RowOptions, Source
-
-__all__ = ["Record", "Reject", "Source", "SourceOptions", "open_source"]
-
-
-class SourceOptions(RowOptions):
-    """How a source is read."""
-
-    glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
-    """Which pictures the source `glyphs` draws."""
+from atoll.data.records import Source
+from atoll.data.settings import SourceOptions
 
 
 def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | None = None) -> Source:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from atoll.base.config import Config
 from atoll.base.errors import PartitionError
-from atoll.flow.prediction import Prediction
+from atoll.flow.settings import Prediction
 
 SCHEMA = 1
 

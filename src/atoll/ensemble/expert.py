@@ -13,8 +13,9 @@ from atoll.base.condition import Condition
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import SCHEMA, Card
-from atoll.flow.prediction import Prediction, flow_velocity
+from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
+from atoll.flow.settings import Prediction
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.router import Router

@@ -16,7 +16,7 @@ from atoll.base.errors import StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert, filled, read_card, read_config, settings_of
-from atoll.flow.prediction import Prediction
+from atoll.flow.settings import Prediction
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.store.store import Absent, Store

@@ -6,37 +6,11 @@ depend on nothing but its position in the run.
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, field_validator
 from torch import Tensor
 
 from atoll.base.condition import Condition
-from atoll.base.config import Config
-from atoll.base.errors import ConfigError
-from atoll.flow.prediction import Prediction
-from atoll.flow.schedule import Schedule, expand, schedule, spelled
-from atoll.flow.timesteps import TimeConfig
-
-
-class ObjectiveConfig(Config):
-    """What a denoiser predicts, at which times, and how often without its condition."""
-
-    schedule: str = "rectified-flow"
-    """How data and noise are mixed: rectified-flow, vp-cosine, ddpm-linear, ddpm-scaled-linear, ddpm-cosine;
-    the last three also with numbers of their own, as in `ddpm-linear(1000, 0.0001, 0.02)`."""
-    prediction: Prediction = "v"
-    """What the network gives."""
-    time: TimeConfig = TimeConfig()
-    """Distribution of the training times."""
-    condition_dropout: float = Field(default=0.1, ge=0, le=1)
-    """Probability of training on the null condition (classifier-free guidance, arXiv 2207.12598)."""
-
-    @field_validator("schedule")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        try:
-            return spelled(schedule(name))
-        except ConfigError as error:
-            raise ValueError(str(error)) from None  # so that the message names the setting
+from atoll.flow.schedule import Schedule, expand
+from atoll.flow.settings import Prediction
 
 
 def noisy(

@@ -6,16 +6,14 @@ sample, computed in float64 whatever the dtype of the images.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand
+from atoll.flow.settings import Prediction
 
-Prediction = Literal["v", "eps", "x0", "score"]
 Predict = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -62,22 +60,6 @@ def same_snr_time(t: Float[Tensor, "B"], source: Schedule, target: Schedule) -> 
     return t if source == target else target.time_of_log_snr(source.log_snr(t))
 
 
-def same_snr_state(
-    x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], source: Schedule, target: Schedule
-) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B"]]:
-    """The same x0 and eps as another schedule would mix them: `(x_tau, tau)`.
-
-    Exact where `target` reaches the SNR. Outside, tau is the end of its range, and the scale keeps
-    what dominates: the data at the data end, the noise at the noise end.
-    """
-    if source == target:
-        return x_t, t
-    now = t.double()
-    tau = same_snr_time(now, source, target)
-    return x_t * _like(_rescale(now, tau, source, target), x_t), tau.to(t.dtype)
-
-
-@lru_cache(maxsize=64)
 def exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, float]:
     """The rectified-flow times between which `flow_velocity` is exact for such a network.
 

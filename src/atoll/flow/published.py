@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.base.errors import ConfigError
-from atoll.flow.prediction import Prediction
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, DDPMScaledLinear, Schedule, spelled
+from atoll.flow.settings import Prediction
 
 # What every scheduler class of diffusers takes where its file says nothing.
 _USUAL: dict[str, Any] = {

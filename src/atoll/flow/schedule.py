@@ -13,15 +13,14 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, nearest
-
-ScheduleName = Literal["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine"]
+from atoll.flow.settings import ScheduleName
 
 
 def expand(t: Float[Tensor, "B"], x: Float[Tensor, "B ..."]) -> Float[Tensor, "B ..."]:

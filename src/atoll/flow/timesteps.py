@@ -1,43 +1,28 @@
 """At which times a network is trained: a distribution over t, as a pure function of uniforms."""
 
-import math
-from typing import Literal
-
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
-from atoll.base.config import Config
+from atoll.flow.schedule import Schedule
+from atoll.flow.settings import TimeConfig
 
 MARGIN = 1e-5
 """Times stay this far from 0 and 1: both t and 1 - t are then sound in float32."""
 
 
-class TimeConfig(Config):
-    """The distribution of training times."""
+def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule) -> Float[Tensor, "B"]:
+    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF.
 
-    distribution: Literal["uniform", "logit-normal"] = "uniform"
-    """"uniform" on (0, 1), or "logit-normal": logit(t) ~ N(mean, std^2) (SD3, arXiv 2403.03206)."""
-    mean: float = 0.0
-    """Mean of logit(t), for logit-normal; positive = more noise."""
-    std: float = Field(default=1.0, gt=0)
-    """Standard deviation of logit(t), for logit-normal."""
-    log_snr_shift: float = 0.0
-    """How much log-SNR (nats) is taken away; positive = more noise. SD3's shift s is 2 log s of it."""
-
-    def times(self, u: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """Training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF of uniforms `u (B,)` in [0, 1)."""
-        t = u.double()
-        if self.distribution == "logit-normal":
-            t = torch.sigmoid(self.mean + self.std * torch.special.ndtri(t))
-        return shift(t, self.log_snr_shift).clamp(MARGIN, 1 - MARGIN).to(u.dtype)
-
-
-def shift(t: Float[Tensor, "B"], log_snr_shift: float) -> Float[Tensor, "B"]:
-    """Rectified-flow times moved to a log-SNR lower by `log_snr_shift` (nats); 0 changes nothing.
-
-    logit(t) grows by half of it: `t -> s t / (1 + (s - 1) t)` with `s = exp(log_snr_shift / 2)`, SD3's shift.
+    Args:
+        config: the distribution.
+        u: one uniform per sample.
+        schedule: whose time it is; the shift is one of its log-SNR, whatever its curves.
     """
-    s = math.exp(log_snr_shift / 2)
-    return s * t / (1 + (s - 1) * t)
+    t = u.double()
+    if config.distribution == "logit-normal":
+        t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))
+    if config.log_snr_shift:
+        inside = t.clamp(MARGIN, 1 - MARGIN)  # the log-SNR of some schedules is infinite at the ends
+        t = schedule.time_of_log_snr(schedule.log_snr(inside) - config.log_snr_shift)
+    return t.clamp(MARGIN, 1 - MARGIN).to(u.dtype)

@@ -27,7 +27,7 @@ from atoll.measure.compare import Conditions, cost, draw, drawn_conditions
 from atoll.measure.judge import Judge
 from atoll.measure.pairs import Kept
 from atoll.measure.points import Points, Row
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from atoll.measure.nearest import Copies, leaders, two_nearest
 from atoll.measure.stability import stability
 from atoll.measure.streams import Table, to_csv
 from atoll.measure.usage import by_strategy, switches, usage
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 
 RESULT = "reports/diagnostics.json"
 FOLDER = "reports/diagnostics"

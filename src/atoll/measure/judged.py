@@ -21,7 +21,7 @@ from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.model import Model, read_manifest
 from atoll.measure.compare import Conditions, drawn_conditions
 from atoll.measure.pictures import Batch, Folder, Rows
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 from atoll.store.location import is_url
 from atoll.store.store import Store
 

@@ -6,83 +6,16 @@ which shapes it gets silently wrong. Nothing here trains or samples.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-
-FamilyName = Literal["dit", "pixart", "sd3", "flux"]
-
-# depth, heads, width of a head. nano is for a CPU; S, B, XL are the published DiT sizes
-# (arXiv 2212.09748, table 1), which PixArt shares; 2B is SD3 medium (arXiv 2403.03206);
-# 3B is the paper's MMDiT (arXiv 2501.05450).
-SIZES: dict[str, tuple[int, int, int]] = {
-    "nano": (6, 3, 48),
-    "micro": (6, 4, 48),
-    "tiny": (8, 4, 64),
-    "S": (12, 6, 64),
-    "B": (12, 12, 64),
-    "XL": (28, 16, 72),
-    "2B": (24, 24, 64),
-    "3B": (30, 20, 128),
-}
-
-
-class NetworkConfig(Config):
-    """Which denoiser, how large. The image shape comes from the data."""
-
-    family: FamilyName = "pixart"
-    """`dit` (class labels or none), `pixart` (text), `sd3` or `flux` (text as tokens beside those of x_t)."""
-    size: str = "nano"
-    """Preset: nano, micro, tiny, S, B, XL, 2B, 3B."""
-    patch: int = Field(default=2, ge=1)
-    """Side of a patch, in latent pixels."""
-    depth: int | None = Field(default=None, ge=1)
-    """Number of blocks, in place of the preset's."""
-    heads: int | None = Field(default=None, ge=1)
-    """Number of attention heads, in place of the preset's."""
-    head_width: int | None = Field(default=None, ge=1)
-    """Width of one head, in place of the preset's."""
-    init: str = "scratch"
-    """`scratch` (the family's published initialisation), or a diffusers checkpoint to start from: a folder,
-    relative to that of campaign.yaml, or a hub name. What does not fit is drawn as from scratch."""
-
-    def dimensions(self) -> tuple[int, int, int]:
-        """Depth, heads and width of a head."""
-        if self.size not in SIZES:
-            raise ConfigError(f"unknown network size {self.size!r}", nearest(self.size, SIZES))
-        depth, heads, width = SIZES[self.size]
-        return self.depth or depth, self.heads or heads, self.head_width or width
-
-    def architecture(self) -> tuple[Any, ...]:
-        """What decides names and shapes of the weights, given the data."""
-        return self.family, self.dimensions(), self.patch
-
-
-@dataclass(frozen=True)
-class DataShape:
-    """What a network must fit: the latents' shape and the conditions' size.
-
-    Attributes:
-        channels: C of a latent.
-        size: H = W of a latent.
-        text_width: D of the text states, 0 without text.
-        text_length: L that text states are padded to, 0 without text.
-        classes: number of class labels, 0 without labels.
-    """
-
-    channels: int
-    size: int
-    text_width: int = 0
-    text_length: int = 0
-    classes: int = 0
+from atoll.networks.settings import DataShape, FamilyName, NetworkConfig
 
 
 class Family:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.base.condition import Condition
-from atoll.networks.families import DataShape
+from atoll.networks.settings import DataShape
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from atoll.base.condition import Condition
-from atoll.networks.families import DataShape, parameter_count
+from atoll.networks.families import parameter_count
 from atoll.networks.flops import empty_condition
+from atoll.networks.settings import DataShape
 
 # Bytes per parameter, all float32: autocast keeps the weights as they are.
 WEIGHTS, GRADIENTS, MOMENTS, EMA = 4, 4, 8, 4

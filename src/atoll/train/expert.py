@@ -22,6 +22,7 @@ from atoll.ensemble.expert import Expert, bound_of, write_part
 from atoll.ensemble.integrate import sample, starting_noise
 from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
+from atoll.flow.timesteps import training_times
 from atoll.networks.families import family
 from atoll.store.store import Store
 from atoll.train.publish import card_of
@@ -71,7 +72,8 @@ def draw_batch(samples: Samples, order: Order, recipe: Recipe, positions: range)
         uniforms(seed, "dropout", where),
         recipe.objective.condition_dropout,
     )
-    t = recipe.objective.time.times(uniforms(seed, "time", where))
+    objective = recipe.objective
+    t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
     return Batch(x0, cond, normals(seed, "noise", where, x0.shape[1:]), t), index
 
 

@@ -23,8 +23,8 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published
-from atoll.flow.objective import ObjectiveConfig
-from atoll.networks.families import DataShape
+from atoll.flow.settings import ObjectiveConfig
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask
 from atoll.train.expert import DenoiserTask

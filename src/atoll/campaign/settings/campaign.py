@@ -10,16 +10,13 @@ from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrainConfig
-from atoll.data.ingest import IngestConfig
-from atoll.data.partition import PartitionConfig
-from atoll.data.samples import ConditionKind
+from atoll.data.settings import ConditionKind, IngestConfig, PartitionConfig
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
-from atoll.flow.objective import ObjectiveConfig
-from atoll.flow.timesteps import TimeConfig
-from atoll.networks.families import NetworkConfig, family
+from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.networks.pipelines import check_settings
+from atoll.networks.settings import TAKES_TEXT, NetworkConfig
 from atoll.store.location import resolve
 
 
@@ -164,7 +161,7 @@ class CampaignConfig(Config):
                 raise ConfigError(
                     f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
                 )
-            if family(network.family).takes_text != (self.condition == "text"):
+            if TAKES_TEXT[network.family] != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
                     "use pixart, sd3 or flux for text, dit for class or none",

@@ -9,7 +9,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 from atoll.ensemble.routing import Routing, RoutingField
 from atoll.ensemble.settings import Residency
-from atoll.flow.objective import ObjectiveConfig
+from atoll.flow.settings import ObjectiveConfig
 from atoll.store.lease import LeaseConfig
 
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))

@@ -1,0 +1,163 @@
+"""How a data set is made and cut, as settings. Imports nothing that reads pictures or numbers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import DataError, nearest
+
+ConditionKind = Literal["text", "class", "none"]
+CAPTIONS = ("text", "caption", "prompt")
+"""Names of the caption's column, where none is given; the first that is there counts."""
+FACES = {
+    "DejaVuSans": "sans",
+    "DejaVuSans-Bold": "sans bold",
+    "DejaVuSans-Oblique": "sans oblique",
+    "DejaVuSans-BoldOblique": "sans bold oblique",
+    "DejaVuSerif": "serif",
+    "DejaVuSerif-Bold": "serif bold",
+    "DejaVuSerif-Italic": "serif italic",
+    "DejaVuSerif-BoldItalic": "serif bold italic",
+    "DejaVuSansMono": "mono",
+    "DejaVuSansMono-Bold": "mono bold",
+    "DejaVuSansMono-Oblique": "mono oblique",
+    "DejaVuSansMono-BoldOblique": "mono bold oblique",
+    "DejaVuSansDisplay": "sans display",
+    "DejaVuSerifDisplay": "serif display",
+    "STIXGeneral": "stix",
+    "STIXGeneralBol": "stix bold",
+    "STIXGeneralItalic": "stix italic",
+    "STIXGeneralBolIta": "stix bold italic",
+    "cmr10": "computer modern",
+    "cmb10": "computer modern bold",
+    "cmti10": "computer modern italic",
+    "cmss10": "computer modern sans",
+    "cmtt10": "computer modern typewriter",
+    "cmmi10": "computer modern math italic",
+    "cmsy10": "computer modern calligraphic",
+}
+"""File name and description of every face; the rest of matplotlib's hold bits of brackets, or no names."""
+
+PRESETS = {
+    "core": [
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+        "DejaVuSerif-Italic",
+        "DejaVuSansMono",
+        "DejaVuSansMono-Bold",
+    ],
+    "dejavu": [name for name in FACES if name.startswith("DejaVu")],
+    "all": list(FACES),
+}
+
+
+class RowOptions(Config):
+    """Which columns of a source mean what."""
+
+    caption: str | None = None
+    """Column of the caption; without it text, caption or prompt, or, where there is none of them and
+    `label` is set, the label written as a number is the caption."""
+    group: str | None = None
+    """Column of the group: rows of one group fall into the same split. Without it, equal pictures do."""
+    label: str | None = None
+    """Column of the class label, an integer; a negative one means none."""
+    id: str | None = None
+    """Column of the id; without it the place in the source is the id."""
+    licence: str = "not stated"
+    """Licence of the data, written into the manifest."""
+
+    def resolve(self, found: Sequence[str], where: str) -> "RowOptions":
+        """The same with the caption's column filled in; `DataError` if a column is not there.
+
+        It stays None where there is no such column and the label is the caption.
+        """
+        for name in (self.caption, self.group, self.label, self.id):
+            if name is not None and name not in found:
+                raise DataError(f"{where} has no column {name!r}", f"it has {_listed(found)}")
+        caption = self.caption or next((name for name in CAPTIONS if name in found), None)
+        if caption is None and self.label is None:
+            what = f"{where} has the columns {_listed(found)}, but none of {', '.join(CAPTIONS)}"
+            raise DataError(
+                what, "say with `caption` which one holds the captions, or with `label` the class labels"
+            )
+        return self.model_copy(update={"caption": caption})
+
+    def resolve_all(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
+        """Resolved for tables (name and columns) that are read alike; `DataError` if one lacks a column."""
+        options = self
+        for where, found in [*tables, *tables[:1]]:  # the first may lack the caption that a later one has
+            options = options.resolve(found, where)
+        return options
+
+
+class GlyphOptions(Config):
+    """Which pictures the source `glyphs` draws."""
+
+    faces: str | list[str] = "core"
+    """A preset (core: 8 faces, dejavu: 14, all: 25) or names of matplotlib's font files without `.ttf`."""
+    characters: Literal["basic", "letters", "all"] = "letters"
+    """basic: A-Z, a-z, 0-9, Greek and Russian; letters: every Latin, Greek and Cyrillic letter and 0-9;
+    all: every named sign."""
+    limit: int | None = Field(default=None, ge=1)
+    """At most so many pictures: whole characters, drawn by the seed from all alphabets, in every face."""
+    seed: int = 0
+    """Chooses the characters where there is a limit."""
+
+    @field_validator("faces")
+    @classmethod
+    def _known(cls, value: str | list[str]) -> str | list[str]:
+        known = PRESETS if isinstance(value, str) else FACES
+        for name in [value] if isinstance(value, str) else value:
+            if name not in known:
+                raise ValueError(f"there are no faces {name!r}; {nearest(name, known)}")
+        if not value:
+            raise ValueError("name at least one face")
+        return value
+
+
+class SourceOptions(RowOptions):
+    """How a source is read."""
+
+    glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
+    """Which pictures the source `glyphs` draws."""
+
+
+class IngestConfig(SourceOptions):
+    """How a source becomes a data set; the options of the source are among these settings."""
+
+    size: int = Field(default=256, ge=1, le=8192)
+    """Height and width of the pictures in pixels: the central square is resized to it."""
+    mode: Literal["rgb", "gray", "auto"] = "auto"
+    """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
+    heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Share of the groups that is held out from training; at least one group unless it is 0."""
+    shard_rows: int = Field(default=1024, ge=1)
+    """Positions of the source that one shard takes up."""
+    seed: int = 0
+    """Chooses the held-out groups."""
+
+
+class PartitionConfig(Config):
+    """How the data set is cut into clusters."""
+
+    method: Literal["kmeans", "random"] = "kmeans"
+    """`kmeans` on features, or `random` as the comparison."""
+    k: int = Field(default=8, ge=1)
+    """Number of clusters, and of experts."""
+    fine: int = Field(default=1024, ge=1)
+    """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""
+    encoder: str = "facebook/dinov2-base"
+    """Vision encoder whose features decide."""
+    encoder_size: int | None = None
+    """Side in pixels that the encoder sees; its own default if not set."""
+    fit_rows: int = Field(default=1_000_000, ge=1)
+    """Most rows that the k-means is fitted on; the rest is assigned."""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "") or "no columns"
