@@ -305,7 +305,7 @@ def test_damaged_weights_are_refused(seeded: Path, tmp_path: Path) -> None:
         ({"network": "00" * 32}, "was made for another network than this run's"),
         ({"kind": "checkpoint"}, "was made for another start than this run's"),
         ({"weights_sha256": "00" * 32}, f"{WEIGHTS} is not what init.json says"),
-        ({"schema_version": 2}, "init.json has schema 2: this Atoll reads 1"),
+        ({"format": "atoll/initial-weights 2"}, "init.json is of atoll/initial-weights 2, this Atoll reads"),
     ],
 )
 def test_weights_of_another_run_are_refused(

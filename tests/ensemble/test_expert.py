@@ -181,8 +181,8 @@ def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     write(store, "a")
     path = tmp_path / "a/card.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
-    with pytest.raises(StoreError, match="schema 99"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "atoll/card 99"}))
+    with pytest.raises(StoreError, match="is of atoll/card 99, this Atoll reads atoll/card 1"):
         read_card(store, "a")
 
 

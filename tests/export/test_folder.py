@@ -448,7 +448,7 @@ DAMAGE = {
     "no manifest": (lambda f: (f / "ensemble.json").unlink(), "not complete"),
     "no model index": (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
     "a newer manifest": (lambda f: edit_json(f / "ensemble.json", schema=9), "schema 9"),
-    "a newer card": (lambda f: edit_json(f / "experts/0/card.json", schema_version=9), "schema 9"),
+    "a newer card": (lambda f: edit_json(f / "experts/0/card.json", format="atoll/card 9"), "card 9"),
     "another card": (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
     "another place": (
         lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1/card.json"),

@@ -84,7 +84,7 @@ def task_of(
 ) -> DistillTask:
     """The student's task on the data of a partitioned campaign."""
     campaign = Campaign.open(folder)
-    plan = RunPlan.parse(campaign.store.get_json("student/island.json"), "a test")
+    plan = RunPlan.read(campaign.store, "student/island.json")
     plan = plan.model_copy(update={key: changes[key] for key in ("steps", "batch") if key in changes})
     dataset, shape = DataSet.open(campaign.store, "student/data"), DataShape(**plan.shape)
     settings = campaign.config.network

@@ -22,7 +22,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 
 def parts(campaign: Campaign, folder: str = "islands/0") -> tuple[Recipe, Samples, Samples, DataSet]:
-    plan = RunPlan.parse(campaign.store.get_json(f"{folder}/island.json"), "")
+    plan = RunPlan.read(campaign.store, f"{folder}/island.json")
     dataset = DataSet.open(campaign.store, f"{folder}/data")
     config = campaign.config
     recipe = Recipe(objective=config.objective, train=config.train, network={}, plan=plan)

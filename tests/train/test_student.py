@@ -80,9 +80,7 @@ def test_a_student_is_added_to_a_campaign_that_began_without_one(
     assert (folder / "campaign.json").read_bytes() == frozen
     campaign = Campaign.open(folder)  # which knows it now, without being told again
     assert campaign.config.student is not None and campaign.config.student.step_share == 0.5
-    made, monolith = (
-        RunPlan.parse(before.store.get_json(f"{role}/island.json"), role) for role in ("student", "monolith")
-    )
+    made, monolith = (RunPlan.read(before.store, f"{role}/island.json") for role in ("student", "monolith"))
     assert (made.rows, made.shape) == (monolith.rows, monolith.shape)
     files = [
         json.loads((folder / role / "data/manifest.json").read_text()) for role in ("student", "monolith")

@@ -113,7 +113,7 @@ def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
         raise PartitionError(f"there is an expert {number} already", fix)
     if any(entry["kind"] == "commit" for entry in Log(store.sub("run"), "").entries()):
         raise PartitionError(f"expert {number} has begun to train", fix)
-    return store, RunPlan.parse(campaign.store.get_json(key), key)
+    return store, RunPlan.read(campaign.store, key)
 
 
 def _family(found: Checkpoint, condition: str) -> Family:

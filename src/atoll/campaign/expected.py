@@ -76,7 +76,7 @@ def _partitioned(campaign: Campaign) -> Expected:
     store, plans = campaign.store, []
     for number in range(campaign.config.partition.k):
         name = f"{run_folder('expert', number)}/island.json"
-        plans.append(RunPlan.parse(store.get_json(name), name))
+        plans.append(RunPlan.read(store, name))
     shape, sizes = DataShape(**plans[0].shape), [plan.rows for plan in plans]
     stored = []
     for number, plan in enumerate(plans):

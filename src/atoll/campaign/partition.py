@@ -64,7 +64,7 @@ def _add_student(campaign: Campaign, made: Partition) -> None:
     """The student's folder, in a campaign that was partitioned without one."""
     store, config = campaign.store, campaign.config
     parts = [DataSet.open(store, f"{run_folder('expert', number)}/data") for number in range(made.k)]
-    shape = DataShape(**RunPlan.parse(store.get_json("islands/0/island.json"), "island.json").shape)
+    shape = DataShape(**RunPlan.read(store, "islands/0/island.json").shape)
     budget = divide(config, shape, made.sizes)
     assert budget.student is not None
     plans = _Plans(campaign, made, shape, Checkpoints(store.location))
@@ -171,8 +171,7 @@ class _Plans:
             forward_flops=share.flops.forward,
             shape=vars(self.shape),
         )
-        content = plan.model_dump(exclude={"init_origin"})  # known only when the run starts
-        self.campaign.store.put_json(f"{folder}/island.json", content)
+        self.campaign.store.put_json(f"{folder}/island.json", plan.to_json())
 
     def _check_pretrain(self, initial: torch.nn.Module, settings: NetworkConfig, island: int | None) -> None:
         """Tell before shared pretraining is trained that an expert could take nothing over from it."""

@@ -31,7 +31,7 @@ def hand_over(campaign: Campaign) -> None:
     waiting = []
     for number in range(campaign.config.partition.k):
         run = campaign.store.sub(f"islands/{number}")
-        plan = RunPlan.parse(run.get_json("island.json"), f"islands/{number}/island.json")
+        plan = RunPlan.read(run, "island.json")
         if plan.partition != card.partition:
             raise PartitionError(
                 f"pretrain/ in {campaign.store.location} is of another partition than expert {number}",

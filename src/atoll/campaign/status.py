@@ -236,7 +236,7 @@ class _Observed:
     def _look(self, now: float) -> RunStatus:
         store, key = self.campaign.store, f"{self.folder}/island.json"
         if self.plan is None and store.exists(key):
-            self.plan = RunPlan.parse(store.get_json(key), key)
+            self.plan = RunPlan.read(store, key)
         status = self.blank
         if self.plan is not None:
             flops = self.plan.train_flops

@@ -2,18 +2,15 @@
 
 from typing import Any, Literal
 
-from atoll.base.config import Config
 from atoll.base.errors import PartitionError
+from atoll.base.format import File
 from atoll.flow.settings import Prediction
 
-SCHEMA = 1
 
-
-class Card(Config):
+class Card(File):
     """`card.json` beside the weights of an expert, a router, a monolith, a seed or a student."""
 
-    schema_version: int = SCHEMA
-    """Version of this file's format."""
+    FORMAT, PLACE, REMEDY = "atoll/card", "ROLE/expert/card.json", "publish it again, or export it again"
     role: Literal["expert", "router", "monolith", "pretrain", "student"]
     """What the network is for."""
     island: int | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest, digest_tensors
-from atoll.ensemble.card import SCHEMA, Card
+from atoll.ensemble.card import Card
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
@@ -114,7 +114,7 @@ def write_part(
     store.put(f"{prefix}/{WEIGHTS}", data)
     if digest_tensors(load_tensors(store.get(f"{prefix}/{WEIGHTS}"))) != card.weights_sha256:
         raise StoreError(f"{store.name(prefix)}/{WEIGHTS} reads back differently", "check the disk")
-    store.create_json(f"{prefix}/card.json", card.model_dump())
+    store.create_json(f"{prefix}/card.json", card.to_json())
 
 
 def settings_of(network: nn.Module) -> dict[str, Any]:
@@ -153,11 +153,7 @@ def read_config(store: Store, prefix: str, card: Card) -> dict[str, object]:
 
 def read_card(store: Store, prefix: str) -> Card:
     """The card of a published network; `StoreError` if there is none or of another version."""
-    content = store.get_json(f"{prefix}/card.json")
-    schema = content.get("schema_version") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise StoreError(f"{prefix}/card.json has schema {schema}", f"this Atoll reads {SCHEMA}")
-    return Card.parse(content, f"{prefix}/card.json")
+    return Card.read(store, f"{prefix}/card.json")
 
 
 def published(store: Store, prefix: str) -> bool:

@@ -7,24 +7,23 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from atoll.base.config import Config
 from atoll.base.errors import PartitionError, StoreError
+from atoll.base.format import File
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.expert import settings_of
 from atoll.networks.checkpoint import WEIGHTS, Fit, take_over
 from atoll.store.manifest import FileEntry, publish, read_published
 from atoll.store.store import Conflict, Store, to_json
 
-SCHEMA = 1
 FOLDER, MANIFEST = "init", "init.json"
 Kind = Literal["checkpoint", "pretrain", "experts"]
 
 
-class Initial(Config):
+class Initial(File):
     """`init/init.json`: where the initial weights come from and what they are for."""
 
-    schema_version: int = SCHEMA
-    """Version of this file's format."""
+    FORMAT, PLACE = "atoll/initial-weights", "ROLE/init/init.json"
+    REMEDY = "put back the one that the partition or shared pretraining laid there"
     kind: Kind
     """`checkpoint`, `pretrain` or `experts`."""
     origin: dict[str, Any]
@@ -85,7 +84,9 @@ def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
             WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
         }
         with suppress(Conflict):  # somebody did the same at the same time
-            publish(store, FOLDER, blobs, MANIFEST, initial.model_dump(exclude={"files"}))
+            publish(
+                store, FOLDER, blobs, MANIFEST, {k: v for k, v in initial.to_json().items() if k != "files"}
+            )
     found = read_manifest(store)
     if found.model_copy(update={"files": []}) != initial:
         raise StoreError(
@@ -96,12 +97,7 @@ def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
 
 def read_manifest(store: Store) -> Initial:
     """`init/init.json` of a run's folder; `StoreError` if there is none or of another version."""
-    key = f"{FOLDER}/{MANIFEST}"
-    content = store.get_json(key)
-    schema = content.get("schema_version") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise StoreError(f"{store.name(key)} has schema {schema}", f"this Atoll reads {SCHEMA}")
-    return Initial.parse(content, store.name(key))
+    return Initial.read(store, f"{FOLDER}/{MANIFEST}")
 
 
 def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -> Initial:

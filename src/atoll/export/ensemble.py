@@ -115,7 +115,7 @@ def _copy_parts(
             shutil.rmtree(folder)
     names = ["router", *(f"experts/{number}" for number in chosen)]
     written = Store.open(root)
-    return {n: Card.parse(written.get_json(posixpath.join(n, "card.json")), f"{n}/card.json") for n in names}
+    return {n: Card.read(written, posixpath.join(n, "card.json")) for n in names}
 
 
 def copy_encoders(

@@ -99,7 +99,7 @@ def save_part(folder: Path, network: nn.Module, card: Card) -> Card:
     (folder / CONFIG).write_bytes(to_json(settings))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     as_others_are(folder)
-    (folder / CARD).write_bytes(to_json(card.model_dump()))
+    (folder / CARD).write_bytes(to_json(card.to_json()))
     return card
 
 

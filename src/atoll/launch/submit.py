@@ -118,7 +118,7 @@ def _run(
     gpus = sky.gpus(place.sky.accelerators) if target == "sky" and place.gpus is None else place.gpus
     memory, work = BASE_MEMORY, 0.0
     if campaign.store.exists(key):
-        plan = RunPlan.parse(campaign.store.get_json(key), key)
+        plan = RunPlan.read(campaign.store, key)
         memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
         memory += _teacher_bytes(campaign) if role == "student" else 0
     name, threads = _name(role, island), config.training(role, island).threads
@@ -128,7 +128,7 @@ def _run(
 def _teacher_bytes(campaign: Campaign) -> int:
     """Memory of the networks that a student learns from, as if all were loaded."""
     keys = [f"{run_folder('expert', number)}/island.json" for number in range(campaign.config.partition.k)]
-    return sum(4 * RunPlan.parse(campaign.store.get_json(key), key).parameters for key in keys)
+    return sum(4 * RunPlan.read(campaign.store, key).parameters for key in keys)
 
 
 def _job(

@@ -59,7 +59,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
             f"run 'atoll partition {campaign.store.location}'{late} first",
         )
     store = campaign.store.sub(folder)
-    plan = RunPlan.parse(store.get_json("island.json"), f"{folder}/island.json")
+    plan = RunPlan.read(store, "island.json")
     # An expert sees its own folder; the others read the islands' shards by path.
     dataset = (
         DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")

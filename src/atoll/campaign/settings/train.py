@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.format import File
 from atoll.ensemble.routing import Routing, RoutingField
 from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig
@@ -118,8 +119,11 @@ PRACTICAL = (
 """Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
 
 
-class RunPlan(Config):
+class RunPlan(File):
     """`island.json`: the numbers of one run, written by the partition."""
+
+    FORMAT, PLACE, BARE = "atoll/run", "ROLE/island.json", True
+    REMEDY = "copy it from where the partition was made"
 
     role: Literal["expert", "router", "monolith", "pretrain", "student"]
     """What is trained."""
