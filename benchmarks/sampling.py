@@ -9,7 +9,7 @@ is steadier, and kinder.
 
 Both sides sample the same noise with guidance (two branches) in one process. They take turns, and who goes
 first changes; a ratio is the median over the pairs of turns. A turn is one call of the sampler: every step of
-one batch, the router included. With `once` and one resident expert it is one call of `sample_batches` over
+one batch, the router included. With `once` and one resident expert it is one call of `generate` over
 four batches, on both sides.
 
 CPU: S size, 64 tokens, batch 16 (quick: fewer blocks). Memory is the peak of a process of its own, less what
@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
 from atoll.ensemble.expert import Expert, settings_of
-from atoll.ensemble.generate import Sampling, sample_batches
+from atoll.ensemble.generate import Conditions, Sampling, generate
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import FileWeights, StoredExpert
 from atoll.networks.families import family
@@ -251,7 +251,7 @@ def one_batch(ensemble: Ensemble, setting: Setting, routing: str, keep: list[Tra
 
     def turn() -> None:
         start_anew(ensemble)
-        field = ensemble.field(cond, null, GUIDANCE, Routing.named(routing), 0, rows)
+        field = ensemble.field(cond, null, how(setting, routing), rows)
         sample(field, noise, setting.steps)
         if keep is not None:
             keep[:] = [field.trace]
@@ -269,19 +269,21 @@ def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Tu
     """Several batches of an ensemble, ordered by expert, or of one network."""
     cond, null, _ = start(setting)
     shape = (setting.shape.channels, setting.latents, setting.latents)
-    sampling = Sampling(
-        Routing.named(routing), GUIDANCE, setting.steps, 0, shape, setting.batch, setting.device
-    )
-
-    def own(rows: Sequence[int]) -> Condition:
-        return cond.select(torch.tensor([number % setting.batch for number in rows], device=setting.device))
+    count = BATCHES * setting.batch
+    rows = Conditions(lambda numbers: cond.take([n % setting.batch for n in numbers]), null, count)
+    sampling = Sampling(how(setting, routing), rows, shape, count, batch=setting.batch, device=setting.device)
 
     def turn() -> None:
         if isinstance(model, Ensemble):
             start_anew(model)
-        deque(sample_batches(model, own, null, BATCHES * setting.batch, sampling), maxlen=0)
+        deque(generate(model, sampling), maxlen=0)
 
     return turn
+
+
+def how(setting: Setting, routing: str) -> Generation:
+    """The generation of a turn."""
+    return Generation(routing=routing, guidance=GUIDANCE, steps=setting.steps)
 
 
 def start(setting: Setting) -> tuple[Condition, Condition, Tensor]:
@@ -335,9 +337,9 @@ def router_share(setting: Setting, cost: Costs, routing: str, steps: int = 50) -
 
     ensemble = Ensemble([Nothing()] * setting.k, Drawn(), costs=cost)
     noise = torch.zeros(setting.batch, 1, 1, 1)
-    field = ensemble.field(
-        Condition(), Condition(), GUIDANCE, Routing.named(routing), 0, range(setting.batch)
-    )
+    labels = Condition(labels=torch.zeros(setting.batch, dtype=torch.int64))
+    null = labels.select(slice(0, 1))
+    field = ensemble.field(labels, null, how(setting, routing), range(setting.batch))
     sample(field, noise, steps)
     return field.trace.router_share
 

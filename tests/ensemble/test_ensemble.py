@@ -8,9 +8,10 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField, mix
+from atoll.ensemble.dispatch import Dispatch
+from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample
-from atoll.ensemble.routing import Routing
 from atoll.networks.settings import DataShape
 from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, noise, null, router
 
@@ -29,13 +30,15 @@ def ensemble(shape: DataShape) -> Ensemble:
     return Ensemble([expert(k, shape) for k in range(K)], Logits(router(9, K, shape)))
 
 
+def by(routing: str, guidance: float, seed: int = 5) -> Generation:
+    return Generation(guidance=guidance, routing=routing, seed=seed)
+
+
 def field_of(
     ensemble: Ensemble, shape: DataShape, routing: str, guidance: float = 1.0, batch: int = B
 ) -> RoutedField:
     labels = torch.arange(batch) % K
-    return ensemble.field(
-        conditions(batch, shape), null(shape), guidance, Routing.named(routing), 5, range(batch), labels
-    )
+    return ensemble.field(conditions(batch, shape), null(shape), by(routing, guidance), range(batch), labels)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
@@ -102,7 +105,7 @@ def test_sparse_evaluation_is_the_dense_sum(ensemble: Ensemble, shape: DataShape
     dense = sum(
         weights[:, k].view(-1, 1, 1, 1) * e.velocity(x, T, cond) for k, e in enumerate(ensemble.experts)
     )
-    close(mix(ensemble.experts, weights, x, T, cond), dense)
+    close(Dispatch(weights, cond).run(ensemble.experts, x, T), dense)
 
 
 def test_an_expert_sees_only_the_samples_that_chose_it(
@@ -122,7 +125,7 @@ def test_an_expert_sees_only_the_samples_that_chose_it(
     weights = torch.zeros(B, K)
     weights[torch.arange(B), torch.tensor([0, 1, 1, 3, 3, 3, 0, 0])] = 1.0
     cond = conditions(B, shape)
-    mix([Watched(k) for k in range(K)], weights, x, T, cond)
+    Dispatch(weights, cond).run([Watched(k) for k in range(K)], x, T)
     assert sorted(seen) == [0, 1, 3]
     x_seen, t_seen, cond_seen = seen[3]
     assert torch.equal(x_seen, x[3:6]) and torch.equal(t_seen, T[3:6])
@@ -143,7 +146,7 @@ def test_a_picture_does_not_depend_on_its_batch(
         own = cond.select(torch.tensor(rows))
         if routing == "monolith":
             return sample(SingleField(ensemble.experts[0], own, null(shape), 2.0, len(rows)), x[rows], 5)
-        field = ensemble.field(own, null(shape), 2.0, Routing.named(routing), 5, rows, labels[rows])
+        field = ensemble.field(own, null(shape), by(routing, 2.0), rows, labels[rows])
         return sample(field, x[rows], 5)
 
     together = run(list(range(B)))
@@ -158,7 +161,7 @@ def test_draws_depend_on_seed_and_number_only(
     routing: str, ensemble: Ensemble, shape: DataShape, x: Tensor
 ) -> None:
     def weights(seed: int, indices: range) -> Tensor:
-        field = ensemble.field(conditions(B, shape), null(shape), 1.0, Routing.named(routing), seed, indices)
+        field = ensemble.field(conditions(B, shape), null(shape), by(routing, 1.0, seed), indices)
         sample(field, x, 3)
         return field.trace.stacked()
 
@@ -207,7 +210,7 @@ def test_oracle_follows_the_labels(ensemble: Ensemble, shape: DataShape, x: Tens
     sample(field, x, 2)
     assert field.trace.stacked().argmax(2).tolist() == [[i % K for i in range(B)]] * 2
     with pytest.raises(ConfigError, match="needs the cluster of every sample"):
-        ensemble.field(conditions(B, shape), null(shape), 1.0, Routing.named("oracle"), 0, range(B))
+        ensemble.field(conditions(B, shape), null(shape), by("oracle", 1.0), range(B))
 
 
 # Guidance.
@@ -272,8 +275,8 @@ def test_the_null_branchs_draws_average_to_its_posterior(
 ) -> None:
     """And are none of those that the conditional branch had."""
     own = by_hand(ensemble, shape, x, 0.7, 3.0, lambda p, p_null: (top(p), p_null))
-    routing, cond = Routing.named("top-1 null sample-1"), conditions(B, shape)
-    found = [ensemble.field(cond, null(shape), 3.0, routing, s, range(B))(x, 0.7, 0) for s in range(400)]
+    routing, cond = "top-1 null sample-1", conditions(B, shape)
+    found = [ensemble.field(cond, null(shape), by(routing, 3.0, s), range(B))(x, 0.7, 0) for s in range(400)]
     error = (torch.stack(found).mean(0) - own).abs().mean() / (torch.stack(found) - own).abs().mean()
     assert float(error) < 0.1  # 1 / sqrt(400) of one draw's, and no bias beside it
     twice = field_of(ensemble, shape, "sample-1 null sample-1", 3.0)

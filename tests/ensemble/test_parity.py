@@ -19,7 +19,8 @@ from atoll.base.rng import uniforms
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
-from atoll.ensemble.generate import Sampling, sample_batches
+from atoll.ensemble.generate import Conditions, Sampling, generate
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
@@ -79,7 +80,10 @@ def run(
     """One batch: latents and weights."""
     rows = list(range(B)) if rows is None else rows
     field = ensemble.field(
-        world.cond.select(torch.tensor(rows)), null(world.shape), guidance, Routing.named(routing), SEED, rows
+        world.cond.take(rows),
+        null(world.shape),
+        Generation(guidance=guidance, routing=routing, seed=SEED),
+        rows,
     )
     return sample(field, world.noise[rows], STEPS), field.trace.stacked()
 
@@ -159,9 +163,9 @@ def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: Wo
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
     shape = tuple(world.noise.shape[1:])
-    sampling = Sampling(Routing.named(routing), 2.5, STEPS, SEED, shape, batch)
-    own = null(world.shape)
-    drawn = list(sample_batches(ensemble, lambda r: world.cond.select(torch.tensor(r)), own, B, sampling))
+    how = Generation(routing=routing, guidance=2.5, steps=STEPS, seed=SEED)
+    rows = Conditions.of_rows(world.cond, null(world.shape), B)
+    drawn = list(generate(ensemble, Sampling(how, rows, shape, B, batch=batch)))
     rows = [row for part in drawn for row in part.rows]
     assert sorted(rows) == list(range(B)) and max(len(part.rows) for part in drawn) <= batch
     order = torch.tensor(rows).argsort()

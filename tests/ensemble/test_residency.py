@@ -17,10 +17,10 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import WEIGHTS, Expert
-from atoll.ensemble.generate import Sampling, by_expert, sample_batches
+from atoll.ensemble.generate import Conditions, Sampling, by_expert, generate
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample
 from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
 from atoll.store.store import Store
@@ -63,7 +63,7 @@ class Wants:
 
 def steps(bank: ResidentExperts, rows: list[list[int]], count: int) -> None:
     field = Ensemble(bank, Wants(rows)).field(
-        conditions(B, CLASSES), null(CLASSES), 2.0, Routing.named("top-1"), 0, range(B)
+        conditions(B, CLASSES), null(CLASSES), Generation(routing="top-1"), range(B)
     )
     sample(field, noise(B, CLASSES), count)
 
@@ -134,11 +134,9 @@ def test_under_commit_each_expert_is_brought_once_over_all_batches(
 ) -> None:
     bank = ResidentExperts(stored, residency)
     ensemble, count = Ensemble(bank, Wants([[n % 3, 3] for n in range(9)])), 18
-    sampling = Sampling(Routing.named("once"), 2.0, 3, 0, (3, 8, 8), 2)
-    cond = conditions(count, CLASSES)
-    drawn = list(
-        sample_batches(ensemble, lambda r: cond.select(torch.tensor(r)), null(CLASSES), count, sampling)
-    )
+    rows = Conditions.of_rows(conditions(count, CLASSES), null(CLASSES), count)
+    sampling = Sampling(Generation(steps=3), rows, (3, 8, 8), count, batch=2)
+    drawn = list(generate(ensemble, sampling))
     assert bank.loads == K
     served = [part.trace.weights[0].argmax(1).tolist() for part in drawn if part.trace]
     assert sorted(k for batch in served for k in batch) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 9
@@ -429,7 +427,7 @@ def test_the_trace_tells_the_cost_of_the_router(
     ensemble = Ensemble(experts, Wants([[0, 1, 1, 3, 3, 3, 3, 3]]), costs=costs)
     labels = torch.tensor([0, 1, 1, 3, 3, 3, 3, 3])
     field = ensemble.field(
-        conditions(B, CLASSES), null(CLASSES), 2.0, Routing.named(routing), 0, range(B), labels
+        conditions(B, CLASSES), null(CLASSES), Generation(routing=routing), range(B), labels
     )
     sample(field, noise(B, CLASSES), 10)
     trace = field.trace
@@ -442,7 +440,7 @@ def test_the_trace_tells_the_cost_of_the_router(
 
 def test_without_costs_the_share_is_not_made_up(experts: list[Expert]) -> None:
     field = Ensemble(experts, Wants([[0] * B])).field(
-        conditions(B, CLASSES), null(CLASSES), 1.0, Routing.named("top-1"), 0, range(B)
+        conditions(B, CLASSES), null(CLASSES), Generation(routing="top-1", guidance=1.0), range(B)
     )
     sample(field, noise(B, CLASSES), 2)
     assert field.trace.router_share != field.trace.router_share  # NaN

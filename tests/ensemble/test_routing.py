@@ -34,7 +34,7 @@ P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 
 def weights(name: str, p: Tensor = P, u: list[float] | None = None, labels: Tensor | None = None) -> Tensor:
     routing = Routing.named(name)
-    uniforms = torch.tensor(u or [0.5] * uniforms_needed(routing), dtype=torch.float64)
+    uniforms = torch.tensor(u or [0.5] * routing.uniforms, dtype=torch.float64)
     return route(routing, p.log(), uniforms.expand(p.shape[0], -1), labels)
 
 
@@ -182,8 +182,8 @@ def test_rows_sum_to_one_and_missing_experts_get_nothing(name: str, data: st.Dat
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     logits = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=4)), dtype=dtype)
     last = 1 - torch.finfo(dtype).eps / 2
-    u = data.draw(st.lists(st.floats(0, last), min_size=uniforms_needed(routing), max_size=4))
-    u += [last] * (uniforms_needed(routing) - len(u))
+    u = data.draw(st.lists(st.floats(0, last), min_size=routing.uniforms, max_size=4))
+    u += [last] * (routing.uniforms - len(u))
     kept = logits.clone()
     given_uniforms = torch.tensor(u, dtype=dtype).expand(len(logits), -1)
     w = route(routing, logits, given_uniforms)
@@ -213,9 +213,9 @@ def test_draws_follow_the_router(name: str) -> None:
     """Chi-square at significance 1e-3, 20,000 draws, fixed seed."""
     routing, n = Routing.named(name), 20_000
     source = torch.Generator().manual_seed(7)
-    uniforms = torch.rand(n, uniforms_needed(routing), generator=source)
-    counts = route(routing, P.log().expand(n, -1), uniforms).sum(0) * uniforms_needed(routing)
-    expected = P[0] * n * uniforms_needed(routing)
+    uniforms = torch.rand(n, routing.uniforms, generator=source)
+    counts = route(routing, P.log().expand(n, -1), uniforms).sum(0) * routing.uniforms
+    expected = P[0] * n * routing.uniforms
     assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3
 
 

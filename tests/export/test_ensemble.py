@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.base.condition import Condition
 from atoll.base.errors import StoreError
-from atoll.base.rng import generator
-from atoll.campaign.assemble import assemble, load_ensemble
+from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.integrate import sample, starting_noise
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.model import Model
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
@@ -57,20 +54,14 @@ def test_the_assembled_folder_is_a_pipeline(trained: Path) -> None:
     assert pipe.config.num_inference_steps == 3 and pipe.config.routing == "once"
     made = pipe(
         class_labels=labels,
-        generator=[generator(5, "sample-noise", i) for i in range(4)],
+        generator=torch.Generator().manual_seed(5),
         routing="top-1",
         output_type="latent",
     ).images
-    ensemble, _ = load_ensemble(Store.open(trained))
-    field = ensemble.field(
-        Condition(labels=torch.tensor(labels)),
-        Condition(labels=torch.tensor([2])),
-        Campaign.open(trained).config.sampling.guidance,
-        Routing.named("top-1"),
-        5,
-        range(4),
-    )
-    assert torch.equal(made, sample(field, starting_noise(5, range(4), (1, 8, 8)), 3))
+    model = Model.load(trained)
+    generation = Campaign.open(trained).config.sampling.with_(routing="top-1", seed=5, steps=3)
+    (batch,) = model.generate(model.conditions(labels), generation)
+    assert torch.equal(made, batch.latents)
 
 
 def test_its_card_tells_data_partition_and_cost(trained: Path) -> None:
@@ -202,7 +193,7 @@ def test_texts_take_their_encoder_along(
 def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.campaign.sample.load_ensemble", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("atoll.ensemble.model.load_experts", lambda *_: pytest.fail("weights were read"))
     refused(
         command(capsys, "sample", whole, "word " * 40, "--out", tmp_path / "x.png"), "tokens", "would be lost"
     )

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.base.rng import generator as stream
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import euler, sample, starting_noise
-from atoll.ensemble.routing import Routing
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from helpers_export import LABELS, NOTHING, expert, generators, pipeline
@@ -57,9 +56,9 @@ def latents(pipe: AtollPipeline, labels: list[int], first: int = 0, **more: Any)
 
 
 def reference(
-    pipe: AtollPipeline, labels: list[int], noise: Tensor, routing: str, guidance: float, numbers: Any
+    pipe: AtollPipeline, labels: list[int], noise: Tensor, generation: Generation, rows: Any
 ) -> Tensor:
-    """The path of `atoll sample`: the same parts, without a pipeline."""
+    """The plain path: the same parts, without a pipeline."""
     experts = {n: expert(n, LABELS) for n in pipe.experts.present}
     ensemble = Ensemble(
         [experts.get(n, experts[pipe.experts.present[0]]) for n in range(3)],
@@ -67,34 +66,50 @@ def reference(
         pipe.experts.missing,
     )
     cond, null = Condition(labels=torch.tensor(labels)), Condition(labels=torch.tensor([4]))
-    field = ensemble.field(cond, null, guidance, Routing.named(routing), 0, numbers)
-    return sample(field, noise, 5)
+    return sample(ensemble.field(cond, null, generation, rows), noise, generation.steps)
 
 
-@pytest.mark.parametrize("routing", ["top-1", "full", "top-2 every 2", "threshold(0.3)"])
+@pytest.mark.parametrize(
+    "routing", ["top-1", "full", "top-2 every 2", "threshold(0.3)", "once", "sample-2", "once null sample-1"]
+)
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_it_is_the_picture_of_atoll_sample(pipe: AtollPipeline, routing: str, guidance: float) -> None:
-    """Generators of Atoll's own stream give Atoll's own starting noise."""
-    labels = [0, 3, 1, 2, 2]
-    noise = starting_noise(11, range(5), SHAPE)
+def test_a_fresh_generator_gives_the_pictures_of_its_seed(
+    pipe: AtollPipeline, routing: str, guidance: float
+) -> None:
+    labels, noise = [0, 3, 1, 2, 1], starting_noise(11, range(5), SHAPE)
+    generation = Generation(guidance=guidance, routing=routing, steps=5, seed=11)
     made = pipe(
         class_labels=labels,
-        generator=[stream(11, "sample-noise", i) for i in range(5)],
+        generator=torch.Generator().manual_seed(11),
         num_inference_steps=5,
         guidance_scale=guidance,
         routing=routing,
         output_type="latent",
     )
-    assert torch.equal(made.images, reference(pipe, labels, noise, routing, guidance, range(5)))
+    assert torch.equal(made.images, reference(pipe, labels, noise, generation, range(5)))
 
 
-@pytest.mark.parametrize("routing", ["once", "sample-2", "nucleus(0.8,2)"])
-def test_drawn_routing_comes_from_the_generator_after_the_noise(pipe: AtollPipeline, routing: str) -> None:
-    labels, sources = [0, 3, 1, 2], generators(4)
-    noise = torch.stack([torch.randn((1, *SHAPE), generator=g)[0] for g in sources])
-    numbers = [int(torch.randint(2**62, (), generator=g)) for g in sources]
-    expected = reference(pipe, labels, noise, routing, 2.0, numbers)
-    assert torch.equal(latents(pipe, labels, num_inference_steps=5, routing=routing), expected)
+def test_a_list_gives_each_picture_the_one_of_its_seed_alone(pipe: AtollPipeline) -> None:
+    labels = [2, 0, 1]
+    listed = latents(pipe, labels, 5, routing="once")  # seeds 5, 6, 7
+    alone = [latents(pipe, [label], 5 + n, routing="once") for n, label in enumerate(labels)]
+    torch.testing.assert_close(listed, torch.cat(alone), rtol=0, atol=1e-5)
+    single = pipe(
+        class_labels=2, generator=torch.Generator().manual_seed(5), routing="once", output_type="latent"
+    )
+    assert torch.equal(single.images, alone[0])
+
+
+def test_a_used_generator_goes_on_to_other_pictures(pipe: AtollPipeline) -> None:
+    call = {"class_labels": [0, 1], "output_type": "latent", "routing": "once"}
+
+    def twice() -> list[Tensor]:
+        source = torch.Generator().manual_seed(1)
+        return [pipe(generator=source, **call).images for _ in range(2)]
+
+    first, again = twice(), twice()
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])
 
 
 @pytest.mark.parametrize("routing", ["once", "top-1", "full", "sample-1"])
@@ -103,14 +118,6 @@ def test_a_picture_does_not_depend_on_its_batch(pipe: AtollPipeline, routing: st
     together = latents(pipe, labels, routing=routing)
     apart = [latents(pipe, labels[i : i + n], i, routing=routing) for i, n in ((0, 1), (1, 3), (4, 2))]
     torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
-
-
-def test_one_generator_decides_the_whole_batch(pipe: AtollPipeline) -> None:
-    call = {"class_labels": [0, 1], "output_type": "latent", "routing": "once"}
-    first, again, other = (
-        pipe(generator=torch.Generator().manual_seed(seed), **call).images for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 CALL: dict[str, Any] = {"labels": [0, 1, 2], "routing": "full", "guidance_scale": 1.5}

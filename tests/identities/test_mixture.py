@@ -269,9 +269,9 @@ def follow(routing: str, seed: int, stop: float, *, forget: bool = False) -> Ten
     for step, (now, then) in enumerate(itertools.pairwise(times)):
         if now <= stop:
             break
-        if asked_at(rule, step):
+        if rule.asks_at(step):
             logits = prior if forget else PLANE.logits(x, now.expand(SAMPLES))
-            share = route(rule, logits, torch.rand(SAMPLES, uniforms_needed(rule), generator=source))
+            share = route(rule, logits, torch.rand(SAMPLES, rule.uniforms, generator=source))
         slope = velocity(x, now)
         if then > 0:  # the last step is Euler's: it lands on x0
             slope = (slope + velocity(x + (then - now) * slope, then)) / 2

@@ -17,8 +17,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig
 from atoll.ensemble.ensemble import Ensemble, Trace
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, starting_noise
-from atoll.ensemble.routing import Routing
 from atoll.measure.compare import draw
 from atoll.measure.evaluation import show_all
 from atoll.measure.judged import Drawn, Wanted, model
@@ -300,7 +300,11 @@ def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
         for rows in (range(6), range(6, 12), range(12, 18), range(18, 20)):
             labels = torch.from_numpy(conditions.clusters)[list(rows)]
             field = ensemble.field(
-                conditions.of(rows), conditions.null(), 2.0, Routing.named(name), 4, rows, labels
+                conditions.of(rows),
+                conditions.null(),
+                Generation(steps=2, guidance=2.0, routing=name, seed=4),
+                rows,
+                labels,
             )
             latents = sample(field, starting_noise(4, rows, conditions.latent_shape), 2)
             plain += to_images(judged.vae.decode(latents))

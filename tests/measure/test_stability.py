@@ -10,9 +10,9 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.generate import Sampling
+from atoll.ensemble.generate import Conditions, Sampling
+from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import starting_noise
-from atoll.ensemble.routing import Routing
 from atoll.measure.landing import landing
 from atoll.measure.stability import stability
 from atoll.measure.streams import Table
@@ -41,11 +41,12 @@ class Restless:
 def measured(
     model: object, count: int = 40, **how: object
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    settings = {"guidance": 1.0, "steps": STEPS, "seed": 3, "shape": SHAPE, "batch": 16, **how}
-    sampling = Sampling(settings.pop("routing", Routing()), **settings)  # type: ignore[arg-type]
-    labels = lambda rows: Condition(labels=torch.zeros(len(rows)).long())  # noqa: E731
-    null = Condition(labels=torch.zeros(1).long())
-    ends, path = stability(model, labels, null, count, sampling)  # type: ignore[arg-type]
+    batch = how.pop("batch", 16)
+    labels = Condition(labels=torch.zeros(count).long())
+    rows = Conditions.of_rows(labels, labels.select(slice(0, 1)), count)
+    generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
+    sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
+    ends, path = stability(model, sampling)  # type: ignore[arg-type]
     (line,) = ends.records()
     return line, path.records()  # type: ignore[return-value]
 
@@ -74,17 +75,17 @@ def test_a_linear_flow_has_the_numbers_of_its_slope(slope: float, guidance: floa
 
 def test_a_change_of_expert_counts_for_the_ends_and_not_for_the_field() -> None:
     model = Ensemble([Linear(0, 1), Linear(0, -1)], Restless())
-    line, path = measured(model, routing=Routing.named("top-1"))
+    line, path = measured(model, routing="top-1")
     assert [(row["lipschitz"], row["foreseen"]) for row in path] == [(0.0, 1.0)] * STEPS
     assert line["sensitivity"] > 10  # some steps of 1 / 4 either way, from a nudge of 0.01
     one = Ensemble([Linear(0, 1)], type("Sure", (), {"logits": lambda *a: torch.zeros(len(a[1]), 1)})())
-    assert measured(one, routing=Routing.named("top-1"))[0]["sensitivity"] == pytest.approx(1, rel=1e-4)
+    assert measured(one, routing="top-1")[0]["sensitivity"] == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["once", "top-1", "full"])
 def test_numbers_do_not_depend_on_batches(name: str) -> None:
     model = Ensemble([Linear(0.5), Linear(-0.5)], Restless())
-    whole, parts = (measured(model, batch=size, routing=Routing.named(name)) for size in (40, 7))
+    whole, parts = (measured(model, batch=size, routing=name) for size in (40, 7))
     assert whole[0] == pytest.approx(parts[0], rel=1e-4)
     assert [row["lipschitz"] for row in whole[1]] == pytest.approx([row["lipschitz"] for row in parts[1]])
 

@@ -34,6 +34,16 @@ class Condition:
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: change(v) for k, v in parts.items() if v is not None})
 
+    @property
+    def rows(self) -> int:
+        """B, or 1 where nothing is present."""
+        present = (getattr(self, f.name) for f in fields(self))
+        return next((int(part.shape[0]) for part in present if part is not None), 1)
+
+    def take(self, numbers: Sequence[int]) -> "Condition":
+        """The condition of the rows of these numbers, in this order."""
+        return self.map(lambda part: part[torch.tensor(list(numbers), device=part.device)])
+
     def select(self, rows: Tensor | slice) -> "Condition":
         """The condition of some rows of the batch."""
         return self.map(lambda part: part[rows])
@@ -53,7 +63,7 @@ class Condition:
         """
         mine, null = pad_text([self, other])
         batch = keep.shape[0]
-        null = null.expand(batch) if _rows(null) == 1 else null
+        null = null.expand(batch) if null.rows == 1 else null
         pick = {}
         for field in fields(self):
             a, b = getattr(mine, field.name), getattr(null, field.name)
@@ -90,14 +100,6 @@ def _pad(condition: Condition, length: int) -> Condition:
         text=torch.nn.functional.pad(text, (0, 0, 0, missing)),
         mask=torch.nn.functional.pad(mask, (0, missing)),
     )
-
-
-def _rows(condition: Condition) -> int:
-    for field in fields(condition):
-        part = getattr(condition, field.name)
-        if part is not None:
-            return int(part.shape[0])
-    return 1
 
 
 class Denoiser(Protocol):

@@ -53,7 +53,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
     _writable(request.out)
     torch.set_num_threads(os.cpu_count() or 1)
     model = Model.load(campaign.store, request.model, settings.residency, own_device())
-    drawn = model(request.prompts, request.count, **dict(generation))
+    drawn = model(request.prompts, request.count, generation)
     sheet = grid(
         drawn.images,
         columns=request.count,
@@ -66,7 +66,7 @@ def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
         raise AtollError(f"cannot write {request.out}: {error.strerror}", "give another --out") from None
     say(
         f"wrote {request.out}: {len(drawn.images)} pictures, {generation.steps} steps, guidance"
-        f" {generation.guidance:g}, {request.model if drawn.routing is None else generation.routing}"
+        f" {drawn.generation.guidance:g}, {request.model if drawn.routing is None else generation.routing}"
     )
     return drawn
 

@@ -51,6 +51,12 @@ class Card(File):
     """Code version, seed, initial weights, threads, machine, data."""
 
 
+def text_length(card: Card) -> int:
+    """Most tokens of a prompt: what the encoder was set to, and what the networks were trained on."""
+    assert card.text is not None
+    return min(int(card.text["max_length"]), card.shape["text_length"])
+
+
 def check_together(cards: list[Card]) -> None:
     """Refuse parts of different partitions, latents, text encoders or conditions.
 

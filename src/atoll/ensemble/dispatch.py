@@ -1,7 +1,7 @@
 """A batch regrouped by expert: every expert is evaluated once, on the samples that chose it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,40 +43,47 @@ class Expecting(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """One expert's share of a batch: its rows (None: every row), their weights (None: all 1), conditions."""
+    """One expert's share of a batch: its rows (None: every row), their weights (None: all 1), conditions.
+
+    `chosen` and `shares` are the rows and their weights in host memory, by which a later step knows its part.
+    """
 
     number: int
-    count: int
     rows: Tensor | None
     weights: Tensor | None
     cond: Condition
+    chosen: Tensor
+    shares: Tensor
 
 
 class Dispatch:
     """Which expert is evaluated on which rows, for as long as the weights stay.
 
     What is found on the way (rows, conditions) is kept, so that steps which keep their weights only evaluate.
+    A step that changes some of them regroups the conditions of those experts only whose rows changed.
 
     Args:
         weights: of every expert for every row `(B, K)`; 0 is not evaluated.
         cond: conditions of the rows.
+        before: of an earlier step with the same conditions.
 
     Attributes:
         numbers: experts with any weight, rising.
         calls: evaluations of each expert on one sample `(K)`, in one run.
     """
 
-    def __init__(self, weights: Float[Tensor, "B K"], cond: Condition) -> None:
+    def __init__(
+        self, weights: Float[Tensor, "B K"], cond: Condition, before: "Dispatch | None" = None
+    ) -> None:
         host = weights.detach().cpu()  # one look at the device for all experts
-        self._parts = []
+        known = {} if before is None else before._parts
+        self._parts: dict[int, _Part] = {}
         for number in range(host.shape[1]):
             rows = host[:, number].nonzero()[:, 0]
             if len(rows):
-                self._parts.append(_part(number, rows, host, weights, cond))
-        self.numbers = [part.number for part in self._parts]
-        self.calls = [0] * host.shape[1]
-        for part in self._parts:
-            self.calls[part.number] = part.count
+                self._parts[number] = _part(number, rows, host, weights, cond, known.get(number))
+        self.numbers = list(self._parts)
+        self.calls = [len(self._parts[k].chosen) if k in self._parts else 0 for k in range(host.shape[1])]
 
     def run(
         self,
@@ -99,26 +106,33 @@ class Dispatch:
         order: Sequence[int] = self.numbers
         if isinstance(experts, Expecting):
             order = experts.expect(self.numbers, later)
-        parts = {part.number: part for part in self._parts}
-        found = {number: _evaluate(experts, parts[number], x_t, t) for number in order}
-        if len(self._parts) == 1 and self._parts[0].rows is None and self._parts[0].weights is None:
-            return found[self._parts[0].number]
+        velocities = {number: _evaluate(experts, self._parts[number], x_t, t) for number in order}
+        alone = self._parts[self.numbers[0]] if len(self.numbers) == 1 else None
+        if alone is not None and alone.rows is None and alone.weights is None:
+            return velocities[alone.number]
         total = torch.zeros_like(x_t)
-        for part in self._parts:
-            v = found.pop(part.number)
+        for part in self._parts.values():
+            v = velocities.pop(part.number)
             if part.weights is not None:
                 v = v * part.weights.to(v.dtype)
             total = total.add_(v) if part.rows is None else total.index_add_(0, part.rows, v)
         return total
 
 
-def _part(number: int, rows: Tensor, host: Tensor, weights: Tensor, cond: Condition) -> _Part:
-    own = host[rows, number]
-    scale = None if bool((own == 1).all()) else own.to(weights.device).view(-1, 1, 1, 1)
+def _part(
+    number: int, rows: Tensor, host: Tensor, weights: Tensor, cond: Condition, before: _Part | None
+) -> _Part:
+    shares = host[rows, number]
+    same = before is not None and torch.equal(before.chosen, rows)
+    if before is not None and same and torch.equal(before.shares, shares):
+        return before
+    scale = None if bool((shares == 1).all()) else shares.to(weights.device).view(-1, 1, 1, 1)
+    if before is not None and same:
+        return replace(before, weights=scale, shares=shares)
     if len(rows) == len(host):
-        return _Part(number, len(rows), None, scale, cond)
-    rows = rows.to(weights.device)
-    return _Part(number, len(rows), rows, scale, cond.select(rows))
+        return _Part(number, None, scale, cond, rows, shares)
+    there = rows.to(weights.device)
+    return _Part(number, there, scale, cond.select(there), rows, shares)
 
 
 def _evaluate(experts: Experts, part: _Part, x_t: Tensor, t: Tensor) -> Tensor:

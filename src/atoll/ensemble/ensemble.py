@@ -219,7 +219,9 @@ class RoutedField:
     def _ask(self, routing: Routing, x_t: Tensor, t: float, cond: Condition, stream: str) -> Tensor:
         self._count_router(x_t.shape[0])
         logits = self.ensemble.logits(x_t, x_t.new_full((x_t.shape[0],), t), cond)
-        draws = uniforms(self.generation.seed, stream, self.rows, (max(1, routing.draws),))
+        if not routing.uniforms:
+            return route(routing, logits, logits.new_empty(len(logits), 0))
+        draws = uniforms(self.generation.seed, stream, self.rows, (routing.uniforms,))
         return route(routing, logits, draws.to(logits))
 
     def _route(self, x_t: Tensor, t: float, step: int) -> None:
@@ -237,7 +239,7 @@ class RoutedField:
         if len(known) != len(found) or any(a is not b for a, b in zip(known, found, strict=True)):
             self._weights = found
             both = torch.cat([weights, found[-1]]) if self.branches.guided else weights
-            self._dispatch = Dispatch(both, self.branches.both)
+            self._dispatch = Dispatch(both, self.branches.both, self._dispatch)
             self._seen = weights.float().cpu()
         assert self._seen is not None
         self.trace.weights.append(self._seen)

@@ -8,14 +8,47 @@ from jaxtyping import Int
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
+from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
 from atoll.ensemble.dispatch import Expecting
 from atoll.ensemble.ensemble import Ensemble, Field, SingleField, Trace
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import euler, sample, starting_noise
 
-Conditions = Callable[[Sequence[int]], Condition]
-"""Conditions of samples by number, on the sampling device."""
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of samples by number.
+
+    Attributes:
+        cond: of some numbers their conditions, one row each.
+        null: what guidance leads away from: one row, or one for each number.
+        count: how many samples they are for.
+        texts: what was asked for, as it was written.
+    """
+
+    cond: Callable[[Sequence[int]], Condition]
+    null: Condition
+    count: int
+    texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of_rows(
+        cls, cond: Condition, null: Condition, count: int, texts: Sequence[str] = (), each: int = 1
+    ) -> "Conditions":
+        """Those of rows that are at hand, `each` samples of every row one after the other."""
+
+        if null.rows not in (1, count):
+            fix = "give one for all, or one for each"
+            raise ConfigError(f"{null.rows} negative prompts for {count} prompts", fix)
+        if null.rows > 1:
+            null = null.map(lambda part: part.repeat_interleave(each, dim=0))
+        return cls(lambda numbers: cond.take([n // each for n in numbers]), null, count * each, tuple(texts))
+
+    def of(self, numbers: Sequence[int], device: torch.device | str) -> tuple[Condition, Condition]:
+        """Conditions and null conditions of some samples, on a device."""
+        null = self.null if self.null.rows <= 1 else self.null.take(numbers)
+        return self.cond(numbers).to(device), null.to(device)
 
 
 @dataclass(frozen=True)
@@ -40,7 +73,6 @@ class Sampling:
     Attributes:
         generation: steps, guidance, routing, seed.
         conditions: of samples by number.
-        null: the null condition, one row.
         shape: of a latent, (C, H, W).
         count: how many samples.
         first: number of the first one; those before it are somebody else's.
@@ -50,12 +82,12 @@ class Sampling:
         position: of a sample's number its place in the random streams; the number itself by default.
         noise: of samples' numbers what they start from; by default what the streams give.
         around: of a batch's field and its samples' numbers the field to follow instead.
-        integrate: of a batch's field and its noise the latents; by default Euler's steps.
+        integrate: of a batch's field and its noise the latents; by default the generation's scheduler. Its
+            batches are in the order of the numbers, since callers look at them between the steps.
     """
 
     generation: Generation
     conditions: Conditions
-    null: Condition
     shape: tuple[int, int, int]
     count: int
     first: int = 0
@@ -113,21 +145,20 @@ def generate(denoiser: Ensemble | Denoiser, sampling: Sampling) -> Iterator[Batc
     plain, generation = sampling.batches(), sampling.generation
     if not isinstance(denoiser, Ensemble):
         for rows in plain:
-            cond = sampling.conditions(rows)
-            single = SingleField(denoiser, cond, sampling.null, generation.guidance, len(rows))
+            cond, null = sampling.conditions.of(rows, sampling.device)
+            single = SingleField(denoiser, cond, null, generation.guidance, len(rows))
             yield Batch(rows, sampling.follow(single, rows), None)
         return
     generation.routing.check(len(denoiser.experts))
     chosen = None
     groups, experts = plain, [list[int]() for _ in plain]
-    if generation.routing.fixed_at_start and sampling.count:
+    if generation.routing.fixed_at_start and sampling.integrate is None and plain:
         chosen = _first_weights(denoiser, sampling)
         groups, experts = by_expert(chosen.argmax(1).tolist(), denoiser, sampling.batch)
         groups = [[sampling.first + place for place in group] for group in groups]
     for turn, rows in enumerate(groups):
         field = denoiser.field(
-            sampling.conditions(rows),
-            sampling.null,
+            *sampling.conditions.of(rows, sampling.device),
             generation,
             sampling.streams(rows),
             sampling.of_labels(rows),
@@ -144,8 +175,7 @@ def _first_weights(ensemble: Ensemble, sampling: Sampling) -> Tensor:
     unguided = sampling.generation.with_(guidance=1.0)
     for rows in sampling.batches():
         field = ensemble.field(
-            sampling.conditions(rows),
-            Condition(),
+            *sampling.conditions.of(rows, sampling.device),
             unguided,
             sampling.streams(rows),
             sampling.of_labels(rows),

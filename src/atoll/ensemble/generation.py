@@ -1,6 +1,6 @@
 """What decides a picture beside the model and its condition. Imports no torch: settings hold one."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -18,6 +18,8 @@ class Generation(Config):
     """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
     routing: RoutingField = Routing()
     """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
+    scheduler: Literal["euler"] = "euler"
+    """What integrates the flow."""
     seed: int = 0
     """Of noise and routing. Picture number i depends on it and on i, not on its batch."""
 

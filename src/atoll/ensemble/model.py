@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from PIL import Image
 from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
-from atoll.base.rng import Position
 from atoll.encoders.text import TextEncoder, text_encoder
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Costs, Ensemble, Field, Trace
+from atoll.ensemble.ensemble import Costs, Ensemble, Trace
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card
 from atoll.ensemble.folder import MODEL_INDEX
 from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
@@ -36,30 +34,6 @@ from atoll.store.store import Store
 SCHEMA = 1
 MANIFEST = "ensemble.json"
 ENSEMBLE = "ensemble"
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Conditions of prompts, on the model's device.
-
-    Attributes:
-        cond: one row for each prompt; without a condition, nothing.
-        null: what guidance leads away from, one row.
-        texts: what was asked for, as it was written.
-    """
-
-    cond: Condition
-    null: Condition
-    texts: tuple[str, ...]
-
-    def repeated(self, each: int) -> Conditions:
-        """Conditions of pictures by number, `each` of every prompt one after the other."""
-
-        def conditions(rows: Sequence[int]) -> Condition:
-            device = next((part.device for part in vars(self.cond).values() if part is not None), None)
-            return self.cond.select(torch.tensor([row // each for row in rows], device=device))
-
-        return conditions
 
 
 @dataclass(frozen=True)
@@ -81,7 +55,8 @@ class Model:
     """A denoiser with all that brings prompts to pixels.
 
     Args:
-        denoiser: experts and router, or one network (a monolith, a student), on the device.
+        denoiser: experts and router, or one network (a monolith, a student), on the device; or a function
+            that loads it when the first sample is drawn.
         card: the router's, or the network's: condition, shape, latents and text encoder.
         device: where it samples.
         generation: what a call draws by that says nothing else.
@@ -91,14 +66,14 @@ class Model:
 
     def __init__(
         self,
-        denoiser: Ensemble | Expert,
+        denoiser: Ensemble | Expert | Callable[[], Ensemble | Expert],
         card: Card,
         device: torch.device | str = "cpu",
         generation: Generation | None = None,
         encoder: TextEncoder | None = None,
         vae: Autoencoder | None = None,
     ) -> None:
-        self.denoiser, self.card, self.device = denoiser, card, torch.device(device)
+        self._denoiser, self.card, self.device = denoiser, card, torch.device(device)
         self.generation = generation or Generation()
         if encoder is not None:
             self.encoder = encoder
@@ -114,7 +89,7 @@ class Model:
         device: torch.device | str = "cpu",
         verified: bool = False,
     ) -> "Model":
-        """Load a model, every file held against its hash.
+        """Open a model; its weights are loaded when it first draws, every file held against its hash.
 
         Args:
             source: a campaign, or the folder of an assembled or exported ensemble.
@@ -132,27 +107,40 @@ class Model:
             return cls._single(store, name, device)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
-        if not verified:
-            for tree in content["files"]:
-                check_file(store, prefix.rstrip("/"), FileEntry.parse(tree, MANIFEST))
-        router = RouterModel.load(store, f"{prefix}router")
-        router.network.to(device)
         places = {number: f"{prefix}experts/{number}" for number in content["experts"]}
         cards = {number: read_card(store, place) for number, place in places.items()}
         absent = [number for number in range(content["k"]) if number not in cards]
-        experts = load_experts(store, content["k"], places, residency, device)
-        denoiser = Ensemble(experts, router, absent, Costs.of(router.card, cards, content["k"]))
-        return cls(denoiser, router.card, device, _defaults(store, prefix))
+        card = read_card(store, f"{prefix}router")
+
+        def denoiser() -> Ensemble:
+            for tree in () if verified else content["files"]:
+                check_file(store, prefix.rstrip("/"), FileEntry.parse(tree, MANIFEST))
+            router = RouterModel.load(store, f"{prefix}router")
+            router.network.to(device)
+            experts = load_experts(store, content["k"], places, residency, device)
+            return Ensemble(experts, router, absent, Costs.of(card, cards, content["k"]))
+
+        return cls(denoiser, card, device, _defaults(store, prefix))
 
     @classmethod
     def _single(cls, store: Store, name: str, device: torch.device | str) -> "Model":
         if not published(store, f"{name}/expert"):
             fix = f"train it: atoll train {name} {store.location}"
             raise StoreError(f"{store.location} has no {name} yet", fix)
-        expert = Expert.load(store, f"{name}/expert")
-        expert.network.to(device)
-        assert expert.card is not None
-        return cls(expert, expert.card, device)
+
+        def denoiser() -> Expert:
+            expert = Expert.load(store, f"{name}/expert")
+            expert.network.to(device)
+            return expert
+
+        return cls(denoiser, read_card(store, f"{name}/expert"), device)
+
+    @property
+    def denoiser(self) -> Ensemble | Expert:
+        """Experts and router, or one network."""
+        if not isinstance(self._denoiser, Ensemble | Expert):
+            self._denoiser = self._denoiser()
+        return self._denoiser
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -163,8 +151,7 @@ class Model:
     def encoder(self) -> TextEncoder:
         """The text encoder of the training; `ConfigError` if its weights are others by now."""
         assert self.card.text is not None
-        name, length = self.card.text["name"], self.card.text["max_length"]
-        encoder = text_encoder(name, min(length, self.card.shape["text_length"]), str(self.device))
+        encoder = text_encoder(self.card.text["name"], text_length(self.card), str(self.device))
         if encoder.producer()["hash"] != self.card.text["hash"]:
             raise ConfigError(
                 f"the text encoder {encoder.name!r} is not the one of the training", "install that one"
@@ -176,27 +163,46 @@ class Model:
         """The autoencoder of the latents."""
         return autoencoder_of(self.card.latents, str(self.device))
 
-    def prompts(self, prompts: Sequence[str], negative: str = "") -> Prompts:
-        """Turn texts, or class labels as numbers, into conditions; an unconditional model takes none.
+    def conditions(
+        self,
+        prompts: Sequence[str | int] = (),
+        negative: Sequence[str] | str = "",
+        each: int = 1,
+        cut: bool = False,
+    ) -> Conditions:
+        """Turn texts, or class labels, into conditions; an unconditional model takes none.
+
+        Args:
+            prompts: texts or labels.
+            negative: what guidance leads away from, one text for all or one for each prompt.
+            each: samples of every prompt; without prompts, samples.
+            cut: cut texts that are too long, instead of refusing them.
 
         Raises:
             ConfigError: prompts that do not fit the model's condition.
         """
-        texts = tuple(prompts)
+        texts = tuple(map(str, prompts))
+        negatives = [negative] if isinstance(negative, str) else list(negative)
+        if self.card.condition != "text" and any(negatives):
+            raise ConfigError("this model takes no negative prompt", "leave it out")
         if self.card.condition == "none":
             if texts:
                 raise ConfigError("this model is unconditional", "leave the prompts out")
-            return Prompts(Condition(), Condition(), texts)
+            return Conditions.of_rows(Condition(), Condition(), 1, each=each)
         if not texts:
             raise ConfigError(f"this model needs prompts ({self.card.condition})", "give one or more")
         if self.card.condition == "class":
             cond, null = self._labels(texts)
         else:
-            self.encoder.refuse_long(texts)
-            states, mask = self.encoder.encode([*texts, negative])
-            both = Condition(text=states, mask=mask)
-            cond, null = both.select(slice(0, len(texts))), both.select(slice(len(texts), None))
-        return Prompts(cond.to(self.device), null.to(self.device), texts)
+            if not cut:
+                self.encoder.refuse_long([*texts, *negatives])
+            cond, null = self._encoded(texts, negatives)
+        return Conditions.of_rows(cond, null, len(texts), texts, each)
+
+    def _encoded(self, texts: Sequence[str], negatives: Sequence[str]) -> tuple[Condition, Condition]:
+        states, mask = self.encoder.encode([*texts, *negatives])  # together, padded to one length
+        both = Condition(text=states.clone(), mask=mask.clone())
+        return both.select(slice(0, len(texts))), both.select(slice(len(texts), None))
 
     def _labels(self, texts: Sequence[str]) -> tuple[Condition, Condition]:
         classes = self.card.shape["classes"]
@@ -209,63 +215,63 @@ class Model:
     def generate(
         self,
         conditions: Conditions,
-        null: Condition,
-        count: int,
         generation: Generation | None = None,
-        *,
-        first: int = 0,
-        batch: int = 64,
-        clusters: Int[Tensor, "N"] | None = None,
-        position: Callable[[int], Position] = int,
-        noise: Callable[[Sequence[int]], Tensor] | None = None,
-        around: Callable[[Field, Sequence[int]], Field] | None = None,
-        integrate: Callable[[Field, Tensor], Tensor] | None = None,
+        count: int | None = None,
+        **how: Any,
     ) -> Iterator[Batch]:
-        """Draw samples; see `ensemble.generate.Sampling` for the arguments."""
-        sampling = Sampling(
-            generation or self.generation,
-            conditions,
-            null,
-            self.shape,
-            count,
-            first,
-            batch,
-            self.device,
-            clusters,
-            position,
-            noise,
-            around,
-            integrate,
+        """Draw samples, batch by batch.
+
+        Args:
+            conditions: of the samples, by number.
+            generation: routing, guidance, steps and seed; the model's own by default.
+            count: how many; as many as there are conditions by default.
+            how: `first`, `batch`, `labels` and what else `ensemble.generate.Sampling` tells of.
+        """
+        given = (generation or self.generation).for_condition(self.card.condition)
+        return generate(
+            self.denoiser,
+            Sampling(
+                given,
+                conditions,
+                self.shape,
+                conditions.count if count is None else count,
+                device=self.device,
+                **how,
+            ),
         )
-        return generate(self.denoiser, sampling)
 
     def pictures(self, latents: Tensor, rows: Sequence[int] | None = None) -> list[Image.Image]:
         """Pictures of latents `(B, C, H, W)`; `DataError` names the row of one that is broken."""
         return self.vae.pictures(latents.cpu(), rows)
 
     def __call__(
-        self, prompts: Sequence[str] = (), each: int = 1, batch: int = 64, **changes: Any
+        self,
+        prompts: Sequence[str | int] = (),
+        each: int = 1,
+        generation: Generation | None = None,
+        batch: int = 64,
+        **changes: Any,
     ) -> Pictures:
         """Draw pictures of prompts.
 
         Args:
             prompts: texts or class labels; none for an unconditional model.
             each: pictures of each prompt.
+            generation: how; the model's own by default.
             batch: most pictures at once; it does not change them.
             changes: `steps`, `guidance`, `routing` (a name, or a function of logits and uniforms), `seed`, in
-                place of the model's own.
+                place of the generation's.
         """
-        generation = self.generation.with_(**changes)
+        generation = (generation or self.generation).with_(**changes).for_condition(self.card.condition)
         if generation.routing.needs_labels:
             raise ConfigError("routing 'oracle' needs known clusters", "use it in 'atoll compare'")
-        asked = self.prompts(prompts)
-        count = max(1, len(asked.texts)) * each
+        conditions = self.conditions(prompts, each=each)
         drawn, traces = dict[int, Image.Image](), list[tuple[list[int], Trace]]()
-        for part in self.generate(asked.repeated(each), asked.null, count, generation, batch=batch):
+        for part in self.generate(conditions, generation, batch=batch):
             drawn |= dict(zip(part.rows, self.pictures(part.latents, part.rows), strict=True))
             if part.trace is not None:
                 traces.append((part.rows, part.trace))
-        return Pictures([drawn[row] for row in range(count)], joined(traces), generation)
+        return Pictures([drawn[row] for row in range(conditions.count)], joined(traces), generation)
 
 
 def joined(traces: Sequence[tuple[list[int], Trace]]) -> Trace | None:

@@ -4,14 +4,13 @@ The randomness comes in as uniforms, drawn per sample from a stream of their own
 experts depend neither on its batch nor on its starting noise.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
 from atoll.ensemble.routing import Routing
+from atoll.ensemble.strategies import STRATEGIES
 
 
 def route(
@@ -29,7 +28,7 @@ def route(
         routing: the strategy.
         logits: of p(k | x_t, t, condition), up to a constant per row; -inf = this expert is missing, and its
             weight is exactly 0.
-        uniforms: on [0, 1), `n >= routing.draws`.
+        uniforms: on [0, 1), `n >= routing.uniforms`.
         labels: the cluster of every sample, for `oracle`.
 
     Raises:
@@ -37,70 +36,18 @@ def route(
             gives no weights.
     """
     batch, experts = logits.shape
-    assert uniforms.shape[0] == batch and uniforms.shape[1] >= routing.draws, "too few uniforms"
+    assert uniforms.shape[0] == batch and uniforms.shape[1] >= routing.uniforms, "too few uniforms"
     routing.check(experts)
     if routing.needs_labels:
         weights = _one_hot(labels, logits)
     elif routing.function is not None:
-        weights = _checked(routing, routing.function(logits, uniforms[:, : routing.draws]), logits)
+        weights = _checked(routing, routing.function(logits, uniforms[:, : routing.uniforms]), logits)
     else:
         p = torch.softmax(logits.double() / routing.temperature, dim=-1)
-        weights = RULES[routing.strategy](routing, p, uniforms[:, : routing.draws])
+        rule = STRATEGIES[routing.strategy].weights
+        assert rule is not None
+        weights = rule(routing, p, uniforms[:, : routing.uniforms])
     return weights.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _keep(p: Tensor, mask: Tensor) -> Tensor:
-    kept = p * mask
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def _full(routing: Routing, p: Tensor, uniforms: Tensor) -> Tensor:
-    return p
-
-
-def _top(routing: Routing, p: Tensor, uniforms: Tensor) -> Tensor:
-    return _keep(p, torch.zeros_like(p).scatter(-1, p.topk(routing.k).indices, 1))
-
-
-def _threshold(routing: Routing, p: Tensor, uniforms: Tensor) -> Tensor:
-    top = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
-    return _keep(p, torch.where(p > _mass(routing), 1, top))
-
-
-def _nucleus(routing: Routing, p: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from the smallest set of experts with at least this mass, renormalised (arXiv 1904.09751)."""
-    falling, order = p.sort(stable=True, dim=-1, descending=True)
-    before = falling.cumsum(-1) - falling
-    return _draw(
-        routing,
-        _keep(p, torch.zeros_like(p).scatter(-1, order, (before < _mass(routing)).to(p.dtype))),
-        uniforms,
-    )
-
-
-def _draw(routing: Routing, p: Tensor, uniforms: Tensor) -> Tensor:
-    """Counts / n of n draws with replacement, by inverse CDF; an expert with p = 0 is never drawn."""
-    cdf = p.cumsum(-1)
-    point = uniforms.to(p) * cdf[:, -1:]
-    last = (p > 0).cumsum(-1).argmax(-1, keepdim=True)  # rounding must not lead past the last expert present
-    drawn = torch.searchsorted(cdf, point.contiguous(), right=True).minimum(last)
-    counts = torch.zeros_like(p).scatter_add(-1, drawn, torch.ones_like(point))
-    return counts / uniforms.shape[1] + 0 * cdf[:, -1:]  # a NaN stays one, instead of choosing an expert
-
-
-def _mass(routing: Routing) -> float:
-    return 1.0 if routing.p is None else routing.p
-
-
-RULES: dict[str, Callable[[Routing, Tensor, Tensor], Tensor]] = {
-    "full": _full,
-    "top-k": _top,
-    "threshold": _threshold,
-    "sample-k": _draw,
-    "nucleus": _nucleus,
-    "once": _draw,
-}
-"""Of a routing, probabilities `(B, K)` float64 and uniforms `(B, n)`: weights, by strategy."""
 
 
 def _one_hot(labels: Tensor | None, logits: Tensor) -> Tensor:

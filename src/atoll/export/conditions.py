@@ -1,16 +1,15 @@
-"""From the arguments of a call to conditions, as training saw them."""
+"""From the arguments of a pipeline's call to conditions, as training saw them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.encoders.text import TextEncoder
 from atoll.ensemble.card import Card
+from atoll.ensemble.generate import Conditions
+from atoll.ensemble.model import Model
 from atoll.export.arguments import texts, whole, whole_numbers
 
 
@@ -43,35 +42,30 @@ class Asked:
     cut: bool = False
 
 
-def conditions(
-    card: Card, asked: Asked, tokenizer: Any, tower: nn.Module | None, device: torch.device
-) -> tuple[Condition, Condition, int]:
-    """Conditions of all pictures, null condition (one row or as many), and the number of pictures.
+def conditions(model: Model, asked: Asked) -> Conditions:
+    """Conditions of all pictures.
 
     Raises:
         ConfigError: the wrong kind of condition, a label that does not exist, a text that is too long.
     """
+    card = model.card
     _check_kind(card, asked)
-    if card.condition == "none":
-        return Condition(), Condition(), asked.each
-    if card.condition == "class":
-        assert asked.class_labels is not None
-        return _labels(card, asked.class_labels, asked.each, device)
     if asked.embeds is not None:
-        cond, null = _given(card, asked)
-    else:
-        cond, null = _encoded(card, asked, tokenizer, tower, device)
-    rows = _rows(cond)
-    repeated = cond.map(lambda part: part.repeat_interleave(asked.each, dim=0))
-    if _rows(null) > 1:
-        null = null.map(lambda part: part.repeat_interleave(asked.each, dim=0))
-    return repeated.to(device), null.to(device), rows * asked.each
-
-
-def text_length(card: Card) -> int:
-    """Most tokens of a prompt: what the encoder was set to, and what the networks were trained on."""
-    assert card.text is not None
-    return min(int(card.text["max_length"]), card.shape["text_length"])
+        return _given(card, asked, asked.embeds)
+    if asked.class_labels is not None:
+        labels = whole_numbers("class_labels", asked.class_labels, card.shape["classes"])
+        if not labels:
+            raise ConfigError("no class label", "give one or more")
+        return model.conditions(labels, each=asked.each)
+    if asked.prompt is None:
+        return model.conditions(each=asked.each)
+    prompts = texts("prompt", asked.prompt)
+    nulls = texts("negative_prompt", "" if asked.negative_prompt is None else asked.negative_prompt)
+    if not prompts:
+        raise ConfigError("no prompt", "give one or more")
+    if not asked.cut:
+        model.encoder.refuse_long([*prompts, *nulls], "shorten it, or give truncate_prompt=True")
+    return model.conditions(prompts, nulls, asked.each, cut=True)
 
 
 def _check_kind(card: Card, asked: Asked) -> None:
@@ -94,21 +88,9 @@ def _check_kind(card: Card, asked: Asked) -> None:
         raise ConfigError("both prompt and prompt_embeds were given", "give one of them")
 
 
-def _labels(
-    card: Card, labels: int | Sequence[int], each: int, device: torch.device
-) -> tuple[Condition, Condition, int]:
-    classes = card.shape["classes"]
-    numbers = whole_numbers("class_labels", labels, classes)
-    if not numbers:
-        raise ConfigError("no class label", "give one or more")
-    repeated = torch.tensor(numbers, device=device).repeat_interleave(each)
-    return Condition(labels=repeated), Condition(labels=torch.tensor([classes], device=device)), len(repeated)
-
-
-def _given(card: Card, asked: Asked) -> tuple[Condition, Condition]:
+def _given(card: Card, asked: Asked, embeds: Tensor) -> Conditions:
     """Text states that the caller encoded."""
-    assert asked.embeds is not None
-    pairs = [("prompt", asked.embeds, asked.mask)]
+    pairs = [("prompt", embeds, asked.mask)]
     if asked.guided:
         if asked.null_embeds is None:
             raise ConfigError(
@@ -116,47 +98,13 @@ def _given(card: Card, asked: Asked) -> tuple[Condition, Condition]:
                 'give the states of "", or guidance_scale=1',
             )
         pairs.append(("negative_prompt", asked.null_embeds, asked.null_mask))
-    width, found = card.shape["text_width"], []
+    width, parts = card.shape["text_width"], []
     for name, states, mask in pairs:
         if states.ndim != 3 or states.shape[2] != width:
             raise ConfigError(f"{name}_embeds has shape {tuple(states.shape)}", f"give (N, L, {width})")
         if mask is None or mask.shape != states.shape[:2]:
             raise ConfigError(f"{name}_attention_mask does not fit {name}_embeds", "give (N, L)")
-        found.append(Condition(text=states.float(), mask=mask.bool()))
-    _same_number(found[-1], found[0])
-    return found[0], found[-1] if asked.guided else Condition()
-
-
-def _encoded(
-    card: Card, asked: Asked, tokenizer: Any, tower: nn.Module | None, device: torch.device
-) -> tuple[Condition, Condition]:
-    """Texts through the encoder, prompts and null together."""
-    if tokenizer is None or tower is None:
-        name = (card.text or {}).get("name")
-        raise ConfigError(
-            f"the pipeline was loaded without its text encoder {name!r}", "load it, or give prompt_embeds"
-        )
-    assert asked.prompt is not None
-    prompts = texts("prompt", asked.prompt)
-    nulls = texts("negative_prompt", "" if asked.negative_prompt is None else asked.negative_prompt)
-    if not prompts:
-        raise ConfigError("no prompt", "give one or more")
-    encoder = TextEncoder("", tokenizer, tower, text_length(card), card.shape["text_width"], device)
-    if not asked.cut:
-        encoder.refuse_long([*prompts, *nulls], "shorten it, or give truncate_prompt=True")
-    states, mask = encoder.encode([*prompts, *nulls])
-    full = Condition(text=states.clone(), mask=mask.clone())
-    cond, null = full.select(slice(0, len(prompts))), full.select(slice(len(prompts), None))
-    _same_number(null, cond)
-    return cond, null
-
-
-def _same_number(null: Condition, cond: Condition) -> None:
-    if _rows(null) not in (1, _rows(cond)):
-        raise ConfigError(
-            f"{_rows(null)} negative prompts for {_rows(cond)} prompts", "give one for all, or one for each"
-        )
-
-
-def _rows(cond: Condition) -> int:
-    return 0 if cond.text is None else len(cond.text)
+        parts.append(Condition(text=states.float(), mask=mask.bool()))
+    return Conditions.of_rows(
+        parts[0], parts[1] if asked.guided else Condition(), len(embeds), each=asked.each
+    )

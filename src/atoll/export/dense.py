@@ -16,10 +16,9 @@ from atoll.campaign.assemble import defaults
 from atoll.campaign.baselines import dense
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.expert import read_card, read_part
 from atoll.ensemble.folder import MODEL_INDEX, README
-from atoll.export.conditions import text_length
 from atoll.export.encoders import by_name, check_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest, copy_encoders
 from atoll.export.folder import put_picture, target

@@ -11,8 +11,7 @@ from atoll.encoders.licences import LICENCES
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.weights import weights_hash
-from atoll.ensemble.card import Card
-from atoll.export.conditions import text_length
+from atoll.ensemble.card import Card, text_length
 
 COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
+from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.ensemble import Costs, Ensemble, Field, Trace
 from atoll.ensemble.expert import RouterModel
 from atoll.ensemble.folder import MODEL_INDEX, OTHERS, README, model_index
@@ -238,11 +239,17 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             scale != 1.0,
             truncate_prompt,
         )
-        device = self._execution_device
-        cond, null, batch = conditions(self.card, asked, self.tokenizer, self.text_encoder, device)
-        positions = positions_of(generator, batch)
+        model = self._model
+        if prompt is not None and self.text_encoder is None and self.card.text is not None:
+            raise ConfigError(
+                f"the pipeline was loaded without its text encoder {self.card.text['name']!r}",
+                "load it, or give prompt_embeds",
+            )
+        rows = conditions(model, asked)
+        clusters = self._clusters(strategy, clusters, rows.count)
+        positions = positions_of(generator, rows.count)
         if latents is not None:
-            latents = latents_of("latents", latents, (batch, *self._model.shape))
+            latents = latents_of("latents", latents, (rows.count, *model.shape))
         self._interrupt, self._num_timesteps, self._guidance = False, total, scale
 
         def follow(field: Field, x: Tensor) -> Tensor:
@@ -260,15 +267,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                         break
             return x
 
-        (drawn,) = self._model.generate(
-            lambda rows: cond.select(torch.tensor(rows, device=device)),
-            null,
-            batch,
+        (drawn,) = model.generate(
+            rows,
             generation,
-            batch=batch,
-            clusters=self._clusters(strategy, clusters, batch),
+            batch=rows.count,
+            labels=None if clusters is None else torch.tensor(clusters, device=model.device),
             position=positions.__getitem__,
-            noise=None if latents is None else lambda rows: latents[rows],
+            noise=None if latents is None else lambda numbers: latents[numbers],
             integrate=follow,
         )
         assert drawn.trace is not None
@@ -287,15 +292,20 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     @property
     def _model(self) -> Model:
         """The parts as they are now: components may be replaced between two calls."""
-        costs = Costs.of(self.card, self.experts.cards, len(self.experts))
+        card, device = self.card, self._execution_device
+        costs = Costs.of(card, self.experts.cards, len(self.experts))
         denoiser = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
-        return Model(denoiser, self.card, self._execution_device)
+        encoder = None
+        if card.text is not None and self.text_encoder is not None:
+            width = card.shape["text_width"]
+            encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
+        return Model(denoiser, card, device, encoder=encoder)
 
-    def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> Tensor | None:
+    def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> list[int] | None:
         known = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
         if routing.needs_labels and (known is None or len(known) != batch):
             raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
-        return None if known is None else torch.tensor(known, device=self._execution_device)
+        return known
 
     def _pictures(self, latents: Tensor, output: str) -> Any:
         if output == "latent":

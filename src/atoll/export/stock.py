@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.card import Card
-from atoll.export.conditions import text_length
+from atoll.ensemble.card import Card, text_length
 from atoll.export.stock_run import picture_first, text_first
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
 

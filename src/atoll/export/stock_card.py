@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.model_card import (
     PAPER,
     count,
@@ -15,7 +15,6 @@ from atoll.ensemble.model_card import (
     licences_block,
     table,
 )
-from atoll.export.conditions import text_length
 from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
 from atoll.export.stock_run import encode, unpacked
 

@@ -16,6 +16,7 @@ from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.ensemble import Ensemble, Trace
 from atoll.ensemble.expert import Expert
+from atoll.ensemble.generate import Conditions as Rows
 from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.generation import Generation
 
@@ -108,12 +109,9 @@ class Conditions:
     ) -> Sampling:
         """All about drawing `count` pictures at these conditions, from picture `first` on."""
 
-        def conditions(rows: Sequence[int]) -> Condition:
-            return self.of(rows).to(device)
-
-        null, labels = self.null().to(device), torch.from_numpy(self.clusters)
-        shape = self.latent_shape
-        return Sampling(generation, conditions, null, shape, count, first, batch, device, labels)
+        conditions = Rows(self.of, self.null(), len(self))
+        labels = torch.from_numpy(self.clusters)
+        return Sampling(generation, conditions, self.latent_shape, count, first, batch, device, labels)
 
     def captions(self) -> list[str]:
         """Caption of each picture."""

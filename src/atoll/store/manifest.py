@@ -41,7 +41,7 @@ def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
 
 def check_file(store: Store, prefix: str, entry: FileEntry) -> None:
     """Read through one blob, a little at a time; `Damaged` unless it is what the entry says."""
-    key = f"{prefix}/{entry.path}"
+    key = f"{prefix}/{entry.path}".removeprefix("/")
     size = store.size(key)
     with store.path(key).open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -62,7 +62,7 @@ class RoutedTeacher:
     @property
     def draws(self) -> int:
         """See `Teacher`."""
-        return max(1, self.routing.draws)
+        return max(1, self.routing.uniforms)
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
         """See `Teacher`."""

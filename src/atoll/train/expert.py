@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, bound_of, write_part
-from atoll.ensemble.integrate import sample, starting_noise
+from atoll.ensemble.generate import Conditions, Sampling, generate
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.integrate import starting_noise
 from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
 from atoll.flow.timesteps import training_times
@@ -153,16 +155,38 @@ class DenoiserTask:
     def preview(self) -> bytes:
         """Twelve training conditions sampled in 12 steps with guidance 2."""
         index = spread(len(self.train), 12)
-        cond = self.train.conditions(index).to(self.device)
-        null = self.train.null().to(self.device)
         objective, bound = self.recipe.objective, bound_of(self.latents)
         denoiser = Expert(
             self.network, self.family.name, objective.prediction, objective.schedule, bound=bound
         )
         shape = (self.train.shape.channels, self.train.shape.size, self.train.shape.size)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
-        latents = sample(SingleField(denoiser, cond, null, 2.0, len(index)), noise, steps=12)
-        return png(grid(to_images(_decode(self.latents, latents)), columns=6, scale=max(1, 64 // shape[-1])))
+        sampling = Sampling(
+            Generation(steps=12, guidance=2.0),
+            Conditions.of_rows(self.train.conditions(index), self.train.null(), len(index)),
+            shape,
+            len(index),
+            device=self.device,
+            noise=lambda rows: noise[rows],
+        )
+        latents = torch.cat([batch.latents for batch in generate(denoiser, sampling)])
+        pictures = to_images(self._decode(latents))
+        return png(grid(pictures, columns=6, scale=max(1, 64 // shape[-1])))
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Pixels of latents; false colours of the first channels where the VAE is not at hand."""
+        if self._vae is not None:
+            return self._vae.decode(latents)
+        channels: Sequence[int] = (0, 1, 2) if latents.shape[1] >= 3 else (0,)
+        return Autoencoder("none").decode(latents[:, list(channels)].cpu() / 2)
+
+    @cached_property
+    def _vae(self) -> Autoencoder | None:
+        """The autoencoder of the latents, loaded and held against its hash once in a run."""
+        try:
+            return autoencoder_of(self.latents)
+        except ConfigError:
+            return None
 
     def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
         """Write network and card."""
@@ -174,12 +198,3 @@ class DenoiserTask:
         x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
         output = self.family.predict(self.network, x_t, batch.t * self.schedule.clock, batch.cond)
         return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
-
-
-def _decode(latents: dict[str, Any], values: Tensor) -> Tensor:
-    """Pixels of latents; false colours of the first channels where the VAE is not at hand."""
-    try:
-        return autoencoder_of(latents).decode(values)
-    except ConfigError:
-        channels: Sequence[int] = (0, 1, 2) if values.shape[1] >= 3 else (0,)
-        return Autoencoder("none").decode(values[:, list(channels)].cpu() / 2)
