@@ -186,7 +186,7 @@ def measure(
         threads=threads,
         validations=0,
         previews=0,
-        checkpoint_minutes=1e6,
+        checkpoint_every_s=6e07,
         milestones=pairs + 1,  # one in TURN steps
         parallel={"compile": compiled, "checkpointing": recompute},  # type: ignore[arg-type]
     )
@@ -242,7 +242,7 @@ def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, step
         init_sha256=None,
         train_flops=steps * training.batch * flops.train,
         forward_flops=flops.forward,
-        shape=vars(shape),
+        shape=shape,
     )
     recipe = Recipe(objective=ObjectiveConfig(), train=training, network=settings.model_dump(), plan=plan)
     rows, heldout = (Samples(dataset, dataset.split(s), "class", shape) for s in ("train", "heldout"))
@@ -295,7 +295,7 @@ def whole_turn(
     clocked = Clocked(task, first, last)
     with contextlib.suppress(Interrupted):
         loop.train(clocked, recipe, run, "whole loop")
-    commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "once"]
+    commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry["kind"] == "commit"]
     written = [entry for entry in commits if clocked.began[0] < entry["time"] < clocked.ended[0]]
     return *per_step(clocked.began, clocked.ended), len(written)
 

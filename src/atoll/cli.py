@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from atoll.base.console import say
-from atoll.base.errors import AtollError, Hearsay
+from atoll.base.errors import AtollError, PeerFailed
 from atoll.train.preemption import end, ends_with_run
 
 SETS = click.option(
@@ -440,7 +440,7 @@ def ended(run: Callable[[], Any]) -> int:
     except AtollError as error:
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
-            time.sleep(ASIDE * (beside + isinstance(error, Hearsay)))
+            time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
         click.echo(f"error: {error}", err=True)
         return int(getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:

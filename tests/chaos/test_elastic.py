@@ -30,11 +30,11 @@ CHANGES: dict[str, Any] = {
     "network": {"depth": 3},
     "train": {
         "batch": BATCH,
-        "checkpoint_minutes": 0.0001,
+        "checkpoint_every_s": 0.006,
         "log_every": 1,
         "previews": 1,
         "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},
-        "parallel": {"collective_seconds": 60.0},
+        "parallel": {"collective_timeout_s": 60.0},
     },
 }
 
@@ -257,7 +257,7 @@ def test_all_ranks_leave_together(copy: Path, alone: tuple[Path, Record], tmp_pa
 
 def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
     run = island(copy, 0)
-    hurry = "train.parallel.collective_seconds=4.0"
+    hurry = "train.parallel.collective_timeout_s=4.0"
     with ranks(copy, 2, "two", tmp_path / "record", hurry, launcher="atoll.launch.torchrun") as spread:
         until(reached(run, 5), spread)
         (holder,) = [entry["process"]["pid"] for entry in kinds(run, "acquire")]
@@ -273,7 +273,7 @@ def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_
 
 def test_a_rank_whose_data_do_not_come_says_so(copy: Path, tmp_path: Path) -> None:
     """The others only see that a collective fails; the one line is that of the rank that knows why."""
-    sets = ("train.data_seconds=2", "train.parallel.collective_seconds=60")
+    sets = ("train.data_timeout_s=2", "train.parallel.collective_timeout_s=60")
     with ranks(copy, 2, "stalls-1", tmp_path / "record", *sets, launcher="atoll.launch.torchrun") as spread:
         answer = spread.end(120)
     errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]

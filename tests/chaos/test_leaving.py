@@ -70,7 +70,7 @@ def test_data_that_does_not_come(nursery: Nursery, copy: Path, reference: Path) 
     run = island(copy, 2)
     faults = {"linger": ["batch", 60.0, str(copy / "begun"), 9]}
     stalled = nursery.start(
-        "train", "expert", copy, "--expert", "2", "--set", "train.data_seconds=1", faults=faults
+        "train", "expert", copy, "--expert", "2", "--set", "train.data_timeout_s=1", faults=faults
     )
     assert stalled.wait(30) == 2
     (line,) = stalled.errors()

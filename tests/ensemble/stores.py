@@ -18,7 +18,7 @@ def publish(store: Store, number: int, expert: Expert, shape: DataShape) -> str:
         prediction=expert.prediction,
         schedule=expert.schedule,
         condition=condition,
-        shape=vars(shape),
+        shape=shape,
         weights_sha256=digest_tensors(weights),
     )
     write_part(store, f"experts/{number}", expert.network, weights, about)

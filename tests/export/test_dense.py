@@ -134,7 +134,7 @@ def own_pictures(
     assert student.card is not None
     shape = student.card.shape
     noise = torch.randn(
-        (1, shape["channels"], shape["size"], shape["size"]), generator=torch.Generator().manual_seed(0)
+        (1, shape.channels, shape.size, shape.size), generator=torch.Generator().manual_seed(0)
     )
     plain = sample(SingleField(student, cond, null, guidance, 1), noise, STEPS)
     # Its sigmas go from 0.999, and it tells the network whole thousandths.

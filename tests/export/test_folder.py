@@ -17,7 +17,6 @@ from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
-from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, pipeline, state, text_pipeline
 
@@ -193,7 +192,7 @@ def test_encoders_of_another_model_are_refused(texts: Path, saved: Path, tmp_pat
 def test_experts_of_several_families_and_predictions(name: str, texts: Path, tmp_path: Path) -> None:
     """One Flux or SD3 beside one PixArt that predicts noise on another schedule, and back from the folder."""
     pipe = load(texts / "model")
-    shape, made = DataShape(**pipe.card.shape), {"text": pipe.card.text, "latents": pipe.card.latents}
+    shape, made = pipe.card.shape, {"text": pipe.card.text, "latents": pipe.card.latents}
     before = picture(pipe, prompt=["a", "red", "square", "bar"])
     pipe.experts.add(expert_of(name, 0, shape, **made))
     pipe.experts.add(expert(1, shape, prediction="eps", schedule="vp-cosine", **made))

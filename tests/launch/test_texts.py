@@ -13,8 +13,7 @@ import yaml
 from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.settings.launch import LaunchConfig, SkyConfig, SlurmConfig
 from atoll.launch import sky, slurm
-from atoll.launch.job import LEFT, Job, command
-from atoll.train.preemption import INTERRUPTED
+from atoll.launch.job import Job, command
 
 URL = "s3://bucket/campaign"
 HOSTILE = [
@@ -55,10 +54,6 @@ def options(script: str) -> dict[str, str]:
 def parses(script: str) -> None:
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_code_that_means_saved_is_that_of_the_loop() -> None:
-    assert LEFT == INTERRUPTED
 
 
 # Slurm.

@@ -45,7 +45,7 @@ def test_steps_with_a_bad_row_are_left_out_and_counted(run: Run, copy: Path) -> 
     spoil(copy, 1)
     said = run("train", "expert", copy, "--expert", "0")
     assert said.code == 0
-    left_out = said.out.count("left out (bound")
+    left_out = said.out.count("skipped (bound")
     assert 1 < left_out < 8
     lines = [json.loads(line) for line in (copy / "islands/0/run/metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines if "skipped" in line][-1] == left_out
@@ -59,7 +59,7 @@ def test_bad_rows_everywhere_end_the_run_in_one_line(run: Run, copy: Path) -> No
         run("train", "expert", copy, "--expert", "0"),
         "loss nan",
         "expert 0",
-        "the last 4 steps had to be left out",
+        "the last 4 steps were skipped",
     )
     assert "atoll data audit" in line
     assert not (copy / "islands/0/expert").exists()

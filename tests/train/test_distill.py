@@ -24,7 +24,7 @@ from atoll.ensemble.routing import Routing
 from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.networks.families import family
 from atoll.networks.init import initialise
-from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train
@@ -45,7 +45,7 @@ from helpers_networks import CLASSES, Logits, conditions, expert, noise, router
 
 STUDENT = {"student": {"stock": False}}
 OFTEN = {
-    "checkpoint_minutes": 0.003,
+    "checkpoint_every_s": 0.18,
     "validations": 3,
     "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},
 }
@@ -86,7 +86,7 @@ def task_of(
     campaign = Campaign.open(folder)
     plan = RunPlan.read(campaign.store, "student/island.json")
     plan = plan.model_copy(update={key: changes[key] for key in ("steps", "batch") if key in changes})
-    dataset, shape = DataSet.open(campaign.store, "student/data"), DataShape(**plan.shape)
+    dataset, shape = DataSet.open(campaign.store, "student/data"), plan.shape
     settings = campaign.config.network
     network = family(settings.family).build(settings, shape)
     initialise(network, 0)

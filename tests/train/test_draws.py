@@ -9,7 +9,6 @@ from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.samples import Samples
-from atoll.networks.settings import DataShape
 from atoll.train.expert import Batch, DenoiserTask, draw_batch
 from atoll.train.router import RouterTask
 from atoll.train.run import _splits
@@ -26,7 +25,7 @@ def parts(campaign: Campaign, folder: str = "islands/0") -> tuple[Recipe, Sample
     dataset = DataSet.open(campaign.store, f"{folder}/data")
     config = campaign.config
     recipe = Recipe(objective=config.objective, train=config.train, network={}, plan=plan)
-    return recipe, *_splits(campaign, dataset, DataShape(**plan.shape)), dataset
+    return recipe, *_splits(campaign, dataset, plan.shape), dataset
 
 
 def batch(campaign: Campaign, positions: range, **plan: object) -> Batch:
@@ -94,7 +93,7 @@ def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
 
     recipe, train, heldout, dataset = parts(campaign, "router")
     clusters = dataset.column("clusters").read(range(len(dataset))).long()
-    network = initial_router(campaign, DataShape(**recipe.plan.shape))
+    network = initial_router(campaign, recipe.plan.shape)
     return RouterTask(network, train, heldout, clusters, recipe, pure_noise, {}, None)
 
 
@@ -137,7 +136,7 @@ def denoiser_task(campaign: Campaign) -> DenoiserTask:
     from atoll.campaign.partition import initial_network
 
     recipe, train, heldout, _ = parts(campaign)
-    network = initial_network(campaign.config.network, DataShape(**recipe.plan.shape), 0)
+    network = initial_network(campaign.config.network, recipe.plan.shape, 0)
     return DenoiserTask(network, "dit", train, heldout, recipe, {"name": "none"}, None)
 
 

@@ -100,7 +100,7 @@ def test_tensorboard_shows_one_run_over_restarts(
 
 def test_event_files_are_cut_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(track, "PART", 1000)
+    monkeypatch.setattr(loggers, "PART", 1000)
     store, tracks = Store.open(tmp_path), Tracks()
     tracks.open(TrackingConfig(tensorboard=True), store, "h", SUBJECT)
     for step in range(1, 101):
@@ -194,7 +194,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 def test_a_tracker_that_hangs_does_not_keep_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(track, "FAREWELL", 0.2)
+    monkeypatch.setattr(loggers, "FAREWELL", 0.2)
     ended = threading.Event()
 
     class Slow:
@@ -212,7 +212,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_run(
 def test_a_missing_package_is_told_before_training(
     package: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(track, "_installed", lambda name: name != package)
+    monkeypatch.setattr(loggers, "_installed", lambda name: name != package)
     campaign = tracked(copy, **{package: True if package == "tensorboard" else "offline"})
     with pytest.raises(ConfigError, match=rf"tracking.{package} needs the package {package}.*pip install"):
         train_run(campaign, "expert", 0)
@@ -232,7 +232,7 @@ def test_online_without_a_key_is_told_before_training(
         train_run(campaign, "expert", 0)
     assert not (copy / "islands/0/run").exists()
     (tmp_path / "netrc").write_text("machine tracker.example.org login user password 0123\n")
-    campaign.config.tracking.check()
+    loggers.check_trackers(campaign.config.tracking)
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from atoll.base.processes import World
+from atoll.base.processes import ProcessGroup
 from atoll.campaign.settings.train import ParallelConfig
-from atoll.train.parallel import Spread
+from atoll.train.parallel import StepSharding
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,13 @@ from atoll.train.parallel import Spread
 def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | None) -> None:
     """Under FSDP every part brings collectives, so that another number of them would hang."""
     config = ParallelConfig(micro_batch=micro)
-    spreads = [Spread(torch.nn.Linear(1, 1), config, World(rank, size), batch) for rank in range(size)]
-    parts = [spread.parts(100) for spread in spreads]
+    network = torch.nn.Linear(1, 1)
+    steps = [StepSharding(network, config, ProcessGroup(rank, size), batch) for rank in range(size)]
+    parts = [step.parts(100) for step in steps]
     assert len({len(own) for own in parts}) == 1
     assert list(itertools.chain(*itertools.chain(*parts))) == list(range(100, 100 + batch))
     longest = max(len(part) for own in parts for part in own)
     assert longest <= (micro or batch) + (micro == 1)
-    for spread, own in zip(spreads, parts, strict=True):
+    for step, own in zip(steps, parts, strict=True):
         assert all(len(part) > 0 for part in own)
-        assert sum(spread.weight(part) for part in own) / size == pytest.approx(sum(map(len, own)) / batch)
+        assert sum(step.weight(part) for part in own) / size == pytest.approx(sum(map(len, own)) / batch)

@@ -18,7 +18,7 @@ from helpers import atoll, bits, environment, metrics, newest_checkpoint, partit
 
 # A run of two seconds that saves its state five times a second.
 OFTEN = {
-    "checkpoint_minutes": 0.003,
+    "checkpoint_every_s": 0.18,
     "validations": 5,
     "log_every": 7,
     "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},

@@ -57,7 +57,7 @@ PLAN = {
     "init_sha256": "i",
     "train_flops": 1.0,
     "forward_flops": 1.0,
-    "shape": {"size": 8},
+    "shape": {"channels": 4, "size": 8},
 }
 
 
@@ -73,7 +73,7 @@ def test_a_run_is_as_long_as_its_plan() -> None:
 @pytest.mark.parametrize("key", ["log_every", "validations", "validation_rows", "previews", "keep"])
 def test_how_a_run_is_watched_does_not_decide_its_weights(key: str) -> None:
     assert recipe({key: 3}).learned() == recipe({key: 4}).learned()
-    assert recipe({"checkpoint_minutes": 1}).learned() == recipe({"checkpoint_minutes": 2}).learned()
+    assert recipe({"checkpoint_every_s": 60}).learned() == recipe({"checkpoint_every_s": 120}).learned()
 
 
 @pytest.mark.parametrize(

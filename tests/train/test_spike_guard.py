@@ -1,4 +1,4 @@
-"""Which steps are left out."""
+"""Which steps are skipped."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_a_spike_is_left_out_once_the_bound_has_settled() -> None:
     assert guard.admits(1.5, 1.0)
     assert 1.9 < guard.bound() < 2.2
     assert not guard.admits(50.0, 1.0) and not guard.admits(2.3, 1.0)
-    assert guard.bound() < 2.2  # what was left out does not move the bound
+    assert guard.bound() < 2.2  # what was skipped does not move the bound
 
 
 def test_the_bound_follows_a_loss_that_rises_slowly() -> None:

@@ -1,6 +1,6 @@
 """Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,6 +29,17 @@ class Config(BaseModel):
             return cls.model_validate(tree)
         except ValidationError as error:
             raise _explain(cls, error, where) from None
+
+
+def renamed(names: Mapping[str, str]) -> Callable[[Any], Any]:
+    """A validator that reads settings under the names they had in earlier versions, by old name."""
+
+    def rename(tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        return {names.get(key, key): value for key, value in tree.items()}
+
+    return rename
 
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+INTERRUPTED = 75
+"""Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
+
 
 class AtollError(Exception):
     """A mistake of the user or of the input: says what is wrong, where, and what to do.
@@ -22,7 +25,7 @@ class AtollError(Exception):
         super().__init__(" ".join(f"{what}: {fix}".split()) if fix else " ".join(what.split()))
 
 
-class Hearsay(AtollError):
+class PeerFailed(AtollError):
     """Another process of the same run failed; what happened is for that one to tell."""
 
 

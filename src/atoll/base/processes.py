@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.base.device import own_device
-from atoll.base.errors import AtollError, ConfigError, Hearsay, PartitionError
+from atoll.base.errors import AtollError, ConfigError, PartitionError, PeerFailed
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ _BUSY = "busy"
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """The processes of one run.
 
     Attributes:
@@ -62,7 +62,7 @@ class World:
         if self.first:
             value, failure = self._patiently(do)
         else:
-            while (answer := self._told(None)) == _BUSY:
+            while (answer := self._broadcast(None)) == _BUSY:
                 pass
             value, failure = answer
         if failure is not None:
@@ -87,7 +87,7 @@ class World:
         def reassure() -> None:
             try:
                 while not done.wait(self.limit / 4):
-                    self._told(_BUSY)
+                    self._broadcast(_BUSY)
             except AtollError as error:
                 lost.append(error)
 
@@ -103,10 +103,10 @@ class World:
             thread.join()
         if lost:
             raise lost[0]
-        self._told(answer)
+        self._broadcast(answer)
         return answer
 
-    def _told(self, message: Any) -> Any:
+    def _broadcast(self, message: Any) -> Any:
         """What rank 0 says."""
         box = [message]
         with named("a message of rank 0"):
@@ -115,7 +115,7 @@ class World:
 
 
 @contextmanager
-def joined(seconds: float = 600.0) -> Iterator[World]:
+def joined(seconds: float = 600.0) -> Iterator[ProcessGroup]:
     """The processes that `torchrun` started, or this one alone.
 
     Args:
@@ -126,15 +126,15 @@ def joined(seconds: float = 600.0) -> Iterator[World]:
     """
     device = own_device()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(device=device)
+        yield ProcessGroup(device=device)
         return
     limit = timedelta(seconds=seconds)
     with named("the meeting of all processes"):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device, seconds)
+        yield ProcessGroup(dist.get_rank(), dist.get_world_size(), device, seconds)
     except AtollError as error:
-        error.alone = not isinstance(error, Hearsay | ConfigError | PartitionError)
+        error.alone = not isinstance(error, PeerFailed | ConfigError | PartitionError)
         raise
     finally:
         dist.destroy_process_group()
@@ -149,7 +149,7 @@ def named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
         if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Hearsay(
+        raise PeerFailed(
             f"{what} did not finish ({reason[:200]})",
             "another process of this run has ended or hangs: look at its output, then run it again",
         ) from None

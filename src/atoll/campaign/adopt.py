@@ -65,7 +65,7 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
     found = find(wanted.checkpoint, Path())
     adapter = _family(found, campaign.config.condition)
     prediction, curve = _objective(found, wanted)
-    shape = DataShape(**plan.shape)
+    shape = plan.shape
     latents, text = DataSet.open(store, "data").producers()
     _check_shape(found, adapter, shape)
     _check_vae(found, latents)

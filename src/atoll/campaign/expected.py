@@ -77,7 +77,7 @@ def _partitioned(campaign: Campaign) -> Expected:
     for number in range(campaign.config.partition.k):
         name = f"{run_folder('expert', number)}/island.json"
         plans.append(RunPlan.read(store, name))
-    shape, sizes = DataShape(**plans[0].shape), [plan.rows for plan in plans]
+    shape, sizes = plans[0].shape, [plan.rows for plan in plans]
     stored = []
     for number, plan in enumerate(plans):
         known = stored_bytes(campaign, number)

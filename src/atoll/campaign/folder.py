@@ -50,7 +50,7 @@ class Campaign:
             folder: folder or URL, with a `campaign.yaml` to start from, a `campaign.json` to go on from,
                 or both.
             sets: `a.b=value` overrides; after the campaign is frozen they must agree with it, but for
-                what decides no weights: sampling, tracking, `train.checkpoint_minutes` and its like.
+                what decides no weights: sampling, tracking, `train.checkpoint_every_s` and its like.
 
         Raises:
             StoreError: no such folder, or not a campaign.

@@ -64,7 +64,7 @@ def _add_student(campaign: Campaign, made: Partition) -> None:
     """The student's folder, in a campaign that was partitioned without one."""
     store, config = campaign.store, campaign.config
     parts = [DataSet.open(store, f"{run_folder('expert', number)}/data") for number in range(made.k)]
-    shape = DataShape(**RunPlan.read(store, "islands/0/island.json").shape)
+    shape = RunPlan.read(store, "islands/0/island.json").shape
     budget = divide(config, shape, made.sizes)
     assert budget.student is not None
     plans = _Plans(campaign, made, shape, Checkpoints(store.location))
@@ -169,7 +169,7 @@ class _Plans:
             parameters=parameter_count(initial),
             train_flops=share.train_flops,
             forward_flops=share.flops.forward,
-            shape=vars(self.shape),
+            shape=self.shape,
         )
         self.campaign.store.put_json(f"{folder}/island.json", plan.to_json())
 

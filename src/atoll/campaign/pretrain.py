@@ -13,7 +13,6 @@ from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card, read_part
 from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
 from atoll.networks.checkpoint import take_over
-from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 
@@ -73,7 +72,7 @@ def _write(
     weights: dict[str, torch.Tensor],
     origin: dict[str, Any],
 ) -> None:
-    network = initial_network(campaign.config.island(number)[0], DataShape(**plan.shape), plan.init_seed)
+    network = initial_network(campaign.config.island(number)[0], plan.shape, plan.init_seed)
     fit = take_over(network, weights, "shared pretraining")
     if fit.drawn or fit.unused:
         for line in fit.lines(f"shared pretraining for expert {number}"):

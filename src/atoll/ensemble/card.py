@@ -5,6 +5,7 @@ from typing import Any, Literal
 from atoll.base.errors import PartitionError
 from atoll.base.format import File
 from atoll.flow.settings import Prediction
+from atoll.networks.settings import DataShape
 
 
 class Card(File):
@@ -29,7 +30,7 @@ class Card(File):
     """What made the latents: name, hash, shift and scale."""
     text: dict[str, Any] | None = None
     """What made the text states."""
-    shape: dict[str, int]
+    shape: DataShape
     """Channels, size, text_width, text_length, classes."""
     parameters: int
     """Number of trainable numbers."""
@@ -54,7 +55,7 @@ class Card(File):
 def text_length(card: Card) -> int:
     """Most tokens of a prompt: what the encoder was set to, and what the networks were trained on."""
     assert card.text is not None
-    return min(int(card.text["max_length"]), card.shape["text_length"])
+    return min(int(card.text["max_length"]), card.shape.text_length)
 
 
 def check_together(cards: list[Card]) -> None:

@@ -145,7 +145,7 @@ class Model:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of a latent, (C, H, W)."""
-        return self.card.shape["channels"], self.card.shape["size"], self.card.shape["size"]
+        return self.card.shape.channels, self.card.shape.size, self.card.shape.size
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -205,7 +205,7 @@ class Model:
         return both.select(slice(0, len(texts))), both.select(slice(len(texts), None))
 
     def _labels(self, texts: Sequence[str]) -> tuple[Condition, Condition]:
-        classes = self.card.shape["classes"]
+        classes = self.card.shape.classes
         for text in texts:
             if not text.isdecimal() or int(text) >= classes:
                 raise ConfigError(f"{text!r} is no class label", f"give a number from 0 to {classes - 1}")

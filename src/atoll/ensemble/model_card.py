@@ -61,11 +61,11 @@ def head_block(router: Card, about: Mapping[str, Any]) -> str:
 
 def _summary(router: Card, experts: Mapping[int, Card], k: int) -> str:
     shape, total = router.shape, sum(card.parameters for card in experts.values())
-    what = {"text": "texts", "class": f"{shape['classes']} class labels", "none": "nothing"}[router.condition]
+    what = {"text": "texts", "class": f"{shape.classes} class labels", "none": "nothing"}[router.condition]
     lines = (
         f"A decentralized diffusion model: {len(experts)} experts, trained apart from each other on {k}"
         " clusters of one data set, and a router that says which of them knows a noisy picture. Conditioned"
-        f" on {what}; latents of {shape['channels']}x{shape['size']}x{shape['size']}."
+        f" on {what}; latents of {shape.channels}x{shape.size}x{shape.size}."
         f" {count(total)} parameters in the experts, {count(router.parameters)} in the router."
     )
     missing = [number for number in range(k) if number not in experts]

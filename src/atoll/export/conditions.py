@@ -53,7 +53,7 @@ def conditions(model: Model, asked: Asked) -> Conditions:
     if asked.embeds is not None:
         return _given(card, asked, asked.embeds)
     if asked.class_labels is not None:
-        labels = whole_numbers("class_labels", asked.class_labels, card.shape["classes"])
+        labels = whole_numbers("class_labels", asked.class_labels, card.shape.classes)
         if not labels:
             raise ConfigError("no class label", "give one or more")
         return model.conditions(labels, each=asked.each)
@@ -98,7 +98,7 @@ def _given(card: Card, asked: Asked, embeds: Tensor) -> Conditions:
                 'give the states of "", or guidance_scale=1',
             )
         pairs.append(("negative_prompt", asked.null_embeds, asked.null_mask))
-    width, parts = card.shape["text_width"], []
+    width, parts = card.shape.text_width, []
     for name, states, mask in pairs:
         if states.ndim != 3 or states.shape[2] != width:
             raise ConfigError(f"{name}_embeds has shape {tuple(states.shape)}", f"give (N, L, {width})")

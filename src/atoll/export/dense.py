@@ -117,7 +117,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
         images = pipe(generator=generators, **arguments).images
     if isinstance(images, torch.Tensor):
-        images = to_images(unpacked(images, card.shape["size"]) if stock.limits.patch else images)
+        images = to_images(unpacked(images, card.shape.size) if stock.limits.patch else images)
     sheet = grid(list(images), columns=4, scale=max(1, 128 // images[0].width))
     return png(sheet)
 
@@ -126,7 +126,7 @@ def _asked(campaign: Campaign, card: Card, stock: Stock, pipe: Any) -> tuple[int
     """How many pictures, and the arguments of the call, the pipeline made ready for it."""
     arguments = stock.arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign))
     if card.condition != "text":
-        labels = arguments["class_labels"] if card.condition == "none" else range(card.shape["classes"])
+        labels = arguments["class_labels"] if card.condition == "none" else range(card.shape.classes)
         return SHOWN, {**arguments, "class_labels": [labels[n % len(labels)] for n in range(SHOWN)]}
     texts = prompts(campaign, SHOWN) or [""]
     if stock.joint is None:

@@ -160,7 +160,7 @@ def _picture(campaign: Campaign, root: Path) -> tuple[bytes, dict[str, Any]]:
         given = given or [""]
         arguments = {"prompt": given, "truncate_prompt": True}
     elif condition == "class":
-        classes = pipe.card.shape["classes"]
+        classes = pipe.card.shape.classes
         given = [str(label) for label in range(0, classes, max(1, classes // SHOWN))][:SHOWN]
         arguments = {"class_labels": [int(label) for label in given]}
     count = SHOWN if condition == "none" else len(given)

@@ -297,7 +297,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         denoiser = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
         encoder = None
         if card.text is not None and self.text_encoder is not None:
-            width = card.shape["text_width"]
+            width = card.shape.text_width
             encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
         return Model(denoiser, card, device, encoder=encoder)
 

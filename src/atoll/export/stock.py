@@ -98,8 +98,8 @@ def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
     """
     patch = int(config["patch_size"])
     if limits_of(card.family).patch is not None:  # the network takes whole patches for its channels
-        patch = math.isqrt(config["in_channels"] // card.shape["channels"])
-    check_data(card.family, card.latents, card.shape["classes"], patch)
+        patch = math.isqrt(config["in_channels"] // card.shape.channels)
+    check_data(card.family, card.latents, card.shape.classes, patch)
     if (card.prediction, card.schedule) != ("v", "rectified-flow"):
         raise ConfigError(
             f"this {card.role} predicts {card.prediction} on {card.schedule}, a stock pipeline wants a flow",
@@ -187,7 +187,7 @@ def _of_states(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> d
 
 def _of_tokens(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Flux's, whose guidance by two calls has a name of its own, and which knows no size."""
-    side = card.shape["size"] * (factor or WITHOUT_VAE)
+    side = card.shape.size * (factor or WITHOUT_VAE)
     found = {
         "height": side,
         "width": side,

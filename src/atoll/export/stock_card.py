@@ -89,7 +89,7 @@ def snippet(
     latents = "result.images"
     if stock.limits.patch and factor is None:
         lines += ["", "", inspect.getsource(unpacked), ""]
-        latents = f"unpacked(result.images, {card.shape['size']})"
+        latents = f"unpacked(result.images, {card.shape.size})"
     if call.get("output_type") == "latent":
         lines.append(f"images = pipe.image_processor.postprocess({latents})")
     else:
@@ -135,7 +135,7 @@ def _quoted(value: Any) -> str:
 
 def _summary(card: Card) -> str:
     shape, told = card.shape, card.provenance.get("student", {})
-    kinds = {"text": "texts", "class": f"{shape['classes']} class labels", "none": "nothing"}
+    kinds = {"text": "texts", "class": f"{shape.classes} class labels", "none": "nothing"}
     experts = sum(name != "router" for name in told.get("teachers", {}))
     origin = (
         f"distilled from the {experts} experts of a decentralized diffusion model"
@@ -144,7 +144,7 @@ def _summary(card: Card) -> str:
     )
     return (
         f"One dense model of {count(card.parameters)} parameters, {origin}. Conditioned on"
-        f" {kinds[card.condition]}; latents of {shape['channels']}x{shape['size']}x{shape['size']}. It"
+        f" {kinds[card.condition]}; latents of {shape.channels}x{shape.size}x{shape.size}. It"
         " predicts the velocity of rectified flow."
     )
 
@@ -165,7 +165,7 @@ def _remarks(card: Card) -> str:
     if card.condition == "none":
         lines.append("- `class_labels` says how many pictures; 1000 stands for no label.")
     elif card.condition == "class":
-        lines.append(f"- Labels are 0 to {card.shape['classes'] - 1}; others have no meaning.")
+        lines.append(f"- Labels are 0 to {card.shape.classes - 1}; others have no meaning.")
     return "\n".join(lines)
 
 

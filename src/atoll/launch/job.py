@@ -9,8 +9,6 @@ from pathlib import Path
 from atoll.base.hashing import sha256
 from atoll.campaign.settings.launch import SkyConfig, SlurmConfig
 
-LEFT = 75  # exit code of a training run that was told to leave, saved, and can go on (EX_TEMPFAIL)
-
 
 @dataclass(frozen=True)
 class Job:

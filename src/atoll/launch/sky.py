@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from atoll.base.errors import AtollError, ConfigError
-from atoll.launch.job import LEFT, Job
+from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
+from atoll.launch.job import Job
 
 SCRIPT = "launch.sh"
 RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
@@ -26,7 +26,7 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
         campaign: URL of the campaign.
     """
     asked = job.sky
-    recovery: dict[str, Any] = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [LEFT]}
+    recovery: dict[str, Any] = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]}
     resources: dict[str, Any] = {"use_spot": asked.use_spot, "job_recovery": recovery, "cpus": f"{job.cpus}+"}
     if asked.accelerators is not None:
         resources["accelerators"] = asked.accelerators

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atoll.base.console import say
-from atoll.base.errors import AtollError
-from atoll.launch.job import LEFT, Job
+from atoll.base.errors import INTERRUPTED, AtollError
+from atoll.launch.job import Job
 
 # The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
 # answered with a requeue: what was cancelled stays so, and the others come back by themselves.
@@ -52,7 +52,7 @@ def script(job: Job, campaign: str, output: Path) -> str:
             + job.shell("$host", "$port")
         )
         tell = 'scancel --signal=TERM "$SLURM_JOB_ID"'
-    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=LEFT)
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=INTERRUPTED)
 
 
 def _options(job: Job, campaign: str, output: Path) -> Iterator[str]:

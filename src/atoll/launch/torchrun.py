@@ -9,7 +9,7 @@ minute to save.
 import sys
 from collections.abc import Sequence
 
-from atoll.launch.job import LEFT
+from atoll.base.errors import INTERRUPTED
 
 PATIENCE = 600  # seconds that processes have for saving when they are told to leave
 
@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
         torchrun.run(known)
     except ChildFailedError as error:
         codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
-        return LEFT if LEFT in codes else next((code for code in codes if code > 0), 1)
+        return INTERRUPTED if INTERRUPTED in codes else next((code for code in codes if code > 0), 1)
     except SignalException:
-        return LEFT  # what was committed counts, and the same command goes on from there
+        return INTERRUPTED  # what was committed counts, and the same command goes on from there
     return 0
 
 

@@ -27,7 +27,6 @@ from atoll.measure.compare import Conditions, cost, draw, drawn_conditions
 from atoll.measure.judge import Judge
 from atoll.measure.pairs import Kept
 from atoll.measure.points import Points, Row
-from atoll.networks.settings import DataShape
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Bench:
         self.judge = cache(lambda pictures: self._judge.of(pictures))
 
     def _samples(self, split: str) -> Samples:
-        kind, shape = self.campaign.config.condition, DataShape(**self.router.shape)
+        kind, shape = self.campaign.config.condition, self.router.shape
         return Samples(self.dataset, self.dataset.split(split), kind, shape)
 
     @cached_property

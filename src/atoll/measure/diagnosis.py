@@ -40,7 +40,6 @@ from atoll.measure.nearest import Copies, leaders, two_nearest
 from atoll.measure.stability import stability
 from atoll.measure.streams import Table, to_csv
 from atoll.measure.usage import by_strategy, switches, usage
-from atoll.networks.settings import DataShape
 
 RESULT = "reports/diagnostics.json"
 FOLDER = "reports/diagnostics"
@@ -127,7 +126,7 @@ class _Diagnosis:
         return tables, about
 
     def _samples(self, split: str) -> Samples:
-        shape, kind = DataShape(**self.router.shape), self.campaign.config.condition
+        shape, kind = self.router.shape, self.campaign.config.condition
         return Samples(self.dataset, self.dataset.split(split), kind, shape)
 
     def _measured(self, monolith: Expert | None) -> dict[str, Table]:

@@ -15,7 +15,7 @@ import torch
 from atoll.base.config import set_value
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.processes import World, joined
+from atoll.base.processes import ProcessGroup, joined
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
@@ -137,7 +137,7 @@ class _Evaluation:
     request: Request
     config: EvaluateConfig
     store: Store
-    world: World
+    world: ProcessGroup
 
     def run(self) -> Result | None:
         start, config = time.monotonic(), self.config
@@ -262,7 +262,7 @@ def _show(result: Result) -> None:
             say(f"  note: {value['note']}")
 
 
-def gathered(world: World, made: FeatureSet) -> FeatureSet | None:
+def gathered(world: ProcessGroup, made: FeatureSet) -> FeatureSet | None:
     """What all processes have taken in, on the first one; None on the others."""
     for rank in range(1, world.size):
         if world.rank not in (0, rank):
@@ -274,7 +274,7 @@ def gathered(world: World, made: FeatureSet) -> FeatureSet | None:
     return made if world.first else None
 
 
-def _bring(world: World, part: FeatureSet, rank: int) -> None:
+def _bring(world: ProcessGroup, part: FeatureSet, rank: int) -> None:
     """Copy what one process has taken in to the first one's empty set."""
     for name in ("moments", "scores"):
         tensors = {key: value.clone() for key, value in getattr(part, name).tensors().items()}

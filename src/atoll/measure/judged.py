@@ -21,7 +21,6 @@ from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.model import Model, read_manifest
 from atoll.measure.compare import Conditions, drawn_conditions
 from atoll.measure.pictures import Batch, Folder, Rows
-from atoll.networks.settings import DataShape
 from atoll.store.location import is_url
 from atoll.store.store import Store
 
@@ -162,7 +161,7 @@ def _conditions(
     campaign: Campaign, card: Card, split: Literal["heldout", "train"], count: int, seed: int
 ) -> Conditions:
     dataset, made = campaign.clustered()
-    samples = Samples(dataset, dataset.split(split), campaign.config.condition, DataShape(**card.shape))
+    samples = Samples(dataset, dataset.split(split), campaign.config.condition, card.shape)
     if not len(samples):
         raise DataError(f"the data set has no {split} rows", "choose others: evaluate.conditions")
     return drawn_conditions(samples, made.clusters, count, seed)

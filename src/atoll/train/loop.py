@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, duration, say
 from atoll.base.errors import AtollError, StoreError
-from atoll.base.processes import World, joined
+from atoll.base.processes import ProcessGroup, joined
 from atoll.campaign.publication import announce, settle, tidy
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.train import Recipe
@@ -23,7 +23,7 @@ from atoll.store.store import Store
 from atoll.train import state as checkpoint
 from atoll.train.ema import Ema
 from atoll.train.loggers import Subject, Tracks
-from atoll.train.parallel import Spread, whole
+from atoll.train.parallel import StepSharding, whole
 from atoll.train.preemption import Interrupted, leaving
 from atoll.train.prefetch import Ahead
 from atoll.train.spike_guard import Guard
@@ -82,28 +82,28 @@ def train(
         Interrupted: SIGTERM or SIGINT came; the state is saved.
         Held: another living process holds the run.
         Fenced: another process took the run over.
-        AtollError: too many steps in a row had to be left out; data or another rank did not come.
+        AtollError: too many steps in a row were skipped; data or another rank did not come.
     """
     torch.set_num_threads(recipe.train.threads)
-    with joined(recipe.train.parallel.collective_seconds) as world:
-        if world.once(lambda: _is_finished(store)):
-            _say(world, f"{name}: finished already")
+    with joined(recipe.train.parallel.collective_timeout_s) as group:
+        if group.once(lambda: _is_finished(store)):
+            _say(group, f"{name}: finished already")
             return
-        _Run(task, recipe, store, name, world).go(wait, tracking or TrackingConfig())
+        _Run(task, recipe, store, name, group).go(wait, tracking or TrackingConfig())
 
 
 class _Run:
     """One process's part in one run."""
 
-    def __init__(self, task: Task, recipe: Recipe, store: Store, name: str, world: World) -> None:
-        self.task, self.recipe, self.store, self.name, self.world = task, recipe, store, name, world
+    def __init__(self, task: Task, recipe: Recipe, store: Store, name: str, group: ProcessGroup) -> None:
+        self.task, self.recipe, self.store, self.name, self.group = task, recipe, store, name, group
         self.settings, self.plan, self.learned = recipe.train, recipe.plan, recipe.learned()
         settings = self.settings
         self.autocast = settings.precision == "bf16" or (
-            settings.precision == "auto" and world.device.type != "cpu"
+            settings.precision == "auto" and group.device.type != "cpu"
         )
-        self.spread = Spread(task.network, settings.parallel, world, self.plan.batch, self.autocast)
-        self.forward = self.spread.wrap(task.step)
+        self.sharding = StepSharding(task.network, settings.parallel, group, self.plan.batch, self.autocast)
+        self.forward = self.sharding.wrap(task.step)
         optimizer = torch.optim.AdamW(
             task.network.parameters(),
             lr=settings.lr,
@@ -111,7 +111,7 @@ class _Run:
             weight_decay=settings.weight_decay,
             fused=True,  # one pass over the weights: on a CPU at small batches a third of a step's time
         )
-        ema = Ema(task.network, settings.ema_half_life * self.plan.samples, settings.ema_ramp)
+        ema = Ema(task.network, settings.ema_half_life * self.plan.samples, settings.ema_warmup)
         self.state = TrainState(task.network, ema, optimizer, Guard(settings.guard))
         self.run = store.sub("run")
         self.log = Log(self.run, new_holder())
@@ -121,48 +121,48 @@ class _Run:
 
     def go(self, wait: bool, tracking: TrackingConfig) -> None:
         """Take the run over, train, publish, and say in the log how it ended."""
-        with leaving() as told:
-            if not self.world.once(lambda: self._acquire(wait, told)):
-                self.world.once(lambda: settle(self.store, self.log))
-                _say(self.world, f"{self.name}: finished already")
+        with leaving() as stop_requested:
+            if not self.group.once(lambda: self._acquire(wait, stop_requested)):
+                self.group.once(lambda: settle(self.store, self.log))
+                _say(self.group, f"{self.name}: finished already")
                 return
             try:
-                self._hold(told, tracking)
+                self._hold(stop_requested, tracking)
             except Fenced:
                 raise
             except BaseException as error:
                 self._release(error)
                 raise
 
-    def _hold(self, told: list[int], tracking: TrackingConfig) -> None:
+    def _hold(self, stop_requested: list[int], tracking: TrackingConfig) -> None:
         """What is done as the holder."""
         with ExitStack() as stack:
             stack.callback(self.saver.close)
             self.heart = Heart(self.log, self.settings.lease, self._signs)
-            if self.world.first:
+            if self.group.first:
                 stack.enter_context(self.heart)
             self._resume()
             stack.callback(self.tracks.close)
-            if self.world.first:
+            if self.group.first:
                 self.tracks.open(tracking, self.run, self.log.holder, self._subject())
-            self._steps(told)
+            self._steps(stop_requested)
             self._publish()
 
     # Before and after.
 
-    def _acquire(self, wait: bool, told: list[int]) -> bool:
+    def _acquire(self, wait: bool, stop_requested: list[int]) -> bool:
         def pause(seconds: float) -> None:
             time.sleep(seconds)
-            if told:
+            if stop_requested:
                 raise Interrupted(f"{self.name} was told to leave while it waited", "run it again to go on")
 
         first = next((e for e in self.log.entries() if e.get("tracker")), None)
         self.state.tracker = first["tracker"] if first else uuid.uuid4().hex[:8]
-        own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.world.size}
+        own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
         return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **own)
 
     def _resume(self) -> None:
-        state, before = self.state, read_heartbeat(self.run) if self.world.first else None
+        state, before = self.state, read_heartbeat(self.run) if self.group.first else None
         mine: list[checkpoint.Loaded] = []
 
         def find() -> tuple[str, str] | None:
@@ -172,13 +172,13 @@ class _Run:
             mine.append(found[2])
             return found[:2]
 
-        found = self.world.once(find)
+        found = self.group.once(find)
         if found is not None:
             loaded = mine[0] if mine else checkpoint.load(self.run, *found)
             checkpoint.restore(state, found[0], loaded, self.learned)
             self.saver.committed = state.step
-            _say(self.world, f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
-        if self.world.first:
+            _say(self.group, f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
+        if self.group.first:
             reached = int((before or {}).get("step") or 0)
             if reached or found:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
@@ -199,7 +199,7 @@ class _Run:
         state = self.state
         kept = {**state.ema.weights, **kept_buffers(self.task.network)}
         gathered = ((name, whole(tensor)) for name, tensor in kept.items())
-        weights = {name: tensor.cpu() for name, tensor in gathered if self.world.first}
+        weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
 
         def write() -> None:
             announce(
@@ -207,11 +207,11 @@ class _Run:
             )
             settle(self.store, self.log)
 
-        self.world.once(write)
-        _say(self.world, f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
+        self.group.once(write)
+        _say(self.group, f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
 
     def _release(self, error: BaseException) -> None:
-        if not self.world.first:
+        if not self.group.first:
             return
         left = isinstance(error, Interrupted)
         why = {} if left else {"error": str(error) or type(error).__name__}
@@ -231,29 +231,29 @@ class _Run:
             "speed": round(self.speed, 3),
             "skipped": state.guard.skipped,
             "committed": max(0, self.saver.committed),
-            "ranks": self.world.size,
+            "ranks": self.group.size,
         }
 
     # The loop.
 
-    def _steps(self, told: list[int]) -> None:
-        state, settings, plan, spread = self.state, self.settings, self.plan, self.spread
+    def _steps(self, stop_requested: list[int]) -> None:
+        state, settings, plan, sharding = self.state, self.settings, self.plan, self.sharding
         progress = Progress(self.name, plan.samples, state.samples, "images")
         first, start, saved = state.samples, time.monotonic(), time.monotonic()
         self.task.network.train()
 
         def make(begin: int) -> list[Any]:
-            return [self.task.batch(part) for part in spread.parts(begin)] if begin < plan.samples else []
+            return [self.task.batch(part) for part in sharding.parts(begin)] if begin < plan.samples else []
 
-        with Ahead(make, state.samples, plan.batch, settings.data_seconds) as ahead:
+        with Ahead(make, state.samples, plan.batch, settings.data_timeout_s) as ahead:
             while state.step < plan.steps:
                 self.phase = "training"
                 started = time.monotonic()
-                batches = ahead.take(told)
+                batches = ahead.take(stop_requested)
 
                 # All ranks agree whether to leave or save; a rank without data has been told to leave.
-                due = self.world.first and time.monotonic() - saved > 60 * settings.checkpoint_minutes
-                leave, save = self.world.sum([float(batches is None or bool(told)), float(due)])
+                due = self.group.first and time.monotonic() - saved > settings.checkpoint_every_s
+                leave, save = self.group.sum([float(batches is None or bool(stop_requested)), float(due)])
                 if leave:
                     self._leave()
                 if save:
@@ -269,7 +269,7 @@ class _Run:
                 # Report.
                 if state.step % settings.log_every == 0 or state.step == plan.steps:
                     self._note(metrics)
-                    if self.world.first:
+                    if self.group.first:
                         progress(state.samples, note=f"loss {self.loss:.4f}")
                 self._look()
                 if _due(state.step, plan.steps, settings.milestones):
@@ -286,30 +286,30 @@ class _Run:
             group["lr"] = lr
         state.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = {}
-        parts = self.spread.parts(begin)
+        parts = self.sharding.parts(begin)
         for part, batch in zip(parts, batches, strict=True):
-            weight = self.spread.weight(part)
-            with self.spread.accumulating(self.forward, part is parts[-1]):
+            weight = self.sharding.weight(part)
+            with self.sharding.accumulating(self.forward, part is parts[-1]):
                 with self._precision():
                     loss, metrics = self.forward(batch)
                 (loss if weight == 1 else loss * weight).backward()
             for key, value in {"loss": loss.detach(), **metrics}.items():
-                sums[key] = sums.get(key, 0.0) + float(value) * weight / self.world.size
-        means = dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
+                sums[key] = sums.get(key, 0.0) + float(value) * weight / self.group.size
+        means = dict(zip(sums, self.group.sum(list(sums.values())), strict=True))
         norm = self._clip(settings.clip)
         state.samples, state.step = begin + plan.batch, state.step + 1
         if state.guard.admits(means["loss"], norm):
             state.optimizer.step()
             state.ema.update(self.task.network, state.samples, plan.batch)
         else:
-            self._left_out(means["loss"], norm)
+            self._skip(means["loss"], norm)
         self.loss = means["loss"]
         line = {"step": state.step, "samples": state.samples, **means, "lr": lr, "grad_norm": norm}
         line |= {"skipped": state.guard.skipped, "seconds": round(state.seconds, 3)}
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
 
     def _precision(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast)
+        return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _clip(self, most: float | None) -> float:
         """The gradient's norm, and the gradient no longer than `most`."""
@@ -321,15 +321,15 @@ class _Run:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return length
 
-    def _left_out(self, loss: float, norm: float) -> None:
+    def _skip(self, loss: float, norm: float) -> None:
         guard, step = self.state.guard, self.state.step
         what = f"{self.name}: loss {loss:g}, gradient {norm:g} at step {step:,}"
         if guard.exhausted:
             raise AtollError(
-                f"{what}: the last {guard.in_a_row} steps had to be left out (bound {guard.bound():.3g})",
+                f"{what}: the last {guard.in_a_row} steps were skipped (bound {guard.bound():.3g})",
                 "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
             )
-        _say(self.world, f"warning: {what}: left out (bound {guard.bound():.3g})")
+        _say(self.group, f"warning: {what}: skipped (bound {guard.bound():.3g})")
 
     def _look(self) -> None:
         """Validate and draw with the averaged weights where it is time to."""
@@ -345,7 +345,7 @@ class _Run:
                 self._note({"step": state.step, "samples": state.samples, **self.task.validate()})
             picture = self.task.preview() if draw else None
         self.task.network.train()
-        if not self.world.first:
+        if not self.group.first:
             return
         if picture is not None:
             self.tracks.picture(state.step, picture)
@@ -355,24 +355,24 @@ class _Run:
     # Saving and leaving.
 
     def _save(self, milestone: bool = False) -> None:
-        if not milestone and not self.world.once(lambda: self.saver.lacks(self.state.step)):
+        if not milestone and not self.group.once(lambda: self.saver.lacks(self.state.step)):
             return
         self.phase = "saving"
-        tensors = self.state.tensors(self.world.first)
-        if self.world.first:
+        tensors = self.state.tensors(self.group.first)
+        if self.group.first:
             self._write_metrics()
             self.saver.save(self.state, tensors, milestone)
 
     def _leave(self) -> None:
         self._save()
-        self.world.once(self.saver.wait)  # whoever leaves earlier takes the others along
+        self.group.once(self.saver.wait)  # whoever leaves earlier takes the others along
         where = f"step {self.state.step:,} of {self.plan.steps:,}"
-        if self.world.first:
+        if self.group.first:
             raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
         raise SystemExit(Interrupted.exit_code)
 
     def _still_ours(self) -> None:
-        if self.world.first:
+        if self.group.first:
             self.heart.check()
             self.saver.poll()
 
@@ -407,8 +407,8 @@ def _is_finished(store: Store) -> bool:
     return True
 
 
-def _say(world: World, message: str) -> None:
-    if world.first:
+def _say(group: ProcessGroup, message: str) -> None:
+    if group.first:
         say(message)
 
 

@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.base.errors import ConfigError
-from atoll.base.processes import COLLECTIVE, World, named
+from atoll.base.processes import COLLECTIVE, ProcessGroup, named
 from atoll.campaign.settings.train import ParallelConfig
 
 
-class Spread:
+class StepSharding:
     """One step spread over processes and micro-batches.
 
     Args:
-        network: initialised, on the world's device; sharded in place under `fsdp`.
+        network: initialised, on the group's device; sharded in place under `fsdp`.
         config: how.
-        world: the processes.
+        group: the processes.
         batch: global samples per step.
         bf16: whether autocast is on: sharded weights are then gathered in bf16, gradients summed in float32.
 
@@ -36,30 +36,30 @@ class Spread:
     """
 
     def __init__(
-        self, network: nn.Module, config: ParallelConfig, world: World, batch: int, bf16: bool = False
+        self, network: nn.Module, config: ParallelConfig, group: ProcessGroup, batch: int, bf16: bool = False
     ) -> None:
-        if batch < world.size:
+        if batch < group.size:
             raise ConfigError(
-                f"{world.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
+                f"{group.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
             )
-        self.network, self.config, self.world, self.size = network, config, world, batch
+        self.network, self.config, self.group, self.size = network, config, group, batch
         if config.checkpointing:
             _recompute(network)
         if config.compile:
             network.compile()
-        if world.size > 1 and config.strategy == "fsdp":
-            _shard(network, config.shard or world.size, world, bf16)
+        if group.size > 1 and config.strategy == "fsdp":
+            _shard(network, config.shard or group.size, group, bf16)
 
     def wrap(self, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> nn.Module:
         """The step as a module that DDP can hold; call it with a batch."""
         module = _Step(self.network, step)
-        if self.world.size == 1 or self.config.strategy == "fsdp":
+        if self.group.size == 1 or self.config.strategy == "fsdp":
             return module
         return DistributedDataParallel(module)
 
     def parts(self, begin: int) -> list[range]:
         """Positions of this process's micro-batches in the step that begins at a position."""
-        rank, size = self.world.rank, self.world.size
+        rank, size = self.group.rank, self.group.size
         first, last = self.size * rank // size, self.size * (rank + 1) // size
         # As many on every process: under `fsdp` each brings collectives of its own.
         least, most = self.size // size, -(-self.size // size)
@@ -69,7 +69,7 @@ class Spread:
 
     def weight(self, part: range) -> float:
         """Factor of a micro-batch's mean loss, so that the averaged gradient is that of the global mean."""
-        return len(part) * self.world.size / self.size
+        return len(part) * self.group.size / self.size
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -99,14 +99,14 @@ def _recompute(network: nn.Module) -> None:
     network.enable_gradient_checkpointing()  # type: ignore[operator]
 
 
-def _shard(network: nn.Module, shard: int, world: World, bf16: bool) -> None:
-    if world.size % shard:
+def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> None:
+    if group.size % shard:
         raise ConfigError(
-            f"{world.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
+            f"{group.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
         )
-    shape = (shard,) if shard == world.size else (world.size // shard, shard)
+    shape = (shard,) if shard == group.size else (group.size // shard, shard)
     names = ("shard",) if len(shape) == 1 else ("copy", "shard")
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
     # Inputs are left alone: a time of 1000 t does not fit into bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}

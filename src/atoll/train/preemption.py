@@ -9,10 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from atoll.base.errors import AtollError
+from atoll.base.errors import INTERRUPTED, AtollError
 
-INTERRUPTED = 75
-"""Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _process = {"ends": False}
 _abandoned: list[threading.Thread] = []
@@ -35,17 +33,17 @@ def ends_with_run() -> None:
 @contextmanager
 def leaving() -> Iterator[list[int]]:
     """Signals that came so far; more of them change nothing."""
-    told: list[int] = []
+    stop_requested: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        stop_requested.append(number)
 
     before = {s: signal.signal(s, note) for s in SIGNALS}
     try:
-        yield told
+        yield stop_requested
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if told and _process["ends"] else handler)
+            signal.signal(number, signal.SIG_IGN if stop_requested and _process["ends"] else handler)
 
 
 def abandon(thread: threading.Thread) -> None:

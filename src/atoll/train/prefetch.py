@@ -42,7 +42,7 @@ class Ahead:
         if self._thread.is_alive():
             abandon(self._thread)
 
-    def take(self, told: Sequence[object]) -> list[Any] | None:
+    def take(self, stop_requested: Sequence[object]) -> list[Any] | None:
         """The next step's batches; None if the run is told to leave before they are there.
 
         Raises:
@@ -53,7 +53,7 @@ class Ahead:
             try:
                 made = self._made.get(timeout=min(POLL, self.limit))
             except queue.Empty:
-                if told:
+                if stop_requested:
                     return None
                 if time.monotonic() > deadline:
                     raise DataError(

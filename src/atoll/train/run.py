@@ -83,7 +83,7 @@ def train_run(campaign: Campaign, role: str, island: int | None = None, *, wait:
 def _train_denoiser(
     campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str, wait: bool
 ) -> None:
-    config, shape = campaign.config, DataShape(**plan.shape)
+    config, shape = campaign.config, plan.shape
     settings, training = config.denoiser(plan.role, plan.island)
     cards = teachers(campaign, plan) if plan.role == "student" else {}
     network = initial_network(settings, shape, plan.init_seed)
@@ -127,7 +127,7 @@ def _student_task(
 
 
 def _train_router(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, wait: bool) -> None:
-    shape, own = DataShape(**plan.shape), campaign.config.router
+    shape, own = plan.shape, campaign.config.router
     network = initial_router(campaign, shape)
     plan = start(network, plan, store, "router")
     network = network.to(own_device())

@@ -1,4 +1,4 @@
-"""Steps that would do harm are left out: losses and gradients that are not finite, and loss spikes."""
+"""Steps that would do harm are skipped: losses and gradients that are not finite, and loss spikes."""
 
 import math
 from collections import deque
@@ -46,7 +46,7 @@ class Guard:
 
     @property
     def exhausted(self) -> bool:
-        """Whether too many steps in a row were left out to go on."""
+        """Whether too many steps in a row were skipped to go on."""
         return self.in_a_row >= self.config.patience
 
     def counters(self) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config
+from atoll.base.config import Config, renamed
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.format import File
 from atoll.ensemble.routing import Routing, RoutingField
 from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig
+from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig
 
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
@@ -18,14 +20,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GuardConfig(Config):
-    """When a step is left out, and when a run gives up."""
+    """When a step is skipped, and when a run gives up."""
 
     window: int = Field(default=256, ge=8)
     """Steps whose losses make the bound."""
     factor: float = Field(default=12.0, gt=1)
     """A spike lies this many typical deviations above the window's median."""
     patience: int = Field(default=20, ge=1)
-    """Steps left out in a row that end the run."""
+    """Steps skipped in a row that end the run."""
 
 
 class ParallelConfig(Config):
@@ -41,8 +43,10 @@ class ParallelConfig(Config):
     """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile the network with `torch.compile`."""
-    collective_seconds: float = Field(default=600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a collective that does not finish is an error."""
+
+    _earlier = model_validator(mode="before")(renamed({"collective_seconds": "collective_timeout_s"}))
 
 
 class TrainConfig(Config):
@@ -66,7 +70,7 @@ class TrainConfig(Config):
     """Largest norm of the gradient; none if not set."""
     ema_half_life: float = Field(default=0.05, ge=0)
     """Half-life of the weight average, as a fraction of the run; 0 for none."""
-    ema_ramp: float = Field(default=0.05, ge=0)
+    ema_warmup: float = Field(default=0.05, ge=0)
     """The half-life is at most this fraction of the samples seen so far (warm-up)."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """`bf16` autocasts; `auto` does so on an accelerator (on a CPU it was measured not to help)."""
@@ -80,20 +84,28 @@ class TrainConfig(Config):
     """Most held-out rows that a validation uses."""
     previews: int = Field(default=2, ge=0)
     """Preview pictures over the run, the last at its end."""
-    checkpoint_minutes: float = Field(default=5.0, ge=0)
-    """Minutes between checkpoints; there is one at the end in any case."""
+    checkpoint_every_s: float = Field(default=300.0, ge=0)
+    """Seconds between checkpoints; there is one at the end in any case."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
     milestones: int = Field(default=0, ge=0)
     """Checkpoints over the run that stay for good, evenly spaced."""
-    data_seconds: float = Field(default=300.0, gt=0)
+    data_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a step waits for its data before that is an error."""
     guard: GuardConfig = GuardConfig()
-    """Which steps are left out."""
+    """Which steps are skipped."""
     parallel: ParallelConfig = ParallelConfig()
     """How the run uses its processors."""
     lease: LeaseConfig = LeaseConfig()
     """How the run says that it lives."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier(cls, tree: Any) -> Any:
+        if isinstance(tree, Mapping) and isinstance(tree.get("checkpoint_minutes"), int | float):
+            tree = {**tree, "checkpoint_every_s": 60 * tree["checkpoint_minutes"]}
+            del tree["checkpoint_minutes"]
+        return renamed({"ema_ramp": "ema_warmup", "data_seconds": "data_timeout_s"})(tree)
 
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
@@ -109,10 +121,10 @@ PRACTICAL = (
     "validations",
     "validation_rows",
     "previews",
-    "checkpoint_minutes",
+    "checkpoint_every_s",
     "keep",
     "milestones",
-    "data_seconds",
+    "data_timeout_s",
     "parallel",
     "lease",
 )
@@ -153,7 +165,7 @@ class RunPlan(File):
     """Operations of the whole run."""
     forward_flops: float
     """Operations of one evaluation of one sample."""
-    shape: dict[str, int]
+    shape: DataShape
     """Channels, size, text_width, text_length, classes of the data."""
 
     @property
@@ -175,7 +187,7 @@ class Recipe(Config):
     """Numbers of the run."""
 
     def learned(self) -> dict[str, Any]:
-        """The part that decides the weights; how it is logged, saved and spread is left out."""
+        """The part that decides the weights; how it is logged, saved and spread is not."""
         tree = self.model_dump()
         for name in PRACTICAL:
             del tree["train"][name]
