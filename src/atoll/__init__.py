@@ -8,11 +8,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atoll.api import create as create
+    from atoll.api import evaluate as evaluate
+    from atoll.api import fit as fit
+    from atoll.api import load as load
+    from atoll.api import prepare as prepare
     from atoll.base.condition import Condition as Condition
     from atoll.base.errors import AtollError as AtollError
     from atoll.data.dataset import DataSet as DataSet
     from atoll.ensemble.ensemble import Ensemble as Ensemble
+    from atoll.ensemble.generation import Generation as Generation
     from atoll.ensemble.integrate import sample as sample
+    from atoll.ensemble.model import Model as Model
     from atoll.ensemble.routing import Routing as Routing
     from atoll.ensemble.settings import Residency as Residency
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
@@ -25,11 +32,18 @@ _PUBLIC = {
     "AtollPipeline": "atoll.export.pipeline",
     "Condition": "atoll.base.condition",
     "DataSet": "atoll.data.dataset",
+    "Generation": "atoll.ensemble.generation",
+    "Model": "atoll.ensemble.model",
     "Ensemble": "atoll.ensemble.ensemble",
     "Residency": "atoll.ensemble.residency",
     "Routing": "atoll.ensemble.routing",
     "Store": "atoll.store.store",
+    "create": "atoll.api",
+    "load": "atoll.api",
+    "evaluate": "atoll.api",
+    "prepare": "atoll.api",
     "sample": "atoll.ensemble.integrate",
+    "fit": "atoll.api",
 }
 
 

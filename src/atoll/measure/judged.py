@@ -19,6 +19,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.model import Model, read_manifest
+from atoll.ensemble.routing import WeightFunction
 from atoll.measure.compare import Conditions, drawn_conditions
 from atoll.measure.pictures import Batch, Folder, Rows
 from atoll.store.location import is_url
@@ -105,7 +106,7 @@ class Wanted:
     """
 
     model: str = "ensemble"
-    routing: str | None = None
+    routing: str | WeightFunction | None = None
     guidance: float | None = None
     steps: int | None = None
     seed: int | None = None

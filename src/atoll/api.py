@@ -1,0 +1,134 @@
+"""Atoll from Python: from a folder of pictures to a model, without YAML. Every stage returns a value."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from atoll.base.device import own_device
+from atoll.campaign import folder as campaigns
+from atoll.campaign import prepare as stages
+from atoll.campaign.assemble import assemble
+from atoll.campaign.folder import Campaign
+from atoll.data.partition import Partition
+from atoll.ensemble.card import Card
+from atoll.ensemble.expert import read_card
+from atoll.ensemble.model import Model
+from atoll.ensemble.routing import WeightFunction
+from atoll.ensemble.settings import Residency
+from atoll.measure import evaluation
+from atoll.measure.judged import Wanted
+from atoll.recipes import catalogue
+from atoll.train.run import train_run
+
+
+def create(
+    source: str | Path,
+    folder: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    recipe: str = "cpu",
+) -> Campaign:
+    """Create a campaign on a folder of captioned pictures, a parquet file, or `glyphs`.
+
+    Args:
+        source: of the pictures.
+        folder: of the campaign, or its URL; a temporary folder by default.
+        settings: nested settings in place of the recipe's, as in `{"partition": {"k": 4}}`.
+        recipe: the ready-made campaign to start from.
+
+    Raises:
+        ConfigError: a wrong setting, or there is a campaign in the folder already.
+    """
+    tree = yaml.safe_load(catalogue.text(recipe))
+    place = str(source) if source == "glyphs" else str(Path(source).expanduser().absolute())
+    tree = _merged(_merged(tree, {"data": {"source": place}}), settings or {})
+    where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
+    campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
+    return Campaign.open(where)
+
+
+def prepare(campaign: Campaign) -> Partition:
+    """Do everything before training: data set, features, latents, text states, partition."""
+    return stages.prepare(campaign)
+
+
+def fit(campaign: Campaign, role: str = "expert", expert: int | None = None) -> Card:
+    """Train one network, or go on with it, and return the card it was published with.
+
+    Args:
+        campaign: prepared.
+        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
+        expert: number of the expert.
+    """
+    train_run(campaign, role, expert)
+    return read_card(campaign.store, f"islands/{expert}/expert" if role == "expert" else f"{role}/expert")
+
+
+def load(
+    source: Campaign | str | Path,
+    name: str = "ensemble",
+    residency: Residency | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """Load a model: of a campaign, whose trained parts are assembled first, or of an exported folder.
+
+    Args:
+        source: the campaign, its folder, or an exported folder.
+        name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
+        residency: how many experts stay on the device.
+        device: where it samples; the GPU if there is one.
+    """
+    where = device or own_device()
+    if not isinstance(source, Campaign):
+        return Model.load(source, name, residency, where)
+    if name == "ensemble":
+        assemble(source)
+    model = Model.load(source.store, name, residency or source.config.sampling.residency, where)
+    model.generation = source.config.sampling
+    return model
+
+
+def evaluate(
+    campaign: Campaign,
+    model: str = "ensemble",
+    *,
+    routing: str | WeightFunction | None = None,
+    guidance: float | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Measure a model of a campaign against held-out pictures.
+
+    Args:
+        campaign: assembled.
+        model: `ensemble`, `monolith`, `student` or `pretrain`.
+        routing: strategy; this and the next three are the campaign's own `sampling` by default.
+        guidance: scale.
+        steps: of the scheduler.
+        seed: of noise, routing and the choice of conditions.
+        settings: of `evaluate`: `metrics`, `samples`, `extractor` and so on.
+
+    Returns:
+        Values by the metrics' names.
+    """
+    config = campaign.config.evaluate
+    changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
+    asked = replace(campaign, config=campaign.config.model_copy(update={"evaluate": changed}))
+    request = evaluation.Request(Wanted(model, routing, guidance, steps, seed))
+    result = evaluation.evaluate(asked, request)
+    assert result is not None  # it has one process
+    return {name: float(value["value"]) for name, value in result.values.items()}
+
+
+def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with some of them replaced."""
+    merged = dict(tree)
+    for name, change in changes.items():
+        both = isinstance(change, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], change) if both else change
+    return merged

@@ -1,0 +1,70 @@
+"""README's script: from a folder of pictures to a model of one's own, in Python."""
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+import atoll
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "data": {"ingest": {"size": 16, "heldout": 0.2}},
+    "partition": {"k": 2, "fine": 8},
+    "network": {"depth": 1, "heads": 2, "head_width": 16},
+    "train": {"batch": 16, "warmup": 100, "validations": 1, "previews": 1},
+    "router": {"depth": 1, "heads": 1, "head_width": 16, "share": 0.1},
+    "budget": {"samples": 640},
+    "sampling": {"steps": 3},
+}
+
+
+def draw_photos(folder: Path) -> Path:
+    """Forty captioned pictures of circles and squares."""
+    folder.mkdir()
+    for number in range(40):
+        picture = Image.new("RGB", (24, 24), "white")
+        box = (3 + number % 5, 4, 15 + number % 5, 18)
+        shape, colour = ("circle", "square")[number % 2], ("red", "blue", "green")[number % 3]
+        (ImageDraw.Draw(picture).ellipse if shape == "circle" else ImageDraw.Draw(picture).rectangle)(
+            box, fill=colour
+        )
+        picture.save(folder / f"{number:02d}.png")
+        (folder / f"{number:02d}.txt").write_text(f"a {colour} {shape}, {number}")
+    return folder
+
+
+def script() -> str:
+    """The script of README that begins with `import atoll`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    return next(block for block in blocks if block.startswith("import atoll\n"))
+
+
+def test_the_script_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw_photos(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    create = atoll.create
+
+    def small(source: str, folder: str, settings: dict[str, object]) -> object:
+        assert settings  # README shows how they are given
+        return create(source, folder, SMALL)
+
+    monkeypatch.setattr(atoll, "create", small)
+    code = script().replace('metrics="frechet,precision"', 'metrics="frechet,precision", samples=8')
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert Image.open(tmp_path / "bicycle.png").size == (16, 16)
+    assert len(names["experts"]) == 2  # type: ignore[arg-type]
+    assert {card.role for card in names["experts"]} == {"expert"}  # type: ignore[attr-defined]
+    measured = [
+        line for line in capsys.readouterr().out.splitlines() if re.match(r"(top-1|full|cooled) \d", line)
+    ]
+    assert len(measured) == 3
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    with pytest.raises(atoll.AtollError, match=r"unknown key 'partition\.kk'.*did you mean 'k'"):
+        atoll.create("glyphs", tmp_path / "c", {"partition": {"kk": 2}})
