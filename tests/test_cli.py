@@ -112,8 +112,8 @@ def test_a_folder_that_is_no_campaign(argv: list[str], run: Run, tmp_path: Path)
 def test_a_campaign_of_another_schema(argv: list[str], run: Run, made: Path, tmp_path: Path) -> None:
     shutil.copy(made / "campaign.yaml", tmp_path)
     content = json.loads((made / "campaign.json").read_text())
-    (tmp_path / "campaign.json").write_text(json.dumps({**content, "schema": 7}))
-    refused(run(*argv, tmp_path), "campaign.json has schema 7, this Atoll reads 1")
+    (tmp_path / "campaign.json").write_text(json.dumps({**content, "format": "atoll/campaign 7"}))
+    refused(run(*argv, tmp_path), "campaign.json is of atoll/campaign 7, this Atoll reads atoll/campaign 1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["campaign.json", "campaign.yaml"]
 
 

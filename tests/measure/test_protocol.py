@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.results import Protocol, Result
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.measure.metrics import Value, check_counts, label, parse
-from atoll.measure.protocol import Protocol, Result, make_result, table
+from atoll.measure.protocol import make_result, table
 
 PLAIN: dict[str, Any] = {
     "extractor": "net",
@@ -55,10 +56,10 @@ def test_everything_that_decides_a_result_changes_its_key() -> None:
 
 
 def test_a_report_comes_back() -> None:
-    again = Result.read(result().to_json(), "here")
+    again = Result.of_json(result().to_json(), "here")
     assert again == result() and again.key == result().to_json()["key"]
-    with pytest.raises(DataError, match="here is no result of schema 1"):
-        Result.read({**result().to_json(), "schema": 2}, "here")
+    with pytest.raises(DataError, match="here is of atoll/evaluation 2, this Atoll reads"):
+        Result.of_json({**result().to_json(), "format": "atoll/evaluation 2"}, "here")
 
 
 def test_like_results_stand_in_one_table_in_peace() -> None:

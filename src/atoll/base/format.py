@@ -47,8 +47,9 @@ class File(Config):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        assert cls.FORMAT and cls.FORMAT not in FORMATS, f"{cls.__name__} needs a format name of its own"
-        FORMATS[cls.FORMAT] = cls
+        if "FORMAT" in cls.__dict__:  # else it is the base of several
+            assert cls.FORMAT not in FORMATS, f"{cls.__name__} needs a format name of its own"
+            FORMATS[cls.FORMAT] = cls
 
     @classmethod
     def header(cls) -> dict[str, Any]:
@@ -74,13 +75,12 @@ class File(Config):
         """
         if not isinstance(content, dict):
             raise cls.ERROR(f"{where} is not what Atoll writes", cls.REMEDY)
-        keys = [key for key in (HEADER, *EARLIER) if key in content and key not in cls.model_fields]
-        expected = f"{cls.FORMAT} {cls.VERSION}"
-        for version in [content[key] for key in keys] or ([None] if cls.KEEPS and not cls.BARE else []):
-            if version not in (expected, cls.VERSION) or isinstance(version, bool):
-                other = version if isinstance(version, str) else f"version {version}"
-                raise cls.ERROR(f"{where} is of {other}, this Atoll reads {expected}", cls.REMEDY)
-        fields = {key: value for key, value in content.items() if key not in keys}
+        if not cls.fits(content):
+            version = cls._version(content)
+            other = version if isinstance(version, str) else f"version {version}"
+            known = f"this Atoll reads {cls.FORMAT} {cls.VERSION}"
+            raise cls.ERROR(f"{where} is of {other}, {known}", cls.REMEDY)
+        fields = {key: content[key] for key in content if key not in (HEADER, *EARLIER)}
         try:
             return cls.parse(fields, where)
         except ConfigError as error:
@@ -90,3 +90,14 @@ class File(Config):
     def read(cls, store: Readable, key: str) -> Self:
         """Read a file of a store; see `of_json`."""
         return cls.of_json(store.get_json(key), store.name(key))
+
+    @classmethod
+    def fits(cls, content: dict[str, Any]) -> bool:
+        """Whether plain data says that it is of this format and version."""
+        return cls._version(content) in (f"{cls.FORMAT} {cls.VERSION}", cls.VERSION)
+
+    @classmethod
+    def _version(cls, content: dict[str, Any]) -> Any:
+        """What a file says of its format; this version where it needs to say nothing."""
+        versions = [content[key] for key in (HEADER, *EARLIER) if key in content]
+        return versions[0] if versions else cls.VERSION if cls.BARE or cls.KEEPS is None else None

@@ -13,6 +13,7 @@ import yaml
 from atoll.base.config import set_value
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.version import code_version
+from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
 from atoll.campaign.settings.train import PRACTICAL
 from atoll.store.location import is_url
@@ -22,7 +23,6 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.dataset import DataSet
     from atoll.data.partition import Partition
 
-SCHEMA = 1
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
 LOOSE = {"train": PRACTICAL, "student": ("residency", "stock")}
 """Settings of a group, wherever it is, that decide no weights."""
@@ -57,11 +57,11 @@ class Campaign:
             ConfigError: a wrong setting, or one that differs from the frozen ones.
         """
         store = Store.open(folder)
-        frozen = _frozen(store)
+        frozen = Frozen.read(store, FROZEN) if store.exists(FROZEN) else None
         if store.exists(YAML):
             tree = _read_yaml(store)
         elif frozen is not None:
-            tree = deepcopy(frozen["config"])
+            tree = deepcopy(frozen.config)
         else:
             if store.exists("model_index.json"):
                 raise StoreError(
@@ -69,11 +69,11 @@ class Campaign:
                     "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
                 )
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
-        student = _student(store)
+        student = FrozenStudent.read(store, STUDENT).student if store.exists(STUDENT) else None
         if student is not None and not tree.get("student"):
             tree["student"] = deepcopy(student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
-        kept, added = tuple((frozen or {}).get("overrides", ())), tuple(from_shell(sets))
+        kept, added = tuple(frozen.overrides) if frozen else (), tuple(from_shell(sets))
         for assignment in kept:
             set_value(tree, assignment)
         before, overrides = deepcopy(tree), (*kept, *added)
@@ -81,7 +81,7 @@ class Campaign:
             set_value(tree, assignment)
         config = CampaignConfig.parse(tree, "--set" if sets and _is_valid(before) else store.name(YAML))
         if frozen is not None:
-            _must_agree(frozen["config"], config.frozen(), store)
+            _must_agree(frozen.config, config.frozen(), store)
         if student is not None:
             _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
         return cls(store, config, overrides)
@@ -90,18 +90,18 @@ class Campaign:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
         config = self.config.frozen()
         fixed = [one for one in self.overrides if not is_loose(one)]
-        content = {"schema": SCHEMA, "code": code_version(), "overrides": fixed, "config": config}
+        frozen = Frozen(code=code_version(), overrides=fixed, config=config)
         try:
-            self.store.create_json(FROZEN, content)
+            self.store.create_json(FROZEN, frozen.to_json())
         except Conflict:
-            _must_agree((_frozen(self.store) or {})["config"], config, self.store)
+            _must_agree(Frozen.read(self.store, FROZEN).config, config, self.store)
 
     def freeze_student(self) -> None:
         """Fix the student's settings for good, in `student/student.json`."""
         assert self.config.student is not None
         settings = self.config.student.model_dump(mode="json")
         with suppress(Conflict):  # somebody did the same at the same time
-            self.store.create_json(STUDENT, {"schema": SCHEMA, "code": code_version(), "student": settings})
+            self.store.create_json(STUDENT, FrozenStudent(code=code_version(), student=settings).to_json())
 
     def dataset(self) -> "DataSet":
         """The campaign's data set; `DataError` if there is none."""
@@ -204,32 +204,6 @@ def _read_yaml(store: Store) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
     return tree
-
-
-def _frozen(store: Store) -> dict[str, Any] | None:
-    """What `campaign.json` holds, if there is one."""
-    if not store.exists(FROZEN):
-        return None
-    content = store.get_json(FROZEN)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise ConfigError(
-            f"{store.name(FROZEN)} has schema {schema}, this Atoll reads {SCHEMA}",
-            "use the version of Atoll that made the campaign, or start a new one",
-        )
-    if not isinstance(content.get("config"), dict):
-        raise ConfigError(f"{store.name(FROZEN)} holds no settings", "it is damaged: restore it")
-    return dict(content)
-
-
-def _student(store: Store) -> dict[str, Any] | None:
-    """The settings that `student/student.json` holds, if there is one."""
-    if not store.exists(STUDENT):
-        return None
-    content = store.get_json(STUDENT)
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ConfigError(f"{store.name(STUDENT)} is of another version", "use the Atoll that wrote it")
-    return dict(content["student"])
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:

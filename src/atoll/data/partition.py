@@ -18,10 +18,13 @@ from atoll.base.rng import generator, seed_of
 from atoll.data import cluster
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.formats import PartitionFile
 from atoll.data.settings import PartitionConfig
 from atoll.store.store import Store
 
-SCHEMA = 1
+FILE = "partition/partition.json"
+ABOUT = {"method", "k", "seed", "encoder", "rows", "data"}
+"""Fields of the file that the hash covers, with the version."""
 CATCH_ALL = 0.4  # share of the rows above which a cluster is reported as a catch-all
 
 
@@ -91,7 +94,7 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
     held = np.bincount(clusters[heldout], minlength=config.k).tolist()
     encoder = features.meta.producer if features is not None else None
     about = {
-        "schema": SCHEMA,
+        **PartitionFile.header(),
         "method": config.method,
         "k": config.k,
         "seed": seed,
@@ -112,7 +115,8 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
     }
     store.put("partition/centroids.safetensors", save_tensors(tensors))
     balance = {"sizes": partition.sizes, "heldout": partition.heldout, "warnings": partition.warnings()}
-    store.put_json("partition/partition.json", {**partition.about, **balance, "hash": partition.hash})
+    content = {**partition.about, **balance, "hash": partition.hash}
+    store.put_json(FILE, PartitionFile.of_json(content, FILE).to_json())
 
 
 def load(store: Store) -> Partition:
@@ -122,15 +126,9 @@ def load(store: Store) -> Partition:
         PartitionError: it is of another schema version, or is not what its hash says.
         StoreError: a file is missing, or `partition.json` is not JSON.
     """
-    about = store.get_json("partition/partition.json")
-    if not isinstance(about, dict):
-        raise _damaged(store, "partition.json is no object")
-    if about.get("schema") != SCHEMA:
-        raise PartitionError(
-            f"partition of schema {about.get('schema')}, this Atoll reads {SCHEMA}", "make it again"
-        )
+    file = PartitionFile.read(store, FILE)
+    about = {"schema": file.VERSION, **file.model_dump(include=ABOUT)}
     try:
-        sizes, heldout, name, _ = (about.pop(key) for key in ("sizes", "heldout", "hash", "warnings"))
         tensors = load_tensors(store.get("partition/centroids.safetensors"))
         clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
     except KeyError as error:
@@ -138,11 +136,11 @@ def load(store: Store) -> Partition:
     except (SafetensorError, TypeError):  # TypeError: a type that numpy lacks
         raise _damaged(store, "centroids.safetensors cannot be read") from None
     typed = clusters.dtype == np.int64 and centroids.dtype == np.float32
-    if not typed or _hash(clusters, centroids, about) != name:
+    if not typed or _hash(clusters, centroids, about) != file.hash:
         raise _damaged(store, "its files do not match the hash in partition.json")
-    if not _adds_up(clusters, about["k"], sizes, heldout):
+    if not _adds_up(clusters, file.k, file.sizes, file.heldout):
         raise _damaged(store, "the sizes in partition.json are not those of its clusters")
-    return Partition(clusters, centroids, sizes, heldout, about, name)
+    return Partition(clusters, centroids, file.sizes, file.heldout, about, file.hash)
 
 
 def _hash(clusters: NDArray[np.int64], centroids: NDArray[np.float32], about: dict[str, Any]) -> str:

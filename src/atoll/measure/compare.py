@@ -20,8 +20,6 @@ from atoll.ensemble.generate import Conditions as Rows
 from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.generation import Generation
 
-SCHEMA = 1
-
 
 @dataclass(frozen=True)
 class Drawn:

@@ -17,6 +17,7 @@ from atoll.base.version import code_version
 from atoll.campaign.baselines import dense_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.pretrain import pretrain_finished
+from atoll.campaign.results import Comparison
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
@@ -25,7 +26,7 @@ from atoll.ensemble.model import read_manifest
 from atoll.ensemble.routing import Routing
 from atoll.measure.bench import Bench
 from atoll.measure.beyond import flops_curve, guidance_sweep
-from atoll.measure.compare import SCHEMA, Conditions
+from atoll.measure.compare import Conditions
 from atoll.measure.course import Course
 from atoll.measure.pairs import Kept, pair_table
 from atoll.measure.pictures import Rows
@@ -108,7 +109,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     }
     key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
-    same = found.get("key") == key and found.get("schema") == SCHEMA
+    same = found.get("key") == key and Comparison.fits(found)
     if same and not wanted.missing(found):
         say("compare: finished already")
         if "parts" not in found:  # of an earlier version, whose key is that of these parts all the same
@@ -123,7 +124,7 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     bench = Bench(campaign, wanted.config, router, parts, dense)
     with using_threads(wanted.config.threads):
         if not same:
-            head = {"schema": SCHEMA, "key": key, "parts": parts, "code": code_version(), "seconds": 0.0}
+            head = {**Comparison.header(), "key": key, "parts": parts, "code": code_version(), "seconds": 0.0}
             found = _write(campaign, head, lambda: _table(bench, router, dense))
         if bench.encoder.producer().items() <= found["metric"].items():
             bench.known = found["rows"]

@@ -18,6 +18,7 @@ from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.baselines import dense_cards, load_dense
 from atoll.campaign.folder import Campaign
+from atoll.campaign.results import Diagnosis
 from atoll.data.dataset import DataSet
 from atoll.data.embed import features_column
 from atoll.data.partition import Partition
@@ -34,7 +35,7 @@ from atoll.ensemble.integrate import euler
 from atoll.ensemble.model import Model, read_manifest
 from atoll.ensemble.routing import Routing
 from atoll.measure.compare import Conditions
-from atoll.measure.diagnostics import PRACTICAL, SCHEMA, Sampled, labelled, measure, sample_traced
+from atoll.measure.diagnostics import PRACTICAL, Sampled, labelled, measure, sample_traced
 from atoll.measure.landing import landing
 from atoll.measure.nearest import Copies, leaders, two_nearest
 from atoll.measure.stability import stability
@@ -58,14 +59,14 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
     settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
-    if found.get("key") == key and found.get("schema") == SCHEMA:
+    if found.get("key") == key and Diagnosis.fits(found):
         say("diagnose: finished already")
         return found
     start = time.monotonic()
     with using_threads(config.threads):
         tables, about = _Diagnosis(campaign, dataset, made, router).run(bool(baseline))
     result = {
-        "schema": SCHEMA,
+        **Diagnosis.header(),
         "key": key,
         "parts": parts,
         "code": code_version(),

@@ -27,7 +27,6 @@ from atoll.measure.alignment import Alignment
 from atoll.measure.calibration import Calibration
 from atoll.measure.streams import Table
 
-SCHEMA = 1
 PRACTICAL = {"batch", "threads"}
 """Settings that change no number."""
 

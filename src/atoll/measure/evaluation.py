@@ -19,6 +19,7 @@ from atoll.base.processes import ProcessGroup, joined
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
+from atoll.campaign.results import Protocol, Result, result_key
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder
@@ -27,7 +28,7 @@ from atoll.measure.features import BLOCK, FeatureSet
 from atoll.measure.judged import Judged, Statistics, Wanted, folder, model, reference
 from atoll.measure.metrics import PAIRWISE, Comparison, check_counts, parse, settings_of
 from atoll.measure.pictures import Folder, Rows, Source, share, take_in
-from atoll.measure.protocol import Protocol, Result, make_result, result_key, table
+from atoll.measure.protocol import make_result, table
 from atoll.measure.reference import Origin
 from atoll.store.store import Store
 
@@ -242,7 +243,7 @@ class _Evaluation:
 
     def _again(self, key: str) -> Result:
         say("evaluate: finished already")
-        result = Result.read(self.store.get_json(f"{key}.json"), self.store.name(f"{key}.json"))
+        result = Result.read(self.store, f"{key}.json")
         _show(result)
         return result
 
@@ -313,7 +314,7 @@ def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
     found = []
     for key in keys:
         try:
-            found.append(Result.read(store.get_json(key), store.name(key)))
+            found.append(Result.read(store, key))
         except DataError as error:
             say(f"warning: left out: {error}")
     if not found:

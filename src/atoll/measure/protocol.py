@@ -5,103 +5,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
-from atoll.base.config import Config
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
+from atoll.campaign.results import Protocol, Result
 from atoll.measure.metrics import METRICS, Value
 from atoll.measure.streams import to_csv
-
-SCHEMA = 1
-
-
-class Protocol(Config):
-    """How something was measured."""
-
-    extractor: str
-    """Name of the extractor."""
-    extractor_hash: str
-    """Digest of its weights."""
-    extractor_size: int
-    """Side in pixels that it sees."""
-    extractor_token: str | None = None
-    """What of a DINOv2 is the feature."""
-    resize: str
-    """How pictures are brought to that size."""
-    rounding: str
-    """How pictures became 8 bits a channel."""
-    picture_size: tuple[int, int]
-    """Width and height of the judged pictures, in pixels."""
-    reference: str
-    """What they were held against, as the user called it."""
-    reference_hash: str
-    """Digest of its pictures."""
-    reference_split: str | None = None
-    """Which rows of a data set."""
-    reference_count: int
-    """Its number of pictures."""
-    samples: int
-    """Number of judged pictures."""
-    conditions: str | None = None
-    """Whose captions or labels were sampled; none for a folder of pictures, as everything below."""
-    sampler: str | None = None
-    """How the flow was integrated."""
-    steps: int | None = None
-    """Steps of the sampler."""
-    guidance: float | None = None
-    """Scale of classifier-free guidance."""
-    routing: str | None = None
-    """Routing strategy; none for a single network."""
-    seed: int | None = None
-    """Of noise and routing."""
-    ema: bool | None = None
-    """Whether weights were averages over the training."""
-    code: str
-    """Version of Atoll."""
-
-
-class Result(Config):
-    """One model, or one folder of pictures, measured under one protocol."""
-
-    schema_version: int = Field(default=SCHEMA, alias="schema")
-    """Version of this form."""
-    subject: dict[str, Any]
-    """What was judged: `name`, and the digests of its weights or pictures."""
-    protocol: Protocol
-    """How."""
-    values: dict[str, dict[str, Any]]
-    """By metric: `label`, `value`, `deviation`, `settings`, `note`."""
-    cost: dict[str, float | None] = {}
-    """Seconds; number of processes."""
-
-    @property
-    def key(self) -> str:
-        """Names the report: subject, protocol, and which metrics with what settings."""
-        settings = {name: value["settings"] for name, value in self.values.items()}
-        return result_key(self.subject, self.protocol, settings)
-
-    @classmethod
-    def read(cls, tree: Any, where: str) -> "Result":
-        """A report's content.
-
-        Raises:
-            DataError: it has another schema version.
-        """
-        if not isinstance(tree, dict) or tree.get("schema") != SCHEMA:
-            raise DataError(f"{where} is no result of schema {SCHEMA}", "evaluate again: atoll evaluate")
-        return cls.parse({name: value for name, value in tree.items() if name != "key"}, where)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report's content."""
-        return {"key": self.key, **self.model_dump(mode="json", by_alias=True)}
-
-
-def result_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
-    """Digest of everything that decides a result."""
-    return digest({"subject": subject, "protocol": protocol.model_dump(mode="json"), "metrics": settings})[
-        :16
-    ]
 
 
 def make_result(
@@ -109,7 +17,7 @@ def make_result(
 ) -> Result:
     """A result out of its parts."""
     plain = {name: value.to_json() for name, value in values.items()}
-    return Result(schema=SCHEMA, subject=subject, protocol=protocol, values=plain, cost=cost)
+    return Result(subject=subject, protocol=protocol, values=plain, cost=cost)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,358 @@
+"""What a campaign fixed and what was measured of it: the types of its JSON files."""
+
+from functools import cached_property
+from typing import Any, Self
+
+from pydantic import ConfigDict, model_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.format import File
+from atoll.base.hashing import digest
+
+Record = dict[str, Any]
+Weights = list[list[list[float]]]
+"""Weights of the experts, `[step][picture][expert]`, from noise to data."""
+WORDS = {
+    *("split", "t", "cluster", "model", "gap", "strategy", "step", "why"),
+    *("space", "partner", "edge", "how"),
+}
+"""Columns that may hold words; the others that are named below hold numbers or nothing."""
+COLUMNS = {
+    "router": "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
+    "errors": "split t cluster model error se",
+    "differences": "split t cluster gap difference se",
+    "experts": "split t cluster expert error",
+    "missing": "split t cluster expert loss",
+    "disagreement": "split t cluster angle",
+    "usage": "strategy expert size asked used",
+    "switches": "strategy step t rate ever",
+    "landing": "strategy cluster landed served others own heldout_others",
+    "stability": "strategy samples sensitivity sensitivity_se refinement refinement_se",
+    "lipschitz": "strategy step t foreseen",
+    "nearest": "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
+    "suspicious": "cluster ratio why",
+    "closest": "cluster ratio why",
+    "pairs": "strategy space partner pairs mean low high effect higher",
+    "guidance": "model guidance distance precision recall",
+    "best": "model guidance distance edge ratio",
+    "curve": "model share train_flops of_monolith distance precision recall",
+    "reach": "model target train_flops of_monolith how",
+}
+"""Columns that a table of this name has at least; a table may have more."""
+
+
+class Frozen(File):
+    """`campaign.json`: the settings, fixed when the campaign started."""
+
+    FORMAT, PLACE, ERROR = "atoll/campaign", "campaign.json", ConfigError
+    REMEDY = "use the version of Atoll that made the campaign, or start a new one"
+
+    code: str
+    """Version of Atoll."""
+    overrides: list[str] = []
+    """`--set` assignments that `campaign.yaml` does not hold."""
+    config: dict[str, Any]
+    """Every setting, resolved."""
+
+
+class FrozenStudent(File):
+    """`student.json`: the student's settings, fixed when it was added."""
+
+    FORMAT, PLACE, ERROR = "atoll/student", "student/student.json", ConfigError
+    REMEDY = "use the version of Atoll that made the campaign, or start a new one"
+
+    code: str
+    """Version of Atoll."""
+    student: dict[str, Any]
+    """The settings of the group `student`."""
+
+
+class MetricsLine(File):
+    """A line of `metrics.jsonl`: a step of training, or a validation. More fields are kept as they are."""
+
+    FORMAT, PLACE, KEEPS = "atoll/metrics", "ROLE/run/metrics.jsonl", None
+    model_config = ConfigDict(extra="allow", allow_inf_nan=True)
+
+    step: int = 0
+    """Optimizer steps so far."""
+    samples: int
+    """Training samples so far."""
+    loss: float | None = None
+    """Training loss of the steps since the last line."""
+    seconds: float | None = None
+    """Of training, all attempts together."""
+    times: list[float] = []
+    """Times t of the validation that this line is of; earlier versions left them out."""
+    validation: list[float | None] = []
+    """Validation loss at each of these times."""
+    accuracy_by_time: list[float | None] = []
+    """Share of held-out rows whose cluster the router finds, at each of these times."""
+
+    @property
+    def grid(self) -> list[float]:
+        """The times of a validation: those of the line, or the fixed ones of versions that wrote none."""
+        parts = len(self.validation) // 2 * 2
+        middles = [(i + 0.5) / parts for i in range(parts)]
+        return self.times or middles + [1.0] * (len(self.validation) - parts)
+
+
+class Table(Config):
+    """A table of measured values."""
+
+    columns: list[str]
+    """Names."""
+    rows: list[list[Any]]
+    """Values, in the order of the columns."""
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """Rows as mappings by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError("a row of a table has not as many values as the table has columns")
+            for column, value in zip(self.columns, row, strict=True):
+                if column in WORDS or value is None or column not in _NUMBERS:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise ValueError(f"a table's {column} is no number")
+        return self
+
+
+_NUMBERS = {name for columns in COLUMNS.values() for name in columns.split()}
+
+
+class _Tables(File):
+    model_config = ConfigDict(extra="allow")
+
+    key: str = ""
+    """Digest of what was measured and how: the same is not measured again."""
+    code: str = ""
+    """Version of Atoll."""
+    seconds: float = 0.0
+    """That it took."""
+    parts: dict[str, str] = {}
+    """Digest of the weights of each network that was measured."""
+    tables: dict[str, Table] = {}
+    """What was measured, by name; the same as the CSV files beside it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, table in self.tables.items():
+            missing = set(COLUMNS.get(name, "").split()) - set(table.columns)
+            if table.rows and missing:
+                raise ValueError(f"the table {name} lacks {', '.join(sorted(missing))}")
+        return self
+
+    def records(self, table: str) -> list[Record]:
+        """Rows of a table; none where it was not measured."""
+        return self.tables[table].records if table in self.tables else []
+
+
+class ComparedModel(Config):
+    """A row of the comparison: the monolith, the student, or the ensemble under one routing."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """`monolith`, `student`, or the routing."""
+    distance: float | None = None
+    """Fréchet distance to the reference."""
+    seconds: float | None = None
+    """Of sampling."""
+    gflops_per_step: float | None = None
+    """Operations of a sample at a step of the sampler, in 1e9."""
+    experts_per_step: float | None = None
+    """Experts that are evaluated for a sample at a step."""
+    router_calls_per_step: float | None = None
+    """How often the router is."""
+    precision: float | None = None
+    """Share of samples that lie among real pictures."""
+    recall: float | None = None
+    """Share of real pictures that lie among samples."""
+
+
+class Comparison(_Tables):
+    """`compare.json`: every model's distance under the same conditions, noise and judge."""
+
+    FORMAT, PLACE = "atoll/comparison", "reports/compare.json"
+    ERROR, REMEDY = DataError, "run 'atoll compare' again"
+
+    default: str | None = None
+    """Routing that the campaign samples with."""
+    metric: dict[str, Any]
+    """What the distance is: extractor, reference, samples, steps, guidance."""
+    rows: list[ComparedModel]
+    """The models."""
+    prompts: list[str]
+    """Captions of the pictures that are shown, in `reports/compare/MODEL/NN.png`."""
+    clusters: list[int]
+    """Cluster of the training picture that each caption is of."""
+    routing: dict[str, Weights]
+    """What the router said of them, by routing."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if len(self.clusters) != len(self.prompts):
+            raise ValueError("prompts and clusters differ in number")
+        return self
+
+    def row(self, name: str | None) -> ComparedModel | None:
+        """The row of this name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def best(self) -> ComparedModel | None:
+        """The routing of the smallest distance. `oracle` is told the cluster, so it does not compete."""
+        beside = ("monolith", "student")
+        rows = [r for r in self.rows if r.name not in beside and not r.name.startswith("oracle")]
+        return min((r for r in rows if r.distance is not None), key=lambda r: r.distance or 0.0, default=None)
+
+    def ratio(self, row: ComparedModel | None) -> float | None:
+        """Distance over the monolith's."""
+        base = self.row("monolith")
+        if row is None or row.distance is None or base is None or not base.distance:
+            return None
+        return row.distance / base.distance
+
+
+class PicturePair(Config):
+    """A sample and the training picture that it is nearest to."""
+
+    model_config = ConfigDict(extra="allow")
+
+    sample: str
+    """Key of the sample."""
+    training: str
+    """Key of the training picture."""
+    caption: str
+    """What was sampled."""
+
+
+class Diagnosis(_Tables):
+    """`diagnostics.json`: why the ensemble is as good as it is."""
+
+    FORMAT, PLACE = "atoll/diagnosis", "reports/diagnostics.json"
+    ERROR, REMEDY = DataError, "run 'atoll diagnose' again"
+
+    settings: dict[str, Any]
+    """Of the group `diagnose`, and the seed."""
+    k: int = 0
+    """Number of clusters."""
+    sizes: list[int] = []
+    """Training rows of each."""
+    missing: list[int]
+    """Numbers of the experts that were not there."""
+    strategies: list[str]
+    """Routings that were sampled."""
+    copies: dict[str, Any] | None
+    """How copies of training pictures were looked for, and `leaked`: held-out pictures that are copies."""
+    pictures: list[PicturePair]
+    """The suspicious samples, in the order of their table."""
+    closest: list[PicturePair] = []
+    """Of each cluster the sample nearest to a training picture."""
+
+    @property
+    def splits(self) -> list[str]:
+        """Rows that were measured, `heldout` or `train`; the first is the one that is shown."""
+        return list(self.settings["splits"])
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> Self:
+        if not isinstance(self.settings.get("splits"), list) or not self.settings["splits"]:
+            raise ValueError("settings.splits is missing")
+        return self
+
+    def select(self, table: str, **where: Any) -> list[Record]:
+        """Rows of a table that have these values; of the first split, unless another is asked for."""
+        rows = self.records(table)
+        if rows and "split" in rows[0]:
+            where = {"split": self.splits[0], **where}
+        return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+class Protocol(Config):
+    """How something was measured."""
+
+    extractor: str
+    """Name of the extractor."""
+    extractor_hash: str
+    """Digest of its weights."""
+    extractor_size: int
+    """Side in pixels that it sees."""
+    extractor_token: str | None = None
+    """What of a DINOv2 is the feature."""
+    resize: str
+    """How pictures are brought to that size."""
+    rounding: str
+    """How pictures became 8 bits a channel."""
+    picture_size: tuple[int, int]
+    """Width and height of the judged pictures, in pixels."""
+    reference: str
+    """What they were held against, as the user called it."""
+    reference_hash: str
+    """Digest of its pictures."""
+    reference_split: str | None = None
+    """Which rows of a data set."""
+    reference_count: int
+    """Its number of pictures."""
+    samples: int
+    """Number of judged pictures."""
+    conditions: str | None = None
+    """Whose captions or labels were sampled; none for a folder of pictures, as everything below."""
+    sampler: str | None = None
+    """How the flow was integrated."""
+    steps: int | None = None
+    """Steps of the sampler."""
+    guidance: float | None = None
+    """Scale of classifier-free guidance."""
+    routing: str | None = None
+    """Routing strategy; none for a single network."""
+    seed: int | None = None
+    """Of noise and routing."""
+    ema: bool | None = None
+    """Whether weights were averages over the training."""
+    code: str
+    """Version of Atoll."""
+
+
+class Result(File):
+    """One model, or one folder of pictures, measured under one protocol."""
+
+    FORMAT, PLACE = "atoll/evaluation", "reports/evaluate/KEY.json"
+    ERROR, REMEDY = DataError, "evaluate again: atoll evaluate"
+
+    subject: dict[str, Any]
+    """What was judged: `name`, and the digests of its weights or pictures."""
+    protocol: Protocol
+    """How."""
+    values: dict[str, dict[str, Any]]
+    """By metric: `label`, `value`, `deviation`, `settings`, `note`."""
+    cost: dict[str, float | None] = {}
+    """Seconds; number of processes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_key(cls, tree: Any) -> Any:
+        return {name: tree[name] for name in tree if name != "key"} if isinstance(tree, dict) else tree
+
+    @property
+    def key(self) -> str:
+        """Names the report: subject, protocol, and which metrics with what settings."""
+        settings = {name: value["settings"] for name, value in self.values.items()}
+        return result_key(self.subject, self.protocol, settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's content."""
+        return {"key": self.key, **super().to_json()}
+
+
+def result_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
+    """Digest of everything that decides a result."""
+    return digest({"subject": subject, "protocol": protocol.model_dump(mode="json"), "metrics": settings})[
+        :16
+    ]
