@@ -54,7 +54,7 @@ def test_other_spellings() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("comit", "did you mean 'once'"),
+        ("onec", "did you mean 'once'"),
         ("top 1", "did you mean 'top-K'"),
         ("", "valid: "),
         ("top", "form of 'top'"),

@@ -167,7 +167,7 @@ def _possible(names: Sequence[str], experts: int, present: Sequence[int]) -> lis
     kept = []
     for name in names:
         routing = Routing.named(name)
-        if routing.strategy == "oracle" and len(present) < experts:
+        if routing.needs_labels and len(present) < experts:
             say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
         elif not routing.possible(experts):
             say(f"  warning: {name} is left out: there are {experts} experts")
