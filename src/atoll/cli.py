@@ -21,6 +21,20 @@ SETS = click.option(
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 
 
+class _Local(click.ParamType):
+    """A path of this machine; click's own type would turn `s3://x/y` into the folder `s3:/x/y`."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if "://" in str(value):
+            raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
+        return Path(value)
+
+
+LOCAL = _Local()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="atoll")
 def atoll() -> None:
@@ -212,19 +226,20 @@ def adopt(campaign: str, **options: Any) -> None:
 @click.option(
     "--on",
     "target",
-    type=click.Choice(["local", "slurm", "sky"]),
-    help="Where runs train that name no target of their own; by default launch.on, else local.",
+    metavar="LAUNCHER",
+    help="Where runs train that name no target of their own: local, slurm, sky or a launcher of yours; by "
+    "default launch.on, else local.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=LOCAL,
     default=Path("launch"),
     show_default=True,
     help="Folder for SkyPilot's files.",
 )
 @SETS
-def launch(campaign: str, target: Any, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
+def launch(campaign: str, target: str | None, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
     """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
     from atoll.launch.submit import launch_campaign
 
@@ -262,7 +277,7 @@ def assemble(campaign: str) -> None:
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=LOCAL,
     default=Path("samples.png"),
     show_default=True,
     help="PNG to write.",
@@ -313,8 +328,8 @@ def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None
 
 @atoll.command()
 @click.argument("campaign", metavar="[CAMPAIGN]", required=False)
-@click.option("--model", help="ensemble, monolith, student or seed.  [default: ensemble]")
-@click.option("--images", type=click.Path(path_type=Path), help="A folder of pictures, in a model's place.")
+@click.option("--model", help="ensemble, monolith, student or pretrain.  [default: ensemble]")
+@click.option("--images", type=LOCAL, help="A folder of pictures, in a model's place.")
 @click.option(
     "--reference",
     metavar="WHAT",
@@ -379,7 +394,7 @@ def report(campaign: str) -> None:
 
 @atoll.command()
 @CAMPAIGN
-@click.option("--to", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--to", type=LOCAL, required=True, help="Folder to write.")
 @click.option(
     "--model",
     type=click.Choice(["ensemble", "monolith", "student"]),
@@ -448,6 +463,17 @@ def ended(run: Callable[[], Any]) -> int:
         return 2
     except click.ClickException as error:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        return 2
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("atoll."):
+            raise
+        click.echo(f"error: this Atoll is without {error.name}: install all of it", err=True)
+        return 2
+    except (OSError, MemoryError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or "too much was asked for"
+        click.echo(f"error: {type(error).__name__}: {reason} (ATOLL_TRACEBACK=1 tells where)", err=True)
+        if os.environ.get("ATOLL_TRACEBACK"):
+            traceback.print_exc()
         return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)

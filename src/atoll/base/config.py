@@ -53,7 +53,7 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
         )
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # PyYAML lets the last two through
         raise ConfigError(f"--set {assignment!r}: the value is not valid YAML", "quote it") from None
     *groups, last = key.strip().split(".")
     for group in groups:

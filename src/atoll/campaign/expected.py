@@ -1,11 +1,9 @@
 """What networks must fit, as far as it is known: from the partition, the data set, or the settings alone."""
 
-import posixpath
 from dataclasses import dataclass, replace
 
-from atoll.base.errors import AtollError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.campaign.runs import made_by, run_folder, stored_bytes, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
@@ -80,26 +78,9 @@ def _partitioned(campaign: Campaign) -> Expected:
     shape, sizes = plans[0].shape, [plan.rows for plan in plans]
     stored = []
     for number, plan in enumerate(plans):
-        known = stored_bytes(campaign, number)
+        known = stored_bytes(store, number)
         stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
     return Expected(shape, sizes, sum(sizes), stored, True, [])
-
-
-def stored_bytes(campaign: Campaign, number: int) -> tuple[int, int] | None:
-    """Bytes of an island's data set by its manifests: all of it, and what it reads from outside its folder.
-
-    None where the island is elsewhere.
-    """
-    try:
-        data = DataSet.open(campaign.store, f"{run_folder('expert', number)}/data")
-        files = [entry for shard in data.shards for entry in shard.files.values()]
-        for name in data.column_names():
-            meta = data.column(name).meta
-            files += [*meta.shards, *meta.extras.values()]
-    except AtollError:
-        return None
-    outside = [entry for entry in files if posixpath.normpath(entry.path).startswith("..")]
-    return sum(entry.bytes for entry in files), sum(entry.bytes for entry in outside)
 
 
 def _from_settings(campaign: Campaign) -> DataShape:

@@ -198,7 +198,7 @@ def _comment(recipe: str) -> str:
 def _read_yaml(store: Store) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(store.get(YAML))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{store.name(YAML)} is not valid YAML ({reason})", "correct it") from None
     if not isinstance(tree, dict):

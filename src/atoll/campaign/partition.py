@@ -16,9 +16,9 @@ from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
 from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet, union, write_subset
-from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
+from atoll.data.settings import features_column
 from atoll.networks.checkpoint import compare
 from atoll.networks.families import family, parameter_count
 from atoll.networks.init import initialise

@@ -9,10 +9,11 @@ from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, run_folder, wanted_columns
 from atoll.data.dataset import DataSet
-from atoll.data.embed import embed, features_column
+from atoll.data.embed import embed
 from atoll.data.encode import encode_latents, encode_text
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
+from atoll.data.settings import features_column
 from atoll.data.sources import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder

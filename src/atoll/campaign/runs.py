@@ -1,10 +1,15 @@
 """Which runs and columns a campaign wants, and what its folders are called."""
 
-from typing import Any
+import posixpath
+from typing import TYPE_CHECKING, Any
 
+from atoll.base.errors import AtollError
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.data.dataset import DataSet
-from atoll.data.embed import features_column
+from atoll.data.settings import features_column
+from atoll.store.store import Store
+
+if TYPE_CHECKING:  # it imports torch, which status does without
+    from atoll.data.dataset import DataSet
 
 
 def run_folder(role: str, island: int | None = None) -> str:
@@ -31,9 +36,28 @@ def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     return wanted
 
 
-def made_by(dataset: DataSet, column: str, asked: dict[str, Any]) -> bool:
+def made_by(dataset: "DataSet", column: str, asked: dict[str, Any]) -> bool:
     """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
     if not dataset.has_column(column):
         return False
     producer = dataset.column(column).meta.producer
     return all(producer.get(key) == value for key, value in asked.items())
+
+
+def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
+    """Count the bytes of an expert's data set by its manifests: all, and those outside its own folder.
+
+    None where they are not here or cannot be read.
+    """
+    folder = f"{run_folder('expert', expert)}/data"
+    try:
+        manifest = store.get_json(f"{folder}/manifest.json")
+        entries = [entry for shard in manifest["shards"] for entry in shard["files"].values()]
+        for key in store.list(f"{folder}/columns"):
+            if key.endswith("/column.json"):
+                column = store.get_json(key)
+                entries += [*column["shards"], *column["extras"].values()]
+        sizes = [(int(entry["bytes"]), posixpath.normpath(entry["path"])) for entry in entries]
+    except (AtollError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return sum(size for size, _ in sizes), sum(size for size, path in sizes if path.startswith(".."))

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from atoll.base.errors import AtollError, StoreError
-from atoll.campaign.expected import stored_bytes
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import run_folder, runs_of
+from atoll.campaign.runs import run_folder, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
@@ -222,7 +221,7 @@ class _Observed:
         None for other runs, or if its data set is not there.
         """
         if self.island is not None and self._bytes_out is None:
-            data = stored_bytes(self.campaign, self.island)
+            data = stored_bytes(self.campaign.store, self.island)
             self._bytes_out = None if data is None else (data[0] + self._initial_bytes(), data[1])
         return self._bytes_out
 

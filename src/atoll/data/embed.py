@@ -6,12 +6,8 @@ import torch
 
 from atoll.data.columns import Column, write_column
 from atoll.data.dataset import DataSet
+from atoll.data.settings import features_column
 from atoll.encoders.vision import VisionEncoder
-
-
-def features_column(encoder_name: str) -> str:
-    """Name of the column that holds the features of an encoder."""
-    return "features-" + encoder_name.replace("/", "--")
 
 
 def embed(

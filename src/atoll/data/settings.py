@@ -161,3 +161,8 @@ class PartitionConfig(Config):
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (", …" if len(names) > 20 else "") or "no columns"
+
+
+def features_column(encoder_name: str) -> str:
+    """Name of the column that holds the features of an encoder."""
+    return "features-" + encoder_name.replace("/", "--")

@@ -2,12 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from atoll.base.hashing import sha256
-from atoll.campaign.settings.launch import SkyConfig, SlurmConfig
+from atoll.campaign.settings.launch import Placement, SkyConfig, SlurmConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Job:
         memory_asked: whether the user set `memory`.
         slurm: what only Slurm asks for.
         sky: what only SkyPilot asks for.
+        options: what only a launcher of the user's own asks for.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Job:
     memory_asked: bool = False
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sky: SkyConfig = field(default_factory=SkyConfig)
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def slug(self) -> str:
@@ -89,6 +92,44 @@ class Job:
             return (python,), tuple(rest)
         spread = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes))
         return (python, "-m", "atoll.launch.torchrun", *spread), tuple(rest)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the jobs of a campaign read and write.
+
+    Attributes:
+        campaign: its absolute path or URL.
+        prints: folder for what jobs print.
+        files: folder for files that a launcher writes for the user.
+    """
+
+    campaign: str
+    prints: Path
+    files: Path
+
+
+class Launcher(Protocol):
+    """What a module of this package offers to be a launcher; `atoll launch --on NAME` finds it by name."""
+
+    PYTHON: str | None
+    """Python on its machines; None is the one that launches."""
+    WAITS: bool
+    """Whether `hand_over` returns when the jobs are finished, and not when they are queued."""
+    ASSEMBLES: bool
+    """Whether the assembly can be a job of its own that waits for the others."""
+
+    def gpus_of(self, place: Placement) -> int | None:
+        """GPUs of a node, as the settings ask for them."""
+
+    def check(self, jobs: Sequence[Job], site: Site) -> None:
+        """Refuse jobs that it can never run, before anything is started anywhere."""
+
+    def show(self, jobs: Sequence[Job], site: Site) -> str:
+        """What `hand_over` would do, as text to read; changes nothing."""
+
+    def hand_over(self, jobs: Sequence[Job], site: Site) -> None:
+        """Start or queue the jobs, each after those that it needs; those queued already are left alone."""
 
 
 def command(*arguments: str | Path, python: str | None = None) -> tuple[str, ...]:

@@ -6,13 +6,43 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from atoll.base.console import duration, say
 from atoll.base.errors import AtollError
-from atoll.launch.job import Job
+from atoll.campaign.settings.launch import Placement
+from atoll.launch.job import Job, Site
+
+PYTHON, WAITS, ASSEMBLES = None, True, False
 
 GRACE = 60.0  # seconds between SIGTERM and SIGKILL when the launch itself is stopped
+
+
+def gpus_of(place: Placement) -> int | None:
+    """GPUs of a node."""
+    return place.gpus
+
+
+def check(jobs: Sequence[Job], site: Site) -> None:
+    """Refuse jobs that this machine can never run."""
+    _must_fit(jobs, _gpus())
+
+
+def show(jobs: Sequence[Job], site: Site) -> str:
+    """The commands as a person would type them."""
+    return "\n".join(f"$ {job.typed()}" for job in jobs)
+
+
+def hand_over(jobs: Sequence[Job], site: Site) -> None:
+    """Run the jobs to their end."""
+    run(jobs, _gpus())
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 class _Running:
@@ -58,38 +88,55 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     Raises:
         AtollError: a job failed; names it and repeats its last lines. Or one asks for what is not here.
     """
-    check(jobs, gpus)
+    _must_fit(jobs, gpus)
     needed = {name for job in jobs for name in job.needs}
     waiting = deque(sorted(jobs, key=lambda job: (job.name not in needed, -job.work)))
     running: list[_Running] = []
     start = time.monotonic()
-    in_main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    if in_main:
-        signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        while waiting or running:
-            while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
-                waiting.remove(job)
-                running.append(_Running(job, free, gpus))
-                say(f"started {job.name} (process {running[-1].process.pid})")
-            time.sleep(0.2)
-            for done in [r for r in running if r.process.poll() is not None]:
-                done.thread.join()
-                running.remove(done)
-                if done.process.returncode != 0:
-                    raise _failure(done)
-    finally:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)  # a second signal must not leave islands without a parent
-        _stop(running)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _noted() as signals:
+        try:
+            while waiting or running:
+                if signals:
+                    raise KeyboardInterrupt
+                while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
+                    waiting.remove(job)
+                    running.append(_Running(job, free, gpus))
+                    say(f"started {job.name} (process {running[-1].process.pid})")
+                time.sleep(0.2)
+                _bury(running)
+        finally:
+            _stop(running)
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
 
 
-def check(jobs: Sequence[Job], gpus: int) -> None:
-    """Refuse jobs that this machine can never run."""
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Signals that came so far. They raise nothing: one that came between the start of a process and its
+    entry among those running would leave it without a parent, and so would a second one while all stop."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: came.append(number))
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bury(running: list[_Running]) -> None:
+    """Take out the processes that have ended; `AtollError` if one failed."""
+    for done in [r for r in running if r.process.poll() is not None]:
+        done.thread.join()
+        running.remove(done)
+        if done.process.returncode != 0:
+            raise _failure(done)
+
+
+def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
         if job.nodes > 1:
             raise AtollError(
@@ -142,7 +189,3 @@ def _stop(running: list[_Running]) -> None:
             one.process.kill()
             one.process.wait()
         one.thread.join(GRACE)  # its last lines
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

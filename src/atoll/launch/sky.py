@@ -8,12 +8,37 @@ from typing import Any
 
 import yaml
 
+from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
-from atoll.launch.job import Job
+from atoll.campaign.settings.launch import Placement
+from atoll.launch.job import Job, Site
+
+PYTHON, WAITS, ASSEMBLES = "python", False, False
 
 SCRIPT = "launch.sh"
 RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
 PORT = 29500  # where the processes of several nodes meet: a managed job has its nodes for itself
+
+
+def gpus_of(place: Placement) -> int | None:
+    """GPUs of a node: what is set, else those of the accelerators."""
+    return gpus(place.sky.accelerators) if place.gpus is None else place.gpus
+
+
+def check(jobs: Sequence[Job], site: Site) -> None:
+    """Refuse a campaign that no node can see, and GPUs that are said in two ways."""
+    files(jobs, site.campaign)
+
+
+def show(jobs: Sequence[Job], site: Site) -> str:
+    """The texts that `hand_over` would write, each under its name."""
+    return preview(jobs, site.campaign)
+
+
+def hand_over(jobs: Sequence[Job], site: Site) -> None:
+    """Write the files and say how to launch them."""
+    script = write(jobs, site.campaign, site.files)
+    say(f"wrote {script}; where sky is installed: sh {shlex.quote(str(script))}")
 
 
 def task(job: Job, campaign: str) -> dict[str, Any]:
@@ -105,7 +130,8 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
         lines += [f"    *) {launch} ;;", "esac"]
-    lines += [f"echo {shlex.quote(f'when all have SUCCEEDED in sky jobs queue: atoll assemble {campaign}')}"]
+    advice = f"when all have SUCCEEDED in sky jobs queue: atoll assemble {shlex.quote(campaign)}"
+    lines += [f"echo {shlex.quote(advice)}"]
     return "\n".join(lines) + "\n"
 
 

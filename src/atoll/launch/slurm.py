@@ -8,7 +8,10 @@ from pathlib import Path
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError
-from atoll.launch.job import Job
+from atoll.campaign.settings.launch import Placement
+from atoll.launch.job import Job, Site
+
+PYTHON, WAITS, ASSEMBLES = None, False, True
 
 # The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
 # answered with a requeue: what was cancelled stays so, and the others come back by themselves.
@@ -77,6 +80,25 @@ def _quoted(option: str) -> str:
     """An option as sbatch reads it from a script: in double quotes, in which a backslash keeps the next."""
     plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
     return option if plain else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+
+
+def gpus_of(place: Placement) -> int | None:
+    """GPUs of a node."""
+    return place.gpus
+
+
+def check(jobs: Sequence[Job], site: Site) -> None:
+    """Refuse nothing: what can run is for the cluster to say."""
+
+
+def show(jobs: Sequence[Job], site: Site) -> str:
+    """What `hand_over` would run, with every script."""
+    return preview(jobs, site.campaign, site.prints)
+
+
+def hand_over(jobs: Sequence[Job], site: Site) -> None:
+    """Submit the jobs."""
+    submit(jobs, site.campaign, site.prints)
 
 
 def submit(jobs: Sequence[Job], campaign: str, output: Path) -> dict[str, str]:

@@ -1,10 +1,15 @@
 """From a campaign to jobs, and from jobs to this machine, Slurm or SkyPilot."""
 
+import pkgutil
 import shlex
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import cast
 
+from atoll import launch
 from atoll.base.console import say
+from atoll.base.errors import ConfigError, nearest
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
 from atoll.campaign.prepare import finished, prepare
@@ -13,8 +18,7 @@ from atoll.campaign.runs import run_folder, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
-from atoll.launch import local, sky, slurm
-from atoll.launch.job import Job, command
+from atoll.launch.job import Job, Launcher, Site, command
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
 BESIDE = ("monolith", "student")  # runs that the ensemble does without
@@ -44,6 +48,8 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     Raises:
         AtollError: a target is not there or refuses a job, or a run on this machine failed.
     """
+    for run in runs_of(campaign.config):
+        launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
     partitioned = campaign.store.exists("partition/partition.json")
     if dry_run and not partitioned:
         say("# first, on this machine: whatever is missing of the data set, then the partition")
@@ -57,23 +63,31 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     placed, held = _hold_back(placed)
     for one, need in held:
         say(f"{one.job.name}: waits for {need}, which trains elsewhere; launch again when that is finished")
-    place, output = campaign.store.location, _output(campaign)
-    here, queue, cloud = ([one.job for one in placed if one.target == t] for t in ("local", "slurm", "sky"))
-    if dry_run:
-        texts = [slurm.preview(queue, place, output)] if queue else []
-        texts += [sky.preview(cloud, place)] if cloud else []
-        for text in (*texts, *(f"$ {job.typed()}" for job in here)):
-            say(text)
-    else:
-        gpus = _gpus() if here else 0
-        local.check(here, gpus)
-        if queue:
-            slurm.submit(queue, place, output)
-        if cloud:
-            say(f"wrote {sky.write(cloud, place, out)}; where sky is installed: sh {out / sky.SCRIPT}")
-        if here:
-            local.run(here, gpus)
+    site = Site(campaign.store.location, _output(campaign), out)
+    jobs = {target: [one.job for one in placed if one.target == target] for target in _targets(placed)}
+    for target in () if dry_run else jobs:
+        launcher(target).check(jobs[target], site)
+    for target in jobs:
+        if dry_run:
+            say(launcher(target).show(jobs[target], site))
+        else:
+            launcher(target).hand_over(jobs[target], site)
     _finish(campaign, placed, [one.job.name for one, _ in held], dry_run)
+
+
+def launcher(name: str) -> Launcher:
+    """Find a launcher by its name: the module of this package that is called so and has `hand_over`."""
+    names = {module.name for module in pkgutil.iter_modules(launch.__path__)}
+    module = import_module(f"atoll.launch.{name}") if name in names else None
+    if not hasattr(module, "hand_over"):
+        others = sorted(names - {"job", "submit", "torchrun"})
+        raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, others))
+    return cast(Launcher, module)
+
+
+def _targets(placed: list[Placed]) -> list[Target]:
+    """Targets that have jobs, those last that are waited for."""
+    return sorted({one.target for one in placed}, key=lambda target: (launcher(target).WAITS, target))
 
 
 def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
@@ -82,11 +96,12 @@ def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     placed = [_run(campaign, *run, on, _needs(campaign.config, run[0], left)) for run in left]
     parts = [one for one in placed if one.job.name not in BESIDE]
     # On this machine the launch assembles by itself.
-    if parts and {one.target for one in parts} == {"slurm"}:
+    targets = {one.target for one in parts}
+    if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
         place = campaign.config.launch.of("assemble")
         argv = command("assemble", campaign.store.location, python=place.python)
         needs = tuple(one.job.name for one in parts)
-        placed.append(Placed(_job("assemble", argv, place, needs=needs, gpus=0), "slurm"))
+        placed.append(Placed(_job("assemble", argv, place, needs=needs, gpus=0), target))
     return placed
 
 
@@ -109,13 +124,13 @@ def _run(
     place, target = config.launch.of(role, island), config.launch.target(role, island, on)
     options = ["--expert", str(island)] if island is not None else []
     # Elsewhere a job may come back before the lease of a holder that was lost has expired.
-    options += [] if target == "local" else ["--wait"]
+    options += [] if launcher(target).WAITS else ["--wait"]
     # These are not frozen, so the run would not know of them.
     loose = [one for one in campaign.overrides if is_loose(one) and not one.startswith(_OWN)]
     options += [part for one in loose for part in ("--set", one)]
-    python = place.python or ("python" if target == "sky" else None)
+    python = place.python or launcher(target).PYTHON
     argv = command("train", role, campaign.store.location, *options, python=python)
-    gpus = sky.gpus(place.sky.accelerators) if target == "sky" and place.gpus is None else place.gpus
+    gpus = launcher(target).gpus_of(place)
     memory, work = BASE_MEMORY, 0.0
     if campaign.store.exists(key):
         plan = RunPlan.read(campaign.store, key)
@@ -158,6 +173,7 @@ def _job(
         memory_asked=asked is not None,
         slurm=place.slurm,
         sky=place.sky,
+        options=place.options,
     )
 
 
@@ -179,7 +195,7 @@ def _finish(campaign: Campaign, placed: list[Placed], held: list[str], dry_run: 
     """Assemble now if all parts are there, or say who does it and when."""
     if any(one.job.name == "assemble" for one in placed):
         return
-    away = [one.job.name for one in placed if one.target != "local" and one.job.name not in BESIDE]
+    away = [one.job.name for one in placed if not launcher(one.target).WAITS and one.job.name not in BESIDE]
     away += [name for name in held if name not in BESIDE]
     again = f"atoll assemble {shlex.quote(campaign.store.location)}"
     if away:
@@ -196,9 +212,3 @@ def _output(campaign: Campaign) -> Path:
         return Path(named).expanduser().absolute()
     root = campaign.store.location
     return Path("launch").absolute() if "://" in root else Path(root) / "launch"
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -20,9 +20,9 @@ from atoll.campaign.baselines import dense_cards, load_dense
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Diagnosis
 from atoll.data.dataset import DataSet
-from atoll.data.embed import features_column
 from atoll.data.partition import Partition
 from atoll.data.samples import Samples
+from atoll.data.settings import features_column
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.vision import VisionEncoder, vision_encoder

@@ -39,6 +39,11 @@ _BACKOFF = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelt
 _MEMORY: dict[str, MemoryStore] = {}
 
 
+def without_secrets(location: str) -> str:
+    """The location without a user and password, for messages: `s3://KEY:SECRET@bucket` is `s3://...@bucket`."""
+    return location if location.startswith("abfs") else re.sub(r"(?<=://)[^/]*@", "...@", location)
+
+
 def is_url(location: str | Path) -> bool:
     """Whether a location is a URL and not a local path."""
     return "://" in str(location)
@@ -89,12 +94,16 @@ def connect(url: str, retries: dict[str, Any]) -> Any:
         StoreError: not a URL that names a bucket.
     """
     scheme, _, rest = url.partition("://")
+    shown = without_secrets(url)
+    if "@" in rest.partition("/")[0] and not scheme.startswith("abfs"):  # there a container is named so
+        fix = "give keys in the environment (AWS_ACCESS_KEY_ID, ...), never in a URL"
+        raise StoreError(f"{shown} holds a user or key", fix)
     if scheme == "memory":
         return _MEMORY.setdefault(rest.partition("/")[0], MemoryStore())
     if scheme not in SCHEMES:
-        raise StoreError(f"{url} is of an unknown kind", "give a folder, or s3://, gs:// or az://")
+        raise StoreError(f"{shown} is of an unknown kind", "give a folder, or s3://, gs:// or az://")
     if not rest.strip("/"):
-        raise StoreError(f"{url} names no bucket", f"write {scheme}://BUCKET/PREFIX")
+        raise StoreError(f"{shown} names no bucket", f"write {scheme}://BUCKET/PREFIX")
     # Options given here replace those of the environment as a whole, so the environment's are added.
     own = {key: os.environ.get(f"{SCHEMES[scheme]}_{key.upper()}") for key in _CLIENT_KEYS}
     hurry = {"timeout": "8s"} if retries is IMPATIENT else {}
@@ -104,7 +113,7 @@ def connect(url: str, retries: dict[str, Any]) -> Any:
         return from_url(url, client_options=options, retry_config=patience)
     except (BaseError, ValueError, TypeError) as error:
         fix = "check the URL and the environment variables"
-        raise StoreError(f"cannot open {url}: {first_line(error)}", fix) from None
+        raise StoreError(f"cannot open {shown}: {first_line(error)}", fix) from None
 
 
 def explain(error: BaseException) -> tuple[str, str] | None:

@@ -1,13 +1,14 @@
 """Where and how training runs are launched: for the whole campaign, and for single runs."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
 
-Target = Literal["local", "slurm", "sky"]
+Target = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""Name of a launcher, a module of `atoll.launch`: `local`, `slurm`, `sky`."""
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -83,6 +84,8 @@ class Placement(Config):
     """For Slurm."""
     sky: SkyConfig = SkyConfig()
     """For SkyPilot."""
+    options: dict[Variable, Line] = {}
+    """For a launcher of your own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
