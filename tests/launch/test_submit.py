@@ -112,7 +112,7 @@ def test_a_run_waits_for_what_trains_elsewhere(
     kept, held = submit._hold_back(placed)
     assert [one.job.name for one in kept] == ["seed", "expert 0", "router"]
     assert [(one.job.name, need) for one, need in held] == [("expert 1", "seed")]
-    monkeypatch.setattr(launching, "plan_jobs", lambda *_: placed)
+    monkeypatch.setattr(submit, "plan_jobs", lambda *_: placed)
     answer = run("launch", write_campaign(tmp_path / "c"), "--dry-run")
     assert "expert 1: waits for seed, which trains elsewhere; launch again" in answer.out
     assert "# when expert 0, expert 1 are finished" in answer.out.replace("seed, ", "")
