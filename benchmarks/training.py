@@ -46,7 +46,7 @@ from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.columns import write_column
 from atoll.data.dataset import ROWS, DataSet, Manifest, create_manifest, to_parquet
 from atoll.data.files import Shard
-from atoll.data.samples import Samples, data_shape
+from atoll.data.samples import data_shape
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
 from atoll.networks.settings import NetworkConfig
@@ -55,8 +55,9 @@ from atoll.store.manifest import write_file
 from atoll.store.store import Store
 from atoll.train import loop
 from atoll.train.ema import Ema
-from atoll.train.expert import Batch, DenoiserTask
+from atoll.train.expert import DenoiserTask
 from atoll.train.preemption import Interrupted
+from atoll.train.rows import Batch, TrainingRows
 
 EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
 WARM = 8  # steps of a turn before the clock starts
@@ -245,12 +246,11 @@ def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, step
         shape=shape,
     )
     recipe = Recipe(objective=ObjectiveConfig(), train=training, network=settings.model_dump(), plan=plan)
-    rows, heldout = (Samples(dataset, dataset.split(s), "class", shape) for s in ("train", "heldout"))
+    rows = TrainingRows.of(dataset, "class", recipe)
 
     def make() -> tuple[DenoiserTask, Recipe]:
         network = initial_network(settings, shape, 0).to(own_device())
-        producer = dataset.column("latents").meta.producer
-        return DenoiserTask(network, "dit", rows, heldout, recipe, producer, None), recipe
+        return DenoiserTask(network, rows), recipe
 
     return make
 

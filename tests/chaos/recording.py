@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from atoll import cli
-from atoll.train.expert import Batch, DenoiserTask
+from atoll.train.expert import DenoiserTask
+from atoll.train.rows import Batch
 
 batch, step = DenoiserTask.batch, DenoiserTask.step
 

@@ -17,7 +17,7 @@ from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.train import Recipe, RunPlan, StudentConfig, TrainConfig
 from atoll.data.dataset import DataSet
-from atoll.data.samples import Samples, read_labels
+from atoll.data.samples import read_labels
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
 from atoll.ensemble.routing import Routing
@@ -28,6 +28,7 @@ from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train
+from atoll.train.rows import TrainingRows
 from atoll.train.run import train_run
 from helpers import (
     WEIGHTS,
@@ -96,11 +97,10 @@ def task_of(
         network=settings.model_dump(),
         plan=plan,
     )
-    parts = [Samples(dataset, dataset.split(name), "class", shape) for name in ("train", "heldout")]
-    clusters = dataset.column("clusters").read(range(len(dataset))).long() if clusters is None else clusters
-    made = dataset.column("latents").meta.producer
-    weight = changes.get("data_weight", 0.0)
-    return DistillTask(network, settings.family, *parts, clusters, recipe, teacher, weight, made, None)
+    rows = TrainingRows.of(dataset, "class", recipe)
+    if clusters is not None:
+        vars(rows)["clusters"] = clusters
+    return DistillTask(network, rows, teacher, changes.get("data_weight", 0.0))
 
 
 # The teacher.

@@ -1,5 +1,7 @@
 """What a sample brings depends on its position in the run, and on nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,10 @@ import torch
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.data.dataset import DataSet
-from atoll.data.order import Order
 from atoll.data.samples import Samples
-from atoll.train.expert import Batch, DenoiserTask, draw_batch
+from atoll.train.expert import DenoiserTask
 from atoll.train.router import RouterTask
-from atoll.train.run import _splits
+from atoll.train.rows import Batch, TrainingRows
 from helpers import partitioned
 
 
@@ -20,19 +21,15 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return partitioned(tmp_path_factory.mktemp("draws") / "c")
 
 
-def parts(campaign: Campaign, folder: str = "islands/0") -> tuple[Recipe, Samples, Samples, DataSet]:
-    plan = RunPlan.read(campaign.store, f"{folder}/island.json")
-    dataset = DataSet.open(campaign.store, f"{folder}/data")
-    config = campaign.config
-    recipe = Recipe(objective=config.objective, train=config.train, network={}, plan=plan)
-    return recipe, *_splits(campaign, dataset, plan.shape), dataset
+def rows_of(campaign: Campaign, folder: str = "islands/0", **changes: object) -> TrainingRows:
+    plan = RunPlan.read(campaign.store, f"{folder}/island.json").model_copy(update=changes)
+    config, network = campaign.config, campaign.config.network.model_dump()
+    recipe = Recipe(objective=config.objective, train=config.train, network=network, plan=plan)
+    return TrainingRows.of(DataSet.open(campaign.store, f"{folder}/data"), config.condition, recipe)
 
 
 def batch(campaign: Campaign, positions: range, **plan: object) -> Batch:
-    recipe, train, _, dataset = parts(campaign)
-    recipe = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=plan)})
-    order = Order(len(train), recipe.plan.seed, dataset.id_hash)
-    return draw_batch(train, order, recipe, positions)[0]
+    return rows_of(campaign, **plan).batch(positions)[0]
 
 
 def tensors(b: Batch) -> dict[str, torch.Tensor]:
@@ -56,33 +53,32 @@ def test_another_seed_draws_everything_anew(campaign: Campaign) -> None:
 
 
 def test_an_epoch_later_the_row_is_the_same_and_its_noise_is_not(campaign: Campaign) -> None:
-    rows = len(parts(campaign)[1])
+    rows = len(rows_of(campaign).train)
     first, second = (tensors(batch(campaign, range(e * rows, (e + 1) * rows))) for e in range(2))
     assert first["x0"].flatten(1).sum() == pytest.approx(float(second["x0"].flatten(1).sum()), rel=1e-5)
     assert not torch.equal(first["x0"], second["x0"]) and not torch.equal(first["eps"], second["eps"])
 
 
 def test_draws_have_the_distributions_they_should(campaign: Campaign) -> None:
-    recipe, train, _, _ = parts(campaign)
+    rows = rows_of(campaign)
     drawn = tensors(batch(campaign, range(4000)))
     t = drawn["t"].numpy()
     assert np.abs(np.histogram(t, 10, (0, 1))[0] / 4000 - 0.1).max() < 0.02
-    null = train.null().labels
+    null = rows.train.null().labels
     assert null is not None
     dropped = float((drawn["labels"] == null).float().mean())
-    assert dropped == pytest.approx(recipe.objective.condition_dropout, abs=0.02)
+    assert dropped == pytest.approx(rows.recipe.objective.condition_dropout, abs=0.02)
     assert float(drawn["eps"].mean()) == pytest.approx(0, abs=0.01)
     assert float(drawn["eps"].std()) == pytest.approx(1, abs=0.01)
     assert abs(np.corrcoef(t, drawn["eps"].flatten(1).mean(1))[0, 1]) < 0.05  # streams apart
 
 
 def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
-    recipe, train, heldout, dataset = parts(campaign)
-    order = Order(len(train), recipe.plan.seed, dataset.id_hash)
-    _, index = draw_batch(train, order, recipe, range(3 * len(train)))
-    seen = set(train.rows[index].tolist())
-    assert seen == set(dataset.split("train").tolist())
-    assert seen.isdisjoint(heldout.rows.tolist()) and len(heldout) > 0
+    rows = rows_of(campaign)
+    _, index = rows.batch(range(3 * len(rows.train)))
+    seen = set(rows.train.rows[index].tolist())
+    assert seen == set(rows.train.dataset.split("train").tolist())
+    assert seen.isdisjoint(rows.heldout.rows.tolist()) and len(rows.heldout) > 0
 
 
 # The router.
@@ -91,15 +87,13 @@ def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
 def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
     from atoll.campaign.partition import initial_router
 
-    recipe, train, heldout, dataset = parts(campaign, "router")
-    clusters = dataset.column("clusters").read(range(len(dataset))).long()
-    network = initial_router(campaign, recipe.plan.shape)
-    return RouterTask(network, train, heldout, clusters, recipe, pure_noise, {}, None)
+    rows = rows_of(campaign, "router")
+    return RouterTask(initial_router(campaign, rows.recipe.plan.shape), rows, pure_noise)
 
 
 def test_clusters_are_those_of_the_rows(campaign: Campaign) -> None:
     task = router_task(campaign, 0.0)
-    drawn = task.batch(range(len(task.train)))
+    drawn = task.batch(range(len(task.rows.train)))
     made = campaign.store.get_json("partition/partition.json")
     assert drawn.clusters is not None
     assert torch.bincount(drawn.clusters).tolist() == made["sizes"]
@@ -135,9 +129,8 @@ def test_a_router_without_knowledge_is_at_the_entropy(campaign: Campaign) -> Non
 def denoiser_task(campaign: Campaign) -> DenoiserTask:
     from atoll.campaign.partition import initial_network
 
-    recipe, train, heldout, _ = parts(campaign)
-    network = initial_network(campaign.config.network, recipe.plan.shape, 0)
-    return DenoiserTask(network, "dit", train, heldout, recipe, {"name": "none"}, None)
+    rows = rows_of(campaign)
+    return DenoiserTask(initial_network(campaign.config.network, rows.recipe.plan.shape, 0), rows)
 
 
 def test_the_loss_at_the_start_is_that_of_predicting_zero(campaign: Campaign) -> None:
@@ -151,15 +144,16 @@ def test_validation_is_repeatable_and_on_heldout_rows(campaign: Campaign) -> Non
     task = denoiser_task(campaign)
     with torch.inference_mode():
         first, again = task.validate(), task.validate()
-        task.train, task.heldout = task.heldout, task.train
+        task.rows = replace(task.rows, train=task.rows.heldout, heldout=task.rows.train)
         other = task.validate()
     assert first == again != other and len(first["validation"]) == 8
 
 
 def test_without_heldout_rows_there_is_no_validation(campaign: Campaign) -> None:
-    _recipe, _train, heldout, dataset = parts(campaign)
     task = denoiser_task(campaign)
-    task.heldout = Samples(dataset, heldout.rows[:0], heldout.condition, heldout.shape)
+    heldout = task.rows.heldout
+    nothing = Samples(heldout.dataset, heldout.rows[:0], heldout.condition, heldout.shape)
+    task.rows = replace(task.rows, heldout=nothing)
     assert task.validate() == {}
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
-from atoll.campaign.settings.train import Recipe
 from atoll.data.samples import Samples
 from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.ensemble import Ensemble
@@ -22,8 +21,8 @@ from atoll.ensemble.route import route
 from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.store.store import Store
-from atoll.train.expert import Batch, DenoiserTask, draw_batch, held_out
-from atoll.train.publish import card_of
+from atoll.train.expert import DenoiserTask
+from atoll.train.rows import Batch, TrainingRows
 
 
 class Teacher(Protocol):
@@ -76,37 +75,19 @@ class DistillTask(DenoiserTask):
 
     Args:
         network: initialised, on its device.
-        family_name: its family.
-        train: training rows of the whole data set.
-        heldout: held-out rows.
-        clusters: cluster of every row of the data set `(rows,)`.
-        recipe: settings and numbers; its objective is v on rectified flow.
+        rows: of the whole data set, with clusters; the objective is v on rectified flow.
         teacher: on the same device.
         data_weight: weight of the loss against the data.
-        latents: what made the latents.
-        text: what made the text states.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        family_name: str,
-        train: Samples,
-        heldout: Samples,
-        clusters: Tensor,
-        recipe: Recipe,
-        teacher: Teacher,
-        data_weight: float,
-        latents: dict[str, Any],
-        text: dict[str, Any] | None,
-    ) -> None:
-        super().__init__(network, family_name, train, heldout, recipe, latents, text)
-        self.clusters, self.teacher, self.data_weight = clusters, teacher, data_weight
+    def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
+        super().__init__(network, rows)
+        self.teacher, self.data_weight = teacher, data_weight
 
     def batch(self, positions: range) -> Batch:
         """Latents, conditions, noise, times and clusters of these positions, and the teacher's draws."""
-        batch, index = draw_batch(self.train, self.order, self.recipe, positions)
-        return self._labelled(batch, self.train, index, self.recipe.plan.seed, positions)
+        batch, index = self.rows.batch(positions)
+        return self._labelled(batch, self.rows.train, index, self.recipe.plan.seed, positions)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error against the teacher's velocity, mixed with that against the data's."""
@@ -118,11 +99,11 @@ class DistillTask(DenoiserTask):
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
-        index, batches = held_out(self.heldout, self.recipe.train.validation_rows)
+        index, batches = self.rows.validation()
         if not batches:
             return {}
         found = [
-            self._both(self._labelled(batch, self.heldout, index, 0, range(len(index))).to(self.device))
+            self._both(self._labelled(batch, self.rows.heldout, index, 0, range(len(index))).to(self.device))
             for batch in batches
         ]
         losses = [float(data.mean()) for _, data in found]
@@ -136,7 +117,7 @@ class DistillTask(DenoiserTask):
 
     def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
         """Write network and card, which says who the teachers were."""
-        card = card_of(self, self.recipe, weights, self.family.name, seconds)
+        card = self.rows.card(self.network, self.family.name, weights, seconds)
         told = {**card.provenance, "student": self.recipe.network.get("student", {})}
         write_part(store, prefix, self.network, weights, card.model_copy(update={"provenance": told}))
 
@@ -151,6 +132,6 @@ class DistillTask(DenoiserTask):
         return per_sample_loss(output, v), per_sample_loss(output, data)
 
     def _labelled(self, batch: Batch, samples: Samples, index: Any, seed: int, positions: range) -> Batch:
-        clusters = self.clusters[torch.from_numpy(samples.rows[index])]
+        clusters = self.rows.clusters[torch.from_numpy(samples.rows[index])]
         draws = uniforms(seed, "teacher", positions, (self.teacher.draws,))
         return replace(batch, clusters=clusters, draws=draws)

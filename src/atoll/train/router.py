@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from atoll.base.rng import uniforms
-from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
-from atoll.data.order import Order
+from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.samples import Samples
 from atoll.ensemble.expert import write_part
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.networks.router import Router
 from atoll.store.store import Store
-from atoll.train.expert import Batch, draw_batch, held_out
-from atoll.train.publish import card_of
+from atoll.train.rows import Batch, TrainingRows
 
 
 class RouterTask:
@@ -24,39 +22,21 @@ class RouterTask:
 
     Args:
         network: initialised, on its device.
-        train: training rows of the whole data set.
-        heldout: held-out rows.
-        clusters: cluster of every row of the data set `(rows,)`.
-        recipe: settings and numbers.
+        rows: of the whole data set, with clusters.
         pure_noise: share of the samples trained at exactly t = 1, where `once` asks.
-        latents: what made the latents.
-        text: what made the text states.
     """
 
-    def __init__(
-        self,
-        network: Router,
-        train: Samples,
-        heldout: Samples,
-        clusters: Tensor,
-        recipe: Recipe,
-        pure_noise: float,
-        latents: dict[str, Any],
-        text: dict[str, Any] | None,
-    ) -> None:
-        self.network, self.train, self.heldout = network, train, heldout
-        self.clusters, self.recipe, self.pure_noise = clusters, recipe, pure_noise
-        self.latents, self.text = latents, text
-        self.order = Order(len(train), recipe.plan.seed, train.dataset.id_hash)
+    def __init__(self, network: Router, rows: TrainingRows, pure_noise: float) -> None:
+        self.network, self.rows, self.pure_noise = network, rows, pure_noise
         self.schedule = RectifiedFlow()
         self.device = next(network.parameters()).device
 
     def batch(self, positions: range) -> Batch:
         """Latents, conditions, noise, times and clusters of these positions."""
-        batch, index = draw_batch(self.train, self.order, self.recipe, positions)
-        pure = uniforms(self.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
+        batch, index = self.rows.batch(positions)
+        pure = uniforms(self.rows.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
         t = torch.where(pure, torch.ones_like(batch.t), batch.t)
-        return Batch(batch.x0, batch.cond, batch.eps, t, self._clusters(self.train, index))
+        return Batch(batch.x0, batch.cond, batch.eps, t, self._clusters(self.rows.train, index))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy of the cluster."""
@@ -67,12 +47,12 @@ class RouterTask:
     def validate(self) -> dict[str, Any]:
         """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
         times = (*VALIDATION_TIMES, 1.0)
-        index, batches = held_out(self.heldout, self.recipe.train.validation_rows, times)
+        index, batches = self.rows.validation(times)
         if not batches:
             return {}
         losses, hits = [], []
         for batch in batches:
-            known = replace(batch, clusters=self._clusters(self.heldout, index))
+            known = replace(batch, clusters=self._clusters(self.rows.heldout, index))
             logits, clusters = self._classify(known.to(self.device))
             losses.append(float(torch.nn.functional.cross_entropy(logits, clusters)))
             hits.append(float((logits.argmax(1) == clusters).float().mean()))
@@ -83,12 +63,11 @@ class RouterTask:
 
     def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
         """Write network and card."""
-        write_part(
-            store, prefix, self.network, weights, card_of(self, self.recipe, weights, "router", seconds)
-        )
+        card = self.rows.card(self.network, "router", weights, seconds)
+        write_part(store, prefix, self.network, weights, card)
 
     def _clusters(self, samples: Samples, index: Any) -> Tensor:
-        return self.clusters[torch.from_numpy(samples.rows[index])]
+        return self.rows.clusters[torch.from_numpy(samples.rows[index])]
 
     def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.clusters is not None

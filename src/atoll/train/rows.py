@@ -1,0 +1,170 @@
+"""What a network learns from: rows, settings, and what a sample's position draws."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.hashing import digest_tensors
+from atoll.base.rng import normals, uniforms
+from atoll.base.version import code_version
+from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
+from atoll.data.dataset import DataSet
+from atoll.data.order import Order
+from atoll.data.samples import Samples
+from atoll.data.settings import ConditionKind
+from atoll.ensemble.card import Card
+from atoll.flow.objective import drop_condition
+from atoll.flow.schedule import schedule
+from atoll.flow.timesteps import training_times
+from atoll.networks.families import parameter_count
+
+Index = NDArray[np.int64]
+"""Numbers of samples within the training rows, or within the held-out ones."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the samples of one step bring, on the CPU.
+
+    Attributes:
+        x0: latents `(B, C, H, W)`.
+        cond: conditions, dropped ones replaced by the null condition.
+        eps: noise like `x0`.
+        t: times `(B,)`.
+        clusters: cluster of each sample `(B,)`, for router and student.
+        draws: uniforms of each sample `(B, n)`, for a student's teacher.
+    """
+
+    x0: Tensor
+    cond: Condition
+    eps: Tensor
+    t: Tensor
+    clusters: Tensor | None = None
+    draws: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: None if part is None else part.to(device) for name, part in parts.items()
+        }
+        return Batch(**moved)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of one run, how it learns from them, and what made their columns.
+
+    Attributes:
+        train: training rows.
+        heldout: held-out rows; may be empty.
+        recipe: settings and numbers.
+        latents: what made the latents (for previews and the card).
+        text: what made the text states.
+    """
+
+    train: Samples
+    heldout: Samples
+    recipe: Recipe
+    latents: dict[str, Any]
+    text: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, dataset: DataSet, condition: ConditionKind, recipe: Recipe) -> "TrainingRows":
+        """Both splits of a data set."""
+        train, heldout = (
+            Samples(dataset, dataset.split(name), condition, recipe.plan.shape)
+            for name in ("train", "heldout")
+        )
+        return cls(train, heldout, recipe, *dataset.producers())
+
+    @cached_property
+    def order(self) -> Order:
+        """Which row each position of the run sees."""
+        return Order(len(self.train), self.recipe.plan.seed, self.train.dataset.id_hash)
+
+    @cached_property
+    def clusters(self) -> Tensor:
+        """Cluster of every row of the data set `(rows,)`."""
+        dataset = self.train.dataset
+        return dataset.column("clusters").read(range(len(dataset))).long()
+
+    def batch(self, positions: range) -> tuple[Batch, Index]:
+        """The samples at these positions of the run, with noise, times and dropout of their own.
+
+        Returns:
+            The batch, and the numbers of its samples within the training rows.
+        """
+        index, objective = self.order.at(positions), self.recipe.objective
+        seed, where = self.recipe.plan.seed, list(positions)
+        x0 = self.train.latents(index)
+        cond = drop_condition(
+            self.train.conditions(index),
+            self.train.null(),
+            uniforms(seed, "dropout", where),
+            objective.condition_dropout,
+        )
+        t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
+        return Batch(x0, cond, normals(seed, "noise", where, x0.shape[1:]), t), index
+
+    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> tuple[Index, list[Batch]]:
+        """Held-out samples at fixed times, with fixed noise and no dropout.
+
+        Returns:
+            Their numbers within the held-out rows, and a batch of all of them for each time; none
+            without rows.
+        """
+        index = spread(len(self.heldout), self.recipe.train.validation_rows)
+        if not len(index):
+            return index, []
+        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
+        eps = normals(0, "validation", range(len(index)), x0.shape[1:])
+        return index, [Batch(x0, cond, eps, torch.full((len(index),), time)) for time in times]
+
+    def card(self, network: nn.Module, family: str, weights: dict[str, Tensor], seconds: float) -> Card:
+        """What the finished network says of itself."""
+        plan, objective = self.recipe.plan, self.recipe.objective
+        return Card(
+            role=plan.role,
+            island=plan.island,
+            family=family,
+            prediction=objective.prediction,
+            schedule=objective.schedule,
+            condition=self.train.condition,
+            partition=plan.partition,
+            latents=self.latents,
+            text=self.text,
+            shape=plan.shape,
+            parameters=parameter_count(network),
+            rows=plan.rows,
+            samples=plan.samples,
+            batch=plan.batch,
+            train_flops=plan.train_flops,
+            forward_flops=plan.forward_flops,
+            weights_sha256=digest_tensors(weights),
+            provenance={
+                "atoll": code_version(),
+                "torch": torch.__version__,
+                "machine": platform.machine(),
+                "threads": self.recipe.train.threads,
+                "seed": plan.seed,
+                "init": {"kind": plan.init, **plan.init_origin},
+                "initial_weights": plan.init_sha256,
+                "data": self.train.dataset.id_hash,
+                "seconds": round(seconds, 1),
+                "peak_lr": self.recipe.train.lr,
+            },
+        )
+
+
+def spread(rows: int, count: int) -> NDArray[np.int64]:
+    """At most `count` of so many rows, evenly spread: data of several islands lie one after the other."""
+    return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))
