@@ -58,7 +58,8 @@ def test_the_script_of_the_readme_runs(
     )
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
-    assert Image.open(tmp_path / "bicycle.png").size == (16, 16)
+    with Image.open(tmp_path / "bicycle.png") as picture:
+        assert picture.size == (16, 16)
     assert len(names["experts"]) == 2  # type: ignore[arg-type]
     assert {card.role for card in names["experts"]} == {"expert"}  # type: ignore[attr-defined]
     measured = [
