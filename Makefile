@@ -1,6 +1,7 @@
 # make demo   the whole way on embedded data: a model of your own in minutes, and a page about it
 # make test   the tests, less the slow ones
 # make lint   ruff, mypy, import-linter
+# make docs   docs/ and the reference as a site, in site/
 # make clean  removes .venv and caches; campaigns/ is yours and stays
 #
 # Each sets up what it needs in .venv and does so once: the stamps below are older than pyproject.toml or
@@ -10,13 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.stamp-base
 DEV := $(VENV)/.stamp-dev
+DOCS := $(VENV)/.stamp-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 # The first of these that is 3.11 or newer; `make PYTHON=/path/to/python` decides otherwise.
 CANDIDATES := python3 python3.13 python3.12 python3.11
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -31,8 +33,11 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:
@@ -55,5 +60,10 @@ $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV)"
-	@$(PIP) --no-compile -e '.[dev,offline,tracking]'
+	@$(PIP) --no-compile -e '.[dev,docs,offline,tracking]'
+	@touch $@
+
+$(DOCS): $(BASE)
+	@echo "installing what the site of the docs takes into $(VENV)"
+	@$(PIP) --no-compile -e '.[docs,offline]'
 	@touch $@

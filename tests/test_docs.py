@@ -1,0 +1,24 @@
+"""The site of the docs builds without warnings and without the network."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0 and not built.stderr.strip(), built.stdout + built.stderr
+    reference = (tmp_path / "site/reference/api/index.html").read_text()
+    assert "atoll.api.create" in reference and "AtollPipeline" in reference
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text())
+        assert [url for url in loaded if "canonical" not in url] == [], page
