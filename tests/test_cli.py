@@ -353,16 +353,16 @@ def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) 
 
 
 @pytest.mark.parametrize(
-    ("island", "word"), [("2", "no expert 2"), ("-1", "no island -1"), (None, "which island")]
+    ("expert", "word"), [("2", "no expert 2"), ("-1", "no expert -1"), (None, "which expert")]
 )
-def test_an_island_that_is_none(island: str | None, word: str, run: Run, made: Path) -> None:
+def test_an_expert_that_is_none(expert: str | None, word: str, run: Run, made: Path) -> None:
     before = state(made)
-    options = ["--expert", island] if island else []
+    options = ["--expert", expert] if expert else []
     refused(run("train", "expert", made, *options), word, "give --expert 0 to 1")
     assert state(made) == before
 
 
-def test_an_island_for_what_has_none(run: Run, made: Path) -> None:
+def test_an_expert_for_what_has_none(run: Run, made: Path) -> None:
     refused(run("train", "router", made, "--expert", "0"), "--expert goes with 'train expert'")
     refused(run("train", "expret", made), "expert", "router", "monolith")
 

@@ -72,8 +72,8 @@ def test_nothing_has_started(copy: Path, run: Run) -> None:
     said = run("status", copy)
     assert said.code == 0
     assert [line.split()[0] for line in said.out.splitlines()[1:5]] == [
-        "island",
-        "island",
+        "expert",
+        "expert",
         "router",
         "monolith",
     ]

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,6 +252,23 @@ def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tm
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
+
+
+def test_a_signal_between_the_start_of_a_process_and_its_entry_loses_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Signalled(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("atoll.launch.local.subprocess.Popen", Signalled)
+    with pytest.raises(KeyboardInterrupt):
+        local.run([job("a", "import time; time.sleep(60)")])
+    assert [process.poll() for process in started] == [-signal.SIGTERM]
 
 
 def test_commands_are_of_this_installation() -> None:

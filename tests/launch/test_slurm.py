@@ -126,11 +126,11 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     until(lambda: not call("squeue", "--noheader"), "jobs are left", 240)
 
     prints = {
-        name: (folder / "launch" / f"{name}.out").read_text() for name in ("island-0", "island-1", "monolith")
+        name: (folder / "launch" / f"{name}.out").read_text() for name in ("expert-0", "expert-1", "monolith")
     }
-    for name in ("island-0", "island-1"):
+    for name in ("expert-0", "expert-1"):
         assert "left at step" in prints[name] and "resumed at step" in prints[name], prints[name]
-    assert "queued again to go on" in prints["island-1"] and "queued again" not in prints["island-0"]
+    assert "queued again to go on" in prints["expert-1"] and "queued again" not in prints["expert-0"]
     assert "left at step" in prints["monolith"] and "queued again" not in prints["monolith"]
     for run in ("islands/0", "islands/1", "router"):
         assert same_bits(folder / run, reference / run), run
@@ -199,7 +199,7 @@ def test_two_nodes_meet_are_warned_together_and_come_back(site: None, tmp_path: 
     asked = SlurmConfig(partition="both", hours=0.5)
     job = Job("expert 0", (sys.executable, str(program)), nodes=2, slurm=asked)
     number = slurm.submit([job], str(tmp_path), tmp_path / "launch")["expert 0"]
-    output = tmp_path / "launch" / "island-0.out"
+    output = tmp_path / "launch" / "expert-0.out"
     until(
         lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "the ranks do not meet"
     )

@@ -86,7 +86,7 @@ def test_what_a_job_asks_of_slurm() -> None:
     found = options(text)
     assert found.pop("--job-name") == job.label("/c") != job.label("/d")
     assert found == {
-        "--output": "/c/launch/island-3.out",
+        "--output": "/c/launch/expert-3.out",
         "--open-mode": "append",
         "--requeue": "",
         "--signal": "B:USR1@300",
@@ -137,7 +137,7 @@ def test_a_hostile_path_reaches_the_command_and_sbatch_as_it_is(name: str, tmp_p
     text = slurm.script(job, place, Path(place) / "launch")
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
     assert yaml.safe_load(done.stdout) == [["train", place], name]
-    assert options(text)["--output"].replace("%%", "%") == f"{place}/launch/island-0.out"
+    assert options(text)["--output"].replace("%%", "%") == f"{place}/launch/expert-0.out"
 
 
 CHILD = """
@@ -218,7 +218,7 @@ def test_what_a_job_asks_of_skypilot() -> None:
     job = Job(
         "expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
     )
-    made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
+    made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     assert made["resources"] == {
         "use_spot": True,
         "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
@@ -240,7 +240,7 @@ def test_what_a_job_asks_of_skypilot() -> None:
 
 def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
     job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=SkyConfig(accelerators="A100:8"))
-    made = yaml.safe_load(sky.files([job], URL)["island-0.yaml"])
+    made = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     parses(made["run"])
     assert made["num_nodes"] == 2
     assert '--rdzv-endpoint "$host:29500"' in made["run"] and "SKYPILOT_NODE_IPS" in made["run"]
@@ -253,7 +253,7 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
     jobs += [Job("expert 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
     folder = tmp_path / "an out"
     assert sky.write(jobs, URL, folder) == folder / "launch.sh"
-    # A name may begin like another: island 10 is queued, expert 1 is not.
+    # A name may begin like another: expert 10 is queued, expert 1 is not.
     queued = f"{jobs[2].label(URL)}0 RUNNING 8 {jobs[3].label(URL)}"
     stand_in = f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != queue ] || echo "7 {queued} RUNNING"\n'
     (tmp_path / "sky").write_text(stand_in)
@@ -270,8 +270,8 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
         "jobs queue --skip-finished",
         f"jobs launch --name {seed} --detach-run --yes seed.yaml",
         f"jobs logs --name {seed}",
-        f"jobs launch --name {one} --detach-run --yes --secret KEY island-0.yaml",
-        f"jobs launch --name {two} --detach-run --yes island-1.yaml",
+        f"jobs launch --name {one} --detach-run --yes --secret KEY expert-0.yaml",
+        f"jobs launch --name {two} --detach-run --yes expert-1.yaml",
     ]
     assert (
         done.stdout.count("is queued already") == 1
@@ -333,7 +333,7 @@ def test_a_run_says_itself_what_it_does_differently() -> None:
     ("tree", "words"),
     [
         ({"gpu": 2}, "did you mean 'gpus'"),
-        ({"on": "cloud"}, "on"),
+        ({"on": "a cloud"}, "on"),
         ({"slurm": {"partition": "a\n#SBATCH --exclusive"}}, "slurm.partition"),
         ({"slurm": {"setup": ["a\nb"]}}, "setup"),
         ({"env": {"A B": "1"}}, "env"),
