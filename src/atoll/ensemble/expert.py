@@ -79,8 +79,9 @@ class RouterModel:
     def logits(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B K"]:
-        """Logits of `p(k | x_t, t, cond)`."""
-        result: Tensor = self.network(x_t, t, cond)
+        """Logits of `p(k | x_t, t, cond)`, computed in the type of the network's weights."""
+        dtype = next(self.network.parameters()).dtype
+        result: Tensor = self.network(x_t.to(dtype), t, cond).to(x_t.dtype)
         return result
 
     @classmethod

@@ -42,8 +42,13 @@ class Asked:
     cut: bool = False
 
 
-def conditions(model: Model, asked: Asked) -> Conditions:
+def conditions(model: Model, asked: Asked, encodes: bool) -> Conditions:
     """Conditions of all pictures.
+
+    Args:
+        model: of the pipeline's parts.
+        asked: by the call.
+        encodes: whether the pipeline has its text encoder.
 
     Raises:
         ConfigError: the wrong kind of condition, a label that does not exist, a text that is too long.
@@ -59,6 +64,10 @@ def conditions(model: Model, asked: Asked) -> Conditions:
         return model.conditions(labels, each=asked.each)
     if asked.prompt is None:
         return model.conditions(each=asked.each)
+    if not encodes:
+        name = (card.text or {}).get("name")
+        fix = "load it, or give prompt_embeds"
+        raise ConfigError(f"the pipeline was loaded without its text encoder {name!r}", fix)
     prompts = texts("prompt", asked.prompt)
     nulls = texts("negative_prompt", "" if asked.negative_prompt is None else asked.negative_prompt)
     if not prompts:

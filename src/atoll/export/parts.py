@@ -136,3 +136,15 @@ def cast(network: nn.Module | None, kind: torch.dtype) -> None:
 def plain(module: Any) -> Any:
     """The module that `torch.compile` has wrapped."""
     return getattr(module, "_orig_mod", module)
+
+
+def save_component(root: Path, name: str, component: Any) -> None:
+    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
+    target, new = root / name, root / f".{name}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    if component is not None:
+        plain(component).save_pretrained(str(new))
+    shutil.rmtree(target, ignore_errors=True)
+    if component is not None:
+        as_others_are(new)
+        new.rename(target)

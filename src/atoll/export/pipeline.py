@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput, is_accelerate_available
 from torch import Tensor, nn
 
-from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
@@ -57,7 +55,8 @@ from atoll.export.folder import (
     target,
     write_manifest,
 )
-from atoll.export.parts import as_others_are, cast, load_part, plain, save_part
+from atoll.export.hub import upload
+from atoll.export.parts import cast, load_part, plain, save_component, save_part
 from atoll.networks.router import Router
 from atoll.store.store import to_json
 
@@ -240,12 +239,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             truncate_prompt,
         )
         model = self._model
-        if prompt is not None and self.text_encoder is None and self.card.text is not None:
-            raise ConfigError(
-                f"the pipeline was loaded without its text encoder {self.card.text['name']!r}",
-                "load it, or give prompt_embeds",
-            )
-        rows = conditions(model, asked)
+        rows = conditions(model, asked, self.text_encoder is not None)
         clusters = self._clusters(strategy, clusters, rows.count)
         positions = positions_of(generator, rows.count)
         if latents is not None:
@@ -294,7 +288,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """The parts as they are now: components may be replaced between two calls."""
         card, device = self.card, self._execution_device
         costs = Costs.of(card, self.experts.cards, len(self.experts))
-        denoiser = Ensemble(self.experts, _Ask(self.router), self.experts.missing, costs)
+        denoiser = Ensemble(self.experts, RouterModel(self.router, card), self.experts.missing, costs)
         encoder = None
         if card.text is not None and self.text_encoder is not None:
             width = card.shape.text_width
@@ -421,7 +415,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         (root / MANIFEST).unlink(missing_ok=True)
         (root / MODEL_INDEX).write_bytes(to_json(model_index(self.config, self.config)))
         for name in OTHERS:
-            _save_component(root, name, getattr(self, name))
+            save_component(root, name, getattr(self, name))
         bank.save_pretrained(root / "experts")
         card = save_part(root / "router", router, self.card)
         about, picture = self.about, self.picture
@@ -432,7 +426,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         (root / README).write_text(text, encoding="utf-8")
         write_manifest(root, len(bank), bank.cards, card, about)
         if push_to_hub:
-            self._push(root, kwargs.pop("repo_id", root.name), **kwargs)
+            upload(root, kwargs.pop("repo_id", root.name), **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Save and push to a repository of the hub, made if missing.
@@ -443,47 +437,4 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return self._push(Path(folder), repo_id, **kwargs)
-
-    def _push(
-        self,
-        folder: Path,
-        repo_id: str,
-        commit_message: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        create_pr: bool = False,
-    ) -> Any:
-        from huggingface_hub import create_repo, upload_folder
-
-        name = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-        return upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            token=token,
-            commit_message=commit_message or "Upload AtollPipeline",
-            create_pr=create_pr,
-        )
-
-
-class _Ask:
-    """A router network as an ensemble asks it, in the network's own type of numbers."""
-
-    def __init__(self, network: Router) -> None:
-        self.network = network
-
-    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        answer: Tensor = self.network(x_t.to(self.network.dtype), t, cond)
-        return answer.float()
-
-
-def _save_component(root: Path, name: str, component: Any) -> None:
-    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
-    target, new = root / name, root / f".{name}.new"
-    shutil.rmtree(new, ignore_errors=True)
-    if component is not None:
-        plain(component).save_pretrained(str(new))
-    shutil.rmtree(target, ignore_errors=True)
-    if component is not None:
-        as_others_are(new)
-        new.rename(target)
+            return upload(Path(folder), repo_id, **kwargs)
