@@ -106,7 +106,7 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     if share:
         settings["network"]["init"] = str((campaign / "pretrain/expert").resolve())
         settings["router"]["share"] /= 1 - share
-        budget |= {"seed": 0.0, "samples": round(budget["samples"] * (1 - share))}
+        budget |= {"pretrain": 0.0, "samples": round(budget["samples"] * (1 - share))}
     return settings
 
 

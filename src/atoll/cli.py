@@ -21,7 +21,7 @@ SETS = click.option(
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 
 
-class _Local(click.ParamType):
+class _Local(click.ParamType):  # type: ignore[type-arg]
     """A path of this machine; click's own type would turn `s3://x/y` into the folder `s3:/x/y`."""
 
     name = "path"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.campaign.adopt import Adoption, adopt
-from atoll.campaign.assemble import load_ensemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.model import Model
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import same_snr_state
 from atoll.flow.schedule import RectifiedFlow, schedule
@@ -78,7 +78,7 @@ def test_it_joins_a_trained_expert(
         train_run(campaign, role, island)
     assert "expert 1: finished already" in capsys.readouterr().out
     assert command(capsys, "assemble", folder).code == 0
-    mine = load_ensemble(campaign.store)[0].experts[1]
+    mine = Model.load(campaign.store).denoiser.experts[1]
     assert isinstance(mine, Expert)
     assert all(torch.equal(value, theirs[name]) for name, value in mine.network.state_dict().items())
     text = (folder / "ensemble/README.md").read_text()

@@ -10,9 +10,10 @@ import torch
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
-from atoll.campaign.assemble import assemble, load_ensemble
+from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_part, write_part
+from atoll.ensemble.model import Model
 from atoll.ensemble.settings import Residency
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
@@ -49,7 +50,8 @@ def say(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 
 def test_the_parts_are_those_that_were_published(folder: Path) -> None:
     assert assemble(Campaign.open(folder)) == [0, 1, 2]
-    ensemble, card = load_ensemble(Store.open(folder))
+    model = Model.load(Store.open(folder))
+    ensemble, card = model.denoiser, model.card
     assert card.role == "router" and ensemble.missing == ()
     x, t, cond = noise(4, SHAPE), torch.linspace(0.1, 0.9, 4), Condition(labels=torch.tensor([0, 1, 0, 2]))
     for k, expert in enumerate(ensemble.experts):
@@ -61,9 +63,9 @@ def test_partial_then_complete(folder: Path, tmp_path: Path, capsys: pytest.Capt
     shutil.move(folder / "islands/1/expert", tmp_path / "later")
     out = say(capsys, folder)
     assert "experts 0, 2 of 3" in out and "warning: partial: experts 1 are missing" in out
-    ensemble, _ = load_ensemble(Store.open(folder))
+    ensemble = Model.load(Store.open(folder)).denoiser
     assert ensemble.missing == (1,) and ensemble.experts[1] is None
-    bank = load_ensemble(Store.open(folder), Residency(experts=1))[0].experts
+    bank = Model.load(Store.open(folder), residency=Residency(experts=1)).denoiser.experts
     with pytest.raises(ConfigError, match="expert 1 is missing"):
         bank[1]
     x, t, cond = noise(4, SHAPE), torch.full((4,), 0.5), Condition(labels=torch.tensor([0, 1, 0, 2]))
@@ -73,7 +75,7 @@ def test_partial_then_complete(folder: Path, tmp_path: Path, capsys: pytest.Capt
     shutil.move(tmp_path / "later", folder / "islands/1/expert")
     out = say(capsys, folder)
     assert "experts 0, 1, 2 of 3" in out and "warning" not in out
-    whole, _ = load_ensemble(Store.open(folder))
+    whole = Model.load(Store.open(folder)).denoiser
     assert whole.missing == () and (whole.logits(x, t, cond).softmax(1) > 0).all()
     assert say(capsys, folder) == "ensemble: assembled already, experts 0, 1, 2 of 3\n"
 
@@ -95,7 +97,7 @@ def test_a_replaced_expert_is_taken_over(folder: Path, capsys: pytest.CaptureFix
     assert "already" not in say(capsys, folder)
     _, _, now = read_part(store, "ensemble/experts/1")
     assert all(torch.equal(now[name], weights[name]) for name in weights)
-    load_ensemble(store)
+    Model.load(store)
 
 
 def test_an_expert_of_another_campaign_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
         (folder / "ensemble" / entry["path"]).write_bytes(b"{}")
         for residency in (None, Residency(experts=1)):
             with pytest.raises(StoreError, match="instead of"):
-                load_ensemble(Store.open(folder), residency)
+                Model.load(Store.open(folder), residency=residency)
         assemble(Campaign.open(folder))
 
 

@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
-from atoll.campaign.assemble import load_ensemble
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.model import Model
 from atoll.ensemble.settings import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
@@ -130,7 +130,7 @@ def test_the_ledger_holds_for_experts_of_several_sizes(mixed: Path) -> None:
 @pytest.mark.slow
 def test_each_one_is_asked_in_its_own_terms(mixed: Path) -> None:
     """The ensemble's velocity is that of networks that are converted by hand, at all of them."""
-    ensemble, _ = load_ensemble(Store.open(mixed))
+    ensemble = Model.load(Store.open(mixed)).denoiser
     source = torch.Generator().manual_seed(0)
     x, t = torch.randn(6, 1, 8, 8, generator=source), torch.linspace(0.1, 0.9, 6)
     text = torch.randn(6, 9, 384, generator=source)
@@ -185,8 +185,8 @@ def test_from_one_place_in_memory_it_gives_the_same(mixed: Path) -> None:
     source = torch.Generator().manual_seed(2)
     x, t = torch.randn(4, 1, 8, 8, generator=source), torch.linspace(0.2, 0.8, 4)
     cond = Condition(text=torch.randn(4, 5, 384, generator=source), mask=torch.ones(4, 5, dtype=torch.bool))
-    plain, _ = load_ensemble(store)
-    offloaded, _ = load_ensemble(store, Residency(experts=1, prefetch=False))
+    plain = Model.load(store).denoiser
+    offloaded = Model.load(store, residency=Residency(experts=1, prefetch=False)).denoiser
     assert torch.equal(plain.velocity(x, t, cond), offloaded.velocity(x, t, cond))
 
 

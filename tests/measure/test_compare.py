@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll.campaign.assemble import assemble, load_ensemble, read_manifest
+from atoll.campaign.assemble import assemble
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.model import Model, read_manifest
 from atoll.measure import bench
 from atoll.measure.course import Course
 from atoll.store.store import Store
@@ -363,7 +364,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
             not torch.equal(p, expected[name]) for name, p in final.network.named_parameters()
         )  # it has learned since
     last = course.experts[0].load(course.experts[0].milestones[-1])
-    done, _ = load_ensemble(campaign.store)
+    done = Model.load(campaign.store).denoiser
     assert isinstance(done.experts, list) and isinstance(done.experts[0], Expert)
     for one, other in zip(last.network.parameters(), done.experts[0].network.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -71,6 +71,7 @@ class Trace:
         expert_runs: evaluations of networks, each on the samples that chose it.
         router_flops: operations of the router; NaN where the ensemble does not know its costs.
         expert_flops: operations of the experts, likewise.
+        branches: 2 under guidance, which evaluates every sample with and without its condition.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Trace:
     expert_runs: int = 0
     router_flops: float = 0.0
     expert_flops: float = 0.0
+    branches: int = 1
 
     def stacked(self) -> Tensor:
         """Weights `(steps, B, K)`."""
@@ -101,6 +103,7 @@ class Trace:
             sum(t.expert_runs for t in traces),
             sum(t.router_flops for t in traces),
             sum(t.expert_flops for t in traces),
+            traces[0].branches,
         )
 
 
@@ -195,7 +198,8 @@ class RoutedField:
             raise ConfigError("routing 'oracle' needs the cluster of every sample", "use another strategy")
         self.ensemble, self.generation, self.routing = ensemble, generation, generation.routing
         self.branches = Branches(cond, null, generation.guidance, len(rows))
-        self.rows, self.labels, self.later, self.trace = list(rows), labels, later, Trace()
+        self.rows, self.labels, self.later = list(rows), labels, later
+        self.trace = Trace(branches=2 if self.branches.guided else 1)
         self._step = -1
         self._chosen = chosen
         self._null_routing = self.routing.of_null if self.branches.guided else None

@@ -125,15 +125,17 @@ def drawn_conditions(samples: Samples, clusters: NDArray[np.int64], count: int, 
 
 
 def cost(model: Ensemble | Expert, drawn: Drawn, config: CompareConfig) -> dict[str, float]:
-    """Cost of one step of one sample, without the second branch of guidance, as the paper's table counts."""
+    """Cost of one step of one sample: operations and experts of one branch of guidance, as the paper's table
+    counts, calls of the router by both."""
     card = model.card if isinstance(model, Expert) else None
     flops = card.forward_flops if card is not None else 0.0
     experts, router, routing = 1.0, 0.0, 0.0
     if drawn.trace is not None:
-        each, branches = len(drawn.pictures) * config.steps, 2 if config.guidance != 1.0 else 1
-        experts, router = drawn.trace.expert_calls / (each * branches), drawn.trace.router_calls / each
+        steps = len(drawn.pictures) * config.steps
+        each = steps * drawn.trace.branches
+        experts, router = drawn.trace.expert_calls / each, drawn.trace.router_calls / steps
         routing = drawn.trace.router_flops / each
-        flops = drawn.trace.expert_flops / (each * branches) + routing  # experts may differ in size
+        flops = drawn.trace.expert_flops / each + routing  # experts may differ in size
     return {
         "gflops_per_step": flops / 1e9,
         "experts_per_step": experts,
