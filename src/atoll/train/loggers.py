@@ -1,7 +1,7 @@
 """Trackers: the lines of metrics.jsonl and the previews, shown by TensorBoard or Weights & Biases as well.
 
 A run has one name in them over all restarts. They only ever read what the loop gives them: weights do not
-depend on them, and one that fails is told and left out.
+depend on them, and one that fails is named and dropped.
 """
 
 import importlib.util
@@ -25,21 +25,16 @@ from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.store.store import Store
 
-PART = 4 * 2**20
-"""Bytes of an event file after which a new one is begun, so that no write to the store grows for ever."""
 FAREWELL = 20.0
-"""Seconds that a tracker may take to end."""
-
+"""Seconds that trackers may take to end."""
 CONNECT = 30.0
 """Seconds that Weights & Biases may take to answer at the start of a run."""
 
-_TIMES = (*VALIDATION_TIMES, 1.0)
-
 
 def check_trackers(config: TrackingConfig) -> None:
-    """`ConfigError` if a tracker is wanted whose package is not installed, or whose key is not known."""
-    for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb != "off")):
-        if wanted and not _installed(package):
+    """Refuse a tracker whose package is not installed, or whose key is not known, with a `ConfigError`."""
+    for package, chosen in (("tensorboard", config.tensorboard), ("wandb", config.wandb != "off")):
+        if chosen and not _installed(package):
             raise ConfigError(
                 f"tracking.{package} needs the package {package}, which is not installed",
                 "pip install 'atoll[tracking]', or leave the setting out",
@@ -56,7 +51,7 @@ class Subject(Config):
     id: str
     """The same over all restarts."""
     name: str
-    """The run, such as `island 3`."""
+    """The run, such as `expert 3`."""
     role: str
     """What is trained."""
     start: int
@@ -73,14 +68,14 @@ class Tracker(Protocol):
     def line(self, step: int, scalars: dict[str, float]) -> None:
         """Show numbers of a step."""
 
-    def picture(self, step: int, png: bytes) -> None:
+    def picture(self, step: int, image: Image.Image) -> None:
         """Show a preview."""
 
-    def flush(self) -> None:
-        """Bring what was shown to where it stays."""
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """Write out what was shown, and name the files that belong into the run's folder."""
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """End: nothing comes any more."""
 
 
 class Tracks:
@@ -88,6 +83,8 @@ class Tracks:
 
     def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
+        self._sizes: dict[str, int] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, config: TrackingConfig, run: Store, holder: str, subject: Subject) -> None:
         """Begin, or go on where an earlier process of this run stopped.
@@ -98,11 +95,13 @@ class Tracks:
             holder: name of this process; its files bear it.
             subject: the run.
         """
-        place = f"{subject.start:06d}-{holder}"
+        self.run, place = run, f"{subject.start:06d}-{holder}"
+        self._folder = tempfile.TemporaryDirectory(prefix="atoll-trackers-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
         if config.tensorboard:
-            self._start("tensorboard", lambda: _TensorBoard(run, place, subject))
+            self._start("tensorboard", lambda: _TensorBoard(folder / "tensorboard", place, subject))
         if config.wandb != "off":
-            self._start("wandb", lambda: _Wandb(config, run, place, subject))
+            self._start("wandb", lambda: _Wandb(config, folder, place, subject))
 
     def line(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl."""
@@ -111,16 +110,35 @@ class Tracks:
 
     def picture(self, step: int, png: bytes) -> None:
         """Show a preview."""
-        self._each(lambda tracker: tracker.picture(step, png))
+        if self._trackers:
+            with Image.open(io.BytesIO(png)) as image:
+                self._each(lambda tracker: tracker.picture(step, image.convert("RGB")))
 
     def flush(self) -> None:
-        """Bring what was shown to where it stays."""
-        self._each(lambda tracker: tracker.flush())
+        """Put what was shown into the run's folder, where it stays."""
+        self._each(self._put)
 
     def close(self) -> None:
-        """End all of them, in a bounded time."""
-        self._each(lambda tracker: _bounded(tracker.close))
+        """End all of them; one that hangs is not waited for."""
+
+        def end(tracker: Tracker) -> None:
+            tracker.close()
+            self._put(tracker)
+
+        thread = threading.Thread(target=lambda: self._each(end), daemon=True, name="trackers")
+        thread.start()
+        thread.join(FAREWELL)
+        if thread.is_alive():
+            say(f"warning: trackers did not end within {FAREWELL:g} s, the run goes on without them")
         self._trackers = {}
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _put(self, tracker: Tracker) -> None:
+        for name, data in tracker.files():
+            if self._sizes.get(name) != len(data):
+                self.run.put(name, data)
+                self._sizes[name] = len(data)
 
     def _start(self, name: str, make: Callable[[], Tracker]) -> None:
         try:
@@ -135,75 +153,50 @@ class Tracks:
             except StoreError as error:  # the next write may come through
                 say(f"warning: {name}: {error}")
             except Exception as error:
-                del self._trackers[name]
+                self._trackers.pop(name, None)
                 say(f"warning: {name} failed, the run goes on without it: {_line(error)}")
 
 
 class _TensorBoard:
-    """Event files, made in a temporary folder and put into the store.
+    """Event files, made in a temporary folder, one for each start of the run.
 
     They are named by the number of the start, so that readers meet them in this order whatever the clocks of
     the machines say. The first event of a start takes back what earlier ones told of later steps.
     """
 
-    def __init__(self, run: Store, place: str, subject: Subject) -> None:
-        self.run, self.place = run, place
-        self._folder = tempfile.TemporaryDirectory(prefix="atoll-tensorboard-")
-        self._part, self._sent = 0, 0
-        self._writer = self._open(subject.step + 1)
+    def __init__(self, folder: Path, place: str, subject: Subject) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        start, _, holder = place.partition("-")
+        self.name = f"tensorboard/events.out.tfevents.{start}.{holder}"
+        self._writer = SummaryWriter(str(folder), purge_step=subject.step + 1)
+        (self._file,) = folder.iterdir()
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
-    def picture(self, step: int, png: bytes) -> None:
-        with Image.open(io.BytesIO(png)) as image:
-            pixels = np.asarray(image.convert("RGB"))
-        self._writer.add_image("preview", pixels, step, dataformats="HWC")
+    def picture(self, step: int, image: Image.Image) -> None:
+        self._writer.add_image("preview", np.asarray(image), step, dataformats="HWC")
 
-    def flush(self) -> None:
+    def files(self) -> Iterator[tuple[str, bytes]]:
         self._writer.flush()
-        data = b"".join(path.read_bytes() for path in self._own().iterdir())
-        if len(data) != self._sent:
-            start, _, holder = self.place.partition("-")
-            name = f"events.out.tfevents.{start}.{self._part:06d}.{holder}"
-            self.run.put(f"tensorboard/{name}", data)
-            self._sent = len(data)
-        if len(data) > PART:
-            self._writer.close()
-            self._part, self._sent = self._part + 1, 0
-            self._writer = self._open(None)
+        yield self.name, self._file.read_bytes()
 
     def close(self) -> None:
-        self._writer.flush()
-        try:
-            self.flush()
-        finally:
-            self._writer.close()
-            self._folder.cleanup()
-
-    def _open(self, purge: int | None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self._own()), purge_step=purge)
-
-    def _own(self) -> Path:
-        return Path(self._folder.name) / str(self._part)
+        self._writer.close()
 
 
 class _Wandb:
     """A run of Weights & Biases.
 
-    Steps that it has already are left out: a resumed run comes to the same numbers.
+    Steps that it has already are passed over: a resumed run comes to the same numbers.
     """
 
-    def __init__(self, config: TrackingConfig, run: Store, place: str, subject: Subject) -> None:
+    def __init__(self, config: TrackingConfig, folder: Path, place: str, subject: Subject) -> None:
         import wandb
 
-        self.run, self.place = run, place
-        self._offline = config.wandb == "offline"
-        self._sent: dict[str, int] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="atoll-wandb-", ignore_cleanup_errors=True)
+        self.place, self._offline = place, config.wandb == "offline"
         self._picture, self._teardown = wandb.Image, wandb.teardown
         self._wandb = wandb.init(
             project=config.project,
@@ -214,58 +207,45 @@ class _Wandb:
             id=subject.id,
             resume="allow",
             mode="offline" if self._offline else "online",
-            dir=self._folder.name,
+            dir=str(folder),
             config=subject.settings,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, save_code=False, init_timeout=CONNECT
             ),
         )
-        self._first = int(self._wandb.step)
+        self._first, self._root = int(self._wandb.step), Path(self._wandb.dir).parent
 
-    def line(self, step: int, scalars: dict[str, float]) -> None:
+    def line(self, step: int, scalars: dict[str, Any]) -> None:
         if step >= self._first:
             self._wandb.log(scalars, step=step)
 
-    def picture(self, step: int, png: bytes) -> None:
-        if step >= self._first:
-            with Image.open(io.BytesIO(png)) as image:
-                self._wandb.log({"preview": self._picture(image)}, step=step)
+    def picture(self, step: int, image: Image.Image) -> None:
+        self.line(step, {"preview": self._picture(image)})
 
-    def flush(self) -> None:
-        if not self._offline:
-            return
-        root = Path(self._wandb.dir).parent
-        for path in sorted(root.rglob("*")):
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        for path in sorted(self._root.rglob("*")) if self._offline else ():
             if path.is_file() and not path.is_symlink() and "logs" not in path.parts:
-                self._put(path, path.relative_to(root).as_posix(), root.name)
-
-    def _put(self, path: Path, name: str, folder: str) -> None:
-        """Put a file into the store if it has grown."""
-        size = path.stat().st_size
-        if self._sent.get(name) != size:
-            self.run.put(f"wandb/{folder}-{self.place}/{name}", path.read_bytes())
-            self._sent[name] = size
+                name = path.relative_to(self._root).as_posix()
+                yield f"wandb/{self._root.name}-{self.place}/{name}", path.read_bytes()
 
     def close(self) -> None:
         self._wandb.finish()
         self._teardown()  # only then are offline files whole
-        self.flush()
-        self._folder.cleanup()
 
 
 def _scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a line; those by time are named by it, `validation/t=0.0625`."""
     for name, value in line.items():
         if isinstance(value, list):
-            for time, one in zip(_TIMES, value, strict=False):
+            for time, one in zip((*VALIDATION_TIMES, 1.0), value, strict=False):
                 yield f"{name}/t={time:g}", float(one)
         elif name != "step" and value is not None:
             yield name, float(value)
 
 
 def _installed(package: str) -> bool:
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name is no package
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name is no package
 
 
 def _logged_in() -> bool:
@@ -279,25 +259,6 @@ def _logged_in() -> bool:
         return host in netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _bounded(do: Callable[[], None]) -> None:
-    """Do it within a time, or go on without waiting any longer; what it raises is raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            do()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="tracker")
-    thread.start()
-    thread.join(FAREWELL)
-    if thread.is_alive():
-        raise TimeoutError(f"it did not end within {FAREWELL:g} s")
-    if raised:
-        raise raised[0]
 
 
 def _line(error: BaseException) -> str:
