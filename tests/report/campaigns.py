@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from atoll.campaign.settings.train import RunPlan
+from atoll.ensemble.card import Card
 from atoll.store.store import Store
 
 HASH = "ab" * 32
+SHAPE = {"channels": 1, "size": 16, "text_width": 384, "text_length": 20, "classes": 0}
 PROMPTS = [
     "digit two, sans",
     '<script>alert("1")</script>',
@@ -78,24 +81,24 @@ class Builder:
     def _plan(self, folder: str, role: str, island: int | None) -> None:
         rows = sum(self.sizes) if island is None else self.sizes[island]
         steps = {"expert": rows // 10, "router": 50, "monolith": sum(self.sizes) // 10}[role]
-        plan = {"role": role, "island": island, "rows": rows, "steps": steps, "batch": 64}
-        per = 1e6 if role == "router" else 3e8
-        self.store.put_json(
-            f"{folder}/island.json", {**plan, "partition": HASH, "train_flops": steps * 64 * per}
-        )
+        self._write_plan(folder, role, island, rows, steps, 64, 1e6 if role == "router" else 3e8)
+
+    def _write_plan(
+        self, folder: str, role: str, island: int | None, rows: int, steps: int, batch: int, flops: float
+    ) -> None:
+        plan = {"role": role, "island": island, "rows": rows, "steps": steps, "batch": batch, "shape": SHAPE}
+        plan |= {"partition": HASH, "seed": 0, "init_seed": 0, "init_sha256": None}
+        plan |= {"train_flops": steps * batch * flops, "forward_flops": flops / 3}
+        self.store.put_json(f"{folder}/island.json", RunPlan.parse(plan, folder).to_json())
 
     def seed(self, steps: int) -> "Builder":
         """The plan of shared pretraining on all rows."""
-        plan = {"role": "pretrain", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 64}
-        content = {**plan, "partition": HASH, "train_flops": steps * 64 * 3e8}
-        self.store.put_json("pretrain/island.json", content)
+        self._write_plan("pretrain", "pretrain", None, sum(self.sizes), steps, 64, 3e8)
         return self
 
     def student(self, steps: int) -> "Builder":
         """The plan of a student."""
-        plan = {"role": "student", "island": None, "rows": sum(self.sizes), "steps": steps, "batch": 16}
-        content = {**plan, "partition": HASH, "train_flops": steps * 16 * 4e8}
-        self.store.put_json("student/island.json", content)
+        self._write_plan("student", "student", None, sum(self.sizes), steps, 16, 4e8)
         return self
 
     def run(self, folder: str, *, finished: bool = True, losses: list[Any] | None = None) -> "Builder":
@@ -118,8 +121,10 @@ class Builder:
         return self
 
     def _card(self, folder: str, plan: dict[str, Any]) -> None:
+        kept = ("role", "island", "rows", "batch", "partition", "shape", "train_flops", "forward_flops")
         card = {
-            **plan,
+            **{name: plan[name] for name in kept},
+            "condition": "text",
             "family": "router" if plan["role"] == "router" else "pixart",
             "samples": plan["steps"] * plan["batch"],
             "latents": {"name": "none", "hash": ""},
@@ -128,7 +133,7 @@ class Builder:
             "weights_sha256": "cd" * 32,
             "provenance": {"torch": "2.13.0", "seconds": 61.5, "initial_weights": "ef" * 32},
         }
-        self.store.put_json(f"{folder}/expert/card.json", card)
+        self.store.put_json(f"{folder}/expert/card.json", Card.parse(card, folder).to_json())
 
     def train(self) -> "Builder":
         """All runs, finished."""
@@ -195,7 +200,7 @@ class Builder:
             row |= {"precision": 0.625, "recall": 0.375}
         found["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
         swept = {"monolith": (21.0, 20.0, 19.0), "once": (16.0, 18.0, 17.0)}
-        courses = {"seed": (0.0, 0.25, (60.0, 40.0)), "monolith": (0.0, 1.0, (40.0, 20.0))}
+        courses = {"pretrain": (0.0, 0.25, (60.0, 40.0)), "monolith": (0.0, 1.0, (40.0, 20.0))}
         courses |= {"once": (0.25, 0.75, (30.0, 18.0))}
         tables: dict[str, Any] = {
             "pairs": [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import DataError
-from atoll.report.collect import collect
+from atoll.report.campaign import open_campaign
 from atoll.report.compared import section
 from atoll.report.page import write_report
 from atoll.report.summary import summary
@@ -30,7 +30,7 @@ def cells(found: Page) -> str:
 
 def test_a_file_of_an_earlier_version_shows_what_there_is(builder: Builder):
     found = page(builder.whole())
-    assert section(collect(builder.store)) is None
+    assert section(open_campaign(builder.store)) is None
     assert found.with_class("beyond") == [] and "precision" not in found.text().lower()
 
 
@@ -47,10 +47,10 @@ def test_the_page_holds_all_of_it_and_is_well_formed(builder: Builder):
 
 def test_each_best_guidance_is_told_with_its_ratio_and_the_edge(builder: Builder):
     found = page(whole(builder))
-    assert "Monolith3*19.00–0.50–" in cells(found) and "commit1*16.000.84×0.50–" in cells(found)
+    assert "Monolith3*19.00–0.50–" in cells(found) and "once1*16.000.84×0.50–" in cells(found)
     text = found.text()
     assert "The last scale that was tried" in text and "flatters all of them alike" in text
-    rows = section(collect(whole(builder, best=None).store))
+    rows = section(open_campaign(whole(builder, best=None).store))
     assert rows is not None and rows["guidance"]["best"] == [] and rows["guidance"]["edge"] is False
 
 
@@ -67,21 +67,21 @@ def dots(drawn: str, style: str) -> list[tuple[float, float]]:
 
 
 def test_the_guidance_chart_draws_lower_distances_lower(builder: Builder):
-    drawn = chart(page(whole(builder)), "Distance over the guidance scale: Monolith, commit")
-    mono, commit = dots(drawn, "monolith"), dots(drawn, "selected")
-    assert [x for x, _ in mono] == [x for x, _ in commit] == sorted(x for x, _ in mono)
-    assert commit[0][1] > commit[2][1] > commit[1][1] > mono[2][1] > mono[1][1] > mono[0][1]  # y grows down
+    drawn = chart(page(whole(builder)), "Distance over the guidance scale: Monolith, once")
+    mono, once = dots(drawn, "monolith"), dots(drawn, "selected")
+    assert [x for x, _ in mono] == [x for x, _ in once] == sorted(x for x, _ in mono)
+    assert once[0][1] > once[2][1] > once[1][1] > mono[2][1] > mono[1][1] > mono[0][1]  # y grows down
 
 
 def test_the_ensembles_line_begins_where_the_seeds_ends(builder: Builder):
     found = page(whole(builder))
-    drawn = chart(found, "Distance over training FLOPs: Seed, Monolith, commit")
-    seed, mono, commit = (dots(drawn, style) for style in ("pretrain", "monolith", "selected"))
-    assert len(seed) == len(mono) == 2 and len(commit) == 3 and commit[0] == seed[-1]
-    assert mono[-1][0] == commit[-1][0] and mono[-1][1] < commit[-1][1]
+    drawn = chart(found, "Distance over training FLOPs: Shared pretraining, Monolith, once")
+    seed, mono, once = (dots(drawn, style) for style in ("pretrain", "monolith", "selected"))
+    assert len(seed) == len(mono) == 2 and len(once) == 3 and once[0] == seed[-1]
+    assert mono[-1][0] == once[-1][0] and mono[-1][1] < once[-1][1]
     guide = float(re.findall(r'class="guide" d="M[^ ]+ ([^H]+)H', drawn)[0])
     assert guide == mono[-1][1]
-    assert "commit938GFLOPs93.8%" in cells(found)
+    assert "once938GFLOPs93.8%" in cells(found)
     assert "the whole router and the whole shared pretraining are counted" in found.text()
 
 
@@ -104,7 +104,7 @@ def test_without_a_monolith_the_curve_is_over_flops(builder: Builder):
         for s, f, d in ((0.5, 1e12, 9.0), (1.0, 2e12, 4.0))
     ]
     found = page(whole(builder, curve=rows, reach=None, pairs=None, guidance=None, best=None))
-    assert len(dots(chart(found, "Distance over training FLOPs: commit"), "selected")) == 2
+    assert len(dots(chart(found, "Distance over training FLOPs: once"), "selected")) == 2
     assert (
         "The dashed line is the finished monolith" not in found.text()
         and "the whole router is counted" in found.text()
@@ -116,16 +116,16 @@ def test_pairs_of_the_default_strategy_are_shown_with_their_numbers(builder: Bui
     found = page(builder.beyond())
     assert len(found.pictures()) == before + 2 * 2
     assert [a["alt"] for a in found.all("img")].count(f"Monolith: {PROMPTS[0]}") == 1
-    row = "commitpixels0.810.80to0.820.320.31to0.33−0.14−0.15to−0.131.896%"
+    row = "oncepixels0.810.80to0.820.320.31to0.33−0.14−0.15to−0.131.896%"
     assert row in cells(found)
-    assert "Left the monolith, right commit, from the same noise." in found.text()
+    assert "Left the monolith, right once, from the same noise." in found.text()
     builder.store.delete("reports/compare/monolith/00.png")
     assert len([a for a in page(builder).all("img") if a["alt"].startswith("Monolith: ")]) == 1
 
 
 def test_the_summary_has_the_tables(builder: Builder):
-    assert "compared" not in summary(collect(builder.whole().store))
-    made = summary(collect(whole(builder).store))["compared"]
+    assert "compared" not in summary(open_campaign(builder.whole().store))
+    made = summary(open_campaign(whole(builder).store))["compared"]
     assert [(row["model"], row["guidance"], row["ratio"]) for row in made["best"]] == [
         ("monolith", 3.0, None),
         ("once", 1.0, 0.842),
@@ -145,7 +145,7 @@ def test_hostile_names_are_text(builder: Builder):
 @pytest.mark.parametrize(
     ("table", "rows", "words"),
     [
-        ("guidance", [{"model": "once", "guidance": "much"}], "guidance.guidance is no number"),
+        ("guidance", [{"model": "once", "guidance": "much"}], "a table's guidance is no number"),
         ("curve", [{"model": "once"}], "share"),
     ],
 )

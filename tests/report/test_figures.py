@@ -7,7 +7,6 @@ import pytest
 
 from atoll.report import figures, palette, wording
 from atoll.report.figures import Axis, Series
-from atoll.report.sections import times
 from report.pages import Page
 
 # Charts.
@@ -144,13 +143,6 @@ def test_arcs_of_the_ring_follow_each_other_and_do_not_overlap(sizes: list[int])
         for found in (start, end):
             ends.append(math.atan2(float(found[1]) - 32, -(float(found[2]) - 32)) % (2 * math.pi))
     assert ends == sorted(ends)
-
-
-@pytest.mark.parametrize("count", [8, 9])
-def test_times_of_validations_are_those_of_training(count: int):
-    from atoll.campaign.settings.train import VALIDATION_TIMES
-
-    assert times(count) == [*VALIDATION_TIMES, 1.0][:count]
 
 
 # Colours.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import AtollError, DataError, PartitionError
+from atoll.ensemble.routing import Routing
 from atoll.report.page import write_report
 from atoll.report.wording import clean
 from atoll.store.store import Store
@@ -129,7 +130,7 @@ def test_captions_are_shown_as_text(builder: Builder):
     assert shown[5] == PROMPTS[5]
     alts = [a["alt"] for a in found.all("img")]
     for prompt in PROMPTS:
-        assert f"Sample of commit: {clean(prompt)}" in alts
+        assert f"Sample of once: {clean(prompt)}" in alts
 
 
 def test_a_caption_cannot_turn_or_split_the_text(builder: Builder):
@@ -230,11 +231,11 @@ def test_a_comparison_before_the_monolith_says_so(builder: Builder):
 
 def test_missing_pictures_leave_a_frame(builder: Builder):
     builder.whole()
-    builder.store.delete("reports/compare/commit/00.png", "partition/sheets/2.png")
+    builder.store.delete("reports/compare/once/00.png", "partition/sheets/2.png")
     builder.store.put("reports/compare/full/01.png", b"not a picture at all, but long enough")
     found = page(builder)
     labels = [a["aria-label"] for a in found.with_class("none")]
-    assert labels == [f"Sample of commit: {PROMPTS[0]}: missing", f"Sample of full: {PROMPTS[1]}: missing"]
+    assert labels == [f"Sample of once: {PROMPTS[0]}: missing", f"Sample of full: {PROMPTS[1]}: missing"]
     assert found.text().count("The contact sheet is missing.") == 1
 
 
@@ -309,19 +310,19 @@ def test_every_run_is_in_every_chart(builder: Builder):
 
 def test_another_schema_is_one_line(builder: Builder):
     builder.whole().partition(schema=2)
-    with pytest.raises(PartitionError, match="schema 2, this Atoll reads 1"):
+    with pytest.raises(PartitionError, match="is of version 2, this Atoll reads atoll/partition 1"):
         write_report(builder.store)
     builder.partition().diagnose(schema=5)
-    with pytest.raises(DataError, match=r"schema 5, this Atoll reads 1.*atoll diagnose"):
+    with pytest.raises(DataError, match=r"version 5, this Atoll reads atoll/diagnosis 1.*atoll diagnose"):
         write_report(builder.store)
     builder.diagnose().compare(schema=7)
-    with pytest.raises(DataError, match="schema 7, this Atoll reads 1"):
+    with pytest.raises(DataError, match="is of version 7, this Atoll reads atoll/comparison 1"):
         write_report(builder.store)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"ece": "much"}, "router.ece is no number"), ({"nll": None}, ""), ({"-": "nll"}, "nll")],
+    [({"ece": "much"}, "a table's ece is no number"), ({"nll": None}, ""), ({"-": "nll"}, "nll")],
 )
 def test_tables_of_another_form_are_one_line(builder: Builder, change: dict[str, object], words: str):
     builder.whole()
@@ -391,7 +392,7 @@ def test_the_summary_has_every_figure(builder: Builder):
             "monolith": 340 * 64 * 3e8,
             "experts": sum(cards),
             "router": 50 * 64 * 1e6,
-            "seed": 0.0,
+            "pretrain": 0.0,
         },
         "flops_ratio": pytest.approx(1.0 + 50 * 1e6 / (340 * 3e8)),
         "distance": DISTANCES,
@@ -407,13 +408,13 @@ def test_the_summary_has_every_figure(builder: Builder):
 def test_a_seed_run_is_counted(builder: Builder):
     builder.campaign(budget={"pretrain": 0.25}).partition().seed(85)
     made = summary(builder.train().compare())
-    assert made["unfinished"] == ["pretrain"]
+    assert made["unfinished"] == ["shared pretraining"]
     assert made["train_flops"]["pretrain"] is made["flops_ratio"] is None
     found = page(builder.run("pretrain"))
     made = summary(builder)
     assert made["unfinished"] == [] and made["train_flops"]["pretrain"] == 85 * 64 * 3e8
     assert made["flops_ratio"] == pytest.approx(1.25 + 50 * 1e6 / (340 * 3e8))
-    assert "Experts, router and seed together cost 1.250× as much training" in found.text()
+    assert "Experts, router and shared pretraining together cost 1.250× as much training" in found.text()
     assert "router and seed included" in found.text()
     assert "Experts + router + seed" in found.text()
 
@@ -436,7 +437,12 @@ def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
 
 def test_the_summary_of_an_unfinished_campaign_holds_nothing_it_does_not_know(builder: Builder):
     made = summary(builder.campaign().partition().run("islands/0").run("router"))
-    assert made["train_flops"] == {"monolith": None, "experts": None, "router": 50 * 64 * 1e6, "seed": 0.0}
+    assert made["train_flops"] == {
+        "monolith": None,
+        "experts": None,
+        "router": 50 * 64 * 1e6,
+        "pretrain": 0.0,
+    }
     assert made["flops_ratio"] is made["seconds"] is made["stages"] is made["best"] is made["metric"] is None
     assert made["distance"] == made["ratio_to_monolith"] == {}
     assert made["unfinished"] == ["expert 1", "expert 2", "expert 3", "monolith"]
@@ -474,7 +480,7 @@ def test_the_head_tells_the_key_figures(builder: Builder):
         "Time": "1 min 46 s",
     }
     assert "top-2: 0.85× the monolith’s" in found.text()
-    assert "commit: 0.90× the monolith’s" in found.text()
+    assert "once: 0.90× the monolith’s" in found.text()
 
 
 def test_every_way_to_route_is_told_in_words(builder: Builder):
@@ -487,12 +493,7 @@ def test_every_way_to_route_is_told_in_words(builder: Builder):
     ]
     row = {"distance": 1.0, "seconds": 1.0, "gflops_per_step": 0.1}
     text = page(builder.whole().compare(rows=[row | {"name": name} for name in names])).text()
-    for words in (
-        "at every step, the expert that the router finds likeliest",
-        "every 5 steps, the 2 likeliest experts, weighted by the router",
-        "one expert drawn at the start of each picture, and kept; guidance’s null branch by sample-1",
-        "experts drawn anew every 3 steps; guidance’s null branch by nucleus(0.9)",
-    ):
+    for words in (Routing.named(name).describe() for name in names if name not in ("monolith", "student")):
         assert words in text, words
 
 
@@ -520,7 +521,7 @@ def test_the_default_is_that_of_the_comparison(builder: Builder):
 )
 def test_the_verdict_is_the_figures(builder: Builder, distance: float, words: str):
     rows = [{"name": "monolith", "distance": 20.0}, {"name": "once", "distance": distance}]
-    assert f"The ensemble (commit) {words}" in page(builder.whole().compare(rows=rows)).text()
+    assert f"The ensemble (once) {words}" in page(builder.whole().compare(rows=rows)).text()
 
 
 def test_the_best_is_marked_and_an_oracle_does_not_compete(builder: Builder):
@@ -619,6 +620,8 @@ def evaluated(
         "settings": {"components": 64},
     }
     frechet["note"] = "the covariance of the samples is singular"
+    form |= {"extractor_hash": "ab", "reference_hash": "cd", "resize": "area", "rounding": "8 bits"}
+    form |= {"picture_size": [16, 16], "code": "0.1.0"}
     content = {"schema": 1, "subject": {"name": name}, "protocol": form | protocol, "cost": {}}
     values = {"frechet": frechet, "kid": kid}
     builder.store.put_json(f"reports/evaluate/{key}.json", {**content, "values": values, "key": key})

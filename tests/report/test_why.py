@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.report import figures
-from atoll.report.collect import collect
+from atoll.report.campaign import open_campaign
 from atoll.report.figures import Heat
 from atoll.report.page import write_report
 from atoll.report.why import section
@@ -19,7 +19,7 @@ def page(builder: Builder) -> Page:
 
 
 def findings(builder: Builder) -> str:
-    found = section(collect(builder.store))
+    found = section(open_campaign(builder.store))
     assert found is not None
     return " ".join(found["findings"])
 
@@ -54,7 +54,7 @@ def test_findings_say_what_the_tables_hold(builder: Builder):
     assert "It is too sure: dividing its logits by 2.0 would suit best." in said
     assert "costs 50.0% of error" in said
     assert "6.0% of the samples are nearer to a training picture" in said and "by chance: up to 2%" in said
-    for finding in section(collect(builder.store))["findings"]:  # type: ignore[index]
+    for finding in section(open_campaign(builder.store))["findings"]:  # type: ignore[index]
         assert finding in page(builder).text()
 
 
@@ -133,7 +133,7 @@ def test_a_diagnosis_without_samples_has_no_tables_of_them(builder: Builder):
 def test_ends_and_steadiness_of_paths_are_told(builder: Builder):
     found = page(builder.whole())
     text = found.text()
-    assert "under commit: 0.500, and 0.800 from the others’; top-1: 0.500" in text
+    assert "under once: 0.500, and 0.800 from the others’; top-1: 0.500" in text
     assert "held-out pictures, from their own cluster’s: 0.400, and 0.900 from the others’" in text
     assert "1.50 ± 0.10" in text and "0.0500 ± 0.0020" in text
     assert "Change of the foreseen picture" in text

@@ -1,5 +1,6 @@
 """What a campaign fixed and what was measured of it: the types of its JSON files."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -69,10 +70,10 @@ class FrozenStudent(File):
 
 
 class MetricsLine(File):
-    """A line of `metrics.jsonl`: a step of training, or a validation. More fields are kept as they are."""
+    """A line of `metrics.jsonl`: a step of training, or a validation. It has more fields, by task."""
 
     FORMAT, PLACE, KEEPS = "atoll/metrics", "ROLE/run/metrics.jsonl", None
-    model_config = ConfigDict(extra="allow", allow_inf_nan=True)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
 
     step: int = 0
     """Optimizer steps so far."""
@@ -82,15 +83,15 @@ class MetricsLine(File):
     """Training loss of the steps since the last line."""
     seconds: float | None = None
     """Of training, all attempts together."""
-    times: list[float] = []
+    times: tuple[float, ...] = ()
     """Times t of the validation that this line is of; earlier versions left them out."""
-    validation: list[float | None] = []
+    validation: tuple[float | None, ...] = ()
     """Validation loss at each of these times."""
-    accuracy_by_time: list[float | None] = []
+    accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
 
     @property
-    def grid(self) -> list[float]:
+    def grid(self) -> Sequence[float]:
         """The times of a validation: those of the line, or the fixed ones of versions that wrote none."""
         parts = len(self.validation) // 2 * 2
         middles = [(i + 0.5) / parts for i in range(parts)]
@@ -339,6 +340,16 @@ class Result(File):
     @classmethod
     def _without_key(cls, tree: Any) -> Any:
         return {name: tree[name] for name in tree if name != "key"} if isinstance(tree, dict) else tree
+
+    @model_validator(mode="after")
+    def _has_numbers(self) -> Self:
+        for name, value in self.values.items():
+            number = value.get("value")
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"{name} is no number")
+            if not {"label", "settings"} <= value.keys():
+                raise ValueError(f"{name} lacks its label or settings")
+        return self
 
     @property
     def key(self) -> str:

@@ -1,145 +1,26 @@
-"""What a report knows of a campaign: small values, None or empty where a stage has not been yet."""
+"""A campaign as the page sees it: its typed files; None or empty where a stage has not been yet."""
 
+import base64
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from atoll.base.errors import DataError, PartitionError
+from atoll.base.format import File
+from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine, PicturePair, Result
+from atoll.campaign.settings.train import RunPlan
+from atoll.data.formats import PartitionFile
+from atoll.ensemble.card import Card
+from atoll.report.wording import clean, clean_tree, finite
+from atoll.store.store import Store
 
 Point = tuple[float, float]
-Weights = list[list[list[float]]]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """What `partition/partition.json` says.
-
-    Attributes:
-        hash: of the partition.
-        method: `kmeans` or `random`.
-        encoder: name, hash and size of the vision encoder; None for `random`.
-        rows: of the data set, held-out rows too.
-        sizes: training rows per cluster.
-        heldout: held-out rows per cluster.
-        warnings: what is odd about the balance.
-    """
-
-    hash: str
-    method: str
-    encoder: dict[str, Any] | None
-    rows: int
-    sizes: tuple[int, ...]
-    heldout: tuple[int, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def k(self) -> int:
-        """Number of clusters."""
-        return len(self.sizes)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The numbers of `island.json` that the page shows."""
-
-    rows: int
-    steps: int
-    batch: int
-    train_flops: float | None
-
-
-@dataclass(frozen=True)
-class Card:
-    """What `card.json` of a published network says of itself, as far as the page shows it.
-
-    Attributes:
-        family: of the network.
-        parameters: number of trainable numbers.
-        samples: images seen.
-        train_flops: operations spent.
-        weights: SHA-256 of the weights.
-        initial: SHA-256 of the initial weights.
-        torch: version that trained it.
-        latents: what made the latents.
-        text: what made the text states.
-        seconds: of training.
-    """
-
-    family: str
-    parameters: int
-    samples: int
-    train_flops: float | None
-    weights: str
-    initial: str
-    torch: str
-    latents: dict[str, Any] | None
-    text: dict[str, Any] | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run: its plan, how far it is, and what it logged.
-
-    Attributes:
-        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
-        island: number of the cluster, for an expert.
-        plan: its numbers; None if they are not there.
-        card: of the published network; None while there is none.
-        losses: (images seen, training loss), finite ones.
-        odd: logged training losses that are not finite.
-        validation: last validation losses at the fixed times.
-        accuracy: last accuracies at the fixed times, for the router.
-        seen: images seen so far.
-        spent: seconds of training so far.
-    """
-
-    role: str
-    island: int | None
-    plan: Plan | None
-    card: Card | None
-    losses: tuple[Point, ...]
-    odd: int
-    validation: tuple[float | None, ...]
-    accuracy: tuple[float | None, ...]
-    seen: int
-    spent: float | None
-
-    @property
-    def name(self) -> str:
-        """As the page calls it."""
-        return f"Expert {self.island}" if self.role == "expert" else self.role.capitalize()
-
-    @property
-    def style(self) -> str:
-        """CSS class of its colour."""
-        return f"e{self.island}" if self.role == "expert" else self.role
-
-    @property
-    def finished(self) -> bool:
-        """Whether the network is published."""
-        return self.card is not None
-
-    @property
-    def samples(self) -> int | None:
-        """Images of the whole run."""
-        if self.card is not None:
-            return self.card.samples
-        return self.plan.steps * self.plan.batch if self.plan else None
-
-    @property
-    def train_flops(self) -> float | None:
-        """Operations of the whole run, as planned."""
-        known = self.card or self.plan
-        return known.train_flops if known else None
-
-    @property
-    def spent_flops(self) -> float | None:
-        """Operations of the finished run; None before."""
-        return self.train_flops if self.finished else None
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Mean of the last validation losses."""
-        found = [v for v in self.validation if v is not None]
-        return sum(found) / len(found) if found and len(found) == len(self.validation) else None
+Kind = TypeVar("Kind", bound=File)
+EVALUATIONS = "reports/evaluate"
 
 
 @dataclass(frozen=True)
@@ -152,69 +33,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One row of the comparison: the monolith, the student or a routing strategy."""
-
-    name: str
-    distance: float | None
-    seconds: float | None
-    gflops: float | None
-    experts: float | None
-    router: float | None
-    precision: float | None = None
-    recall: float | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What `reports/compare.json` says, with the pictures beside it.
-
-    Attributes:
-        rows: monolith and student (if there are any) and strategies.
-        metric: what the distance is.
-        prompts: captions of the shown pictures, one line each.
-        clusters: cluster of the training picture behind each prompt.
-        routing: weights `[step][picture][expert]` by strategy, from noise to data.
-        pictures: by strategy, `monolith`, `student` or `data`: one per prompt, None where it is missing.
-        default: the strategy that the campaign samples with; None if the file does not say.
-        tables: what was measured beyond, rows by name of the table, as mappings; empty in earlier files.
-    """
-
-    rows: tuple[Measured, ...]
-    metric: dict[str, Any]
-    prompts: tuple[str, ...]
-    clusters: tuple[int, ...]
-    routing: dict[str, Weights]
-    pictures: dict[str, tuple[Picture | None, ...]]
-    default: str | None
-    tables: dict[str, list[dict[str, Any]]]
-
-    def row(self, name: str) -> Measured | None:
-        """The row of this name."""
-        return next((row for row in self.rows if row.name == name), None)
-
-    @property
-    def strategies(self) -> tuple[Measured, ...]:
-        """All rows of the ensemble."""
-        return tuple(row for row in self.rows if row.name not in ("monolith", "student"))
-
-    @property
-    def best(self) -> Measured | None:
-        """The strategy of the smallest distance. `oracle` is told the cluster, so it does not compete."""
-        found = [
-            row for row in self.strategies if row.distance is not None and not row.name.startswith("oracle")
-        ]
-        return min(found, key=lambda row: row.distance or 0.0, default=None)
-
-    def ratio(self, row: Measured | None) -> float | None:
-        """Distance over the monolith's."""
-        base = self.row("monolith")
-        if row is None or row.distance is None or base is None or not base.distance:
-            return None
-        return row.distance / base.distance
-
-
-@dataclass(frozen=True)
 class Pair:
     """A sample and the training picture that it is nearest to."""
 
@@ -224,109 +42,243 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What `reports/diagnostics.json` says, with the pictures beside it.
+class Run:
+    """One training run: its plan, how far it is, and what it logged.
 
     Attributes:
-        tables: rows by name of the table, as mappings.
-        splits: rows that were measured, `heldout` or `train`; the first is the one that is shown.
-        strategies: that were sampled.
-        settings: of the diagnosis.
-        missing: numbers of the experts that were not there.
-        leaked: held-out pictures that are training pictures too; None where nobody looked.
-        pairs: suspicious samples, beside what they resemble.
-        closest: of each cluster the sample nearest to a training picture; empty in earlier files.
+        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
+        island: number of the cluster, for an expert.
+        plan: its numbers; None if they are not there.
+        card: of the published network; None while there is none.
+        lines: of its metrics.
     """
 
-    tables: dict[str, list[dict[str, Any]]]
-    splits: tuple[str, ...]
-    strategies: tuple[str, ...]
-    settings: dict[str, Any]
-    missing: tuple[int, ...]
-    leaked: int | None
-    pairs: tuple[Pair, ...]
-    closest: tuple[Pair, ...]
+    role: str
+    island: int | None
+    plan: RunPlan | None
+    card: Card | None
+    lines: Sequence[MetricsLine]
 
-    def rows(self, table: str, **where: Any) -> list[dict[str, Any]]:
-        """Rows of a table that have these values; of the first split, unless another is asked for."""
-        found = self.tables.get(table, [])
-        if found and "split" in found[0]:
-            where = {"split": self.splits[0], **where}
-        return [row for row in found if all(row[name] == value for name, value in where.items())]
+    @property
+    def name(self) -> str:
+        """As the page calls it."""
+        names = {"expert": f"Expert {self.island}", "pretrain": "Shared pretraining"}
+        return names.get(self.role) or self.role.capitalize()
 
+    @property
+    def style(self) -> str:
+        """CSS class of its colour."""
+        return f"e{self.island}" if self.role == "expert" else self.role
 
-@dataclass(frozen=True)
-class Evaluation:
-    """One report of `atoll evaluate`.
+    @property
+    def finished(self) -> bool:
+        """Whether the network is published."""
+        return self.card is not None
 
-    Attributes:
-        name: of the model or the folder of pictures.
-        protocol: how it was measured.
-        values: by metric: `label`, `value`, `deviation`, `settings`, `note`.
-        stale: whether it is of other weights than are published now.
-    """
+    @cached_property
+    def trained(self) -> list[MetricsLine]:
+        """Lines of training, not of a validation."""
+        return [line for line in self.lines if "loss" in line.model_fields_set]
 
-    name: str
-    protocol: dict[str, Any]
-    values: dict[str, dict[str, Any]]
-    stale: bool
+    @cached_property
+    def losses(self) -> list[Point]:
+        """Images seen and training loss, where it is finite."""
+        points = [(float(line.samples), finite(line.loss)) for line in self.trained]
+        return [(seen, loss) for seen, loss in points if loss is not None]
+
+    @property
+    def odd(self) -> int:
+        """Training losses that are not finite."""
+        return len(self.trained) - len(self.losses)
+
+    @property
+    def checked(self) -> MetricsLine:
+        """The last validation; an empty line where there was none."""
+        return next((line for line in reversed(self.lines) if line.validation), MetricsLine(samples=0))
+
+    @property
+    def validation(self) -> list[Point]:
+        """Times t of the last validation and losses."""
+        return _points(self.checked, self.checked.validation)
+
+    @property
+    def accuracy(self) -> list[Point]:
+        """Times t of the last validation and the router's accuracy."""
+        return _points(self.checked, self.checked.accuracy_by_time)
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Mean of the last validation losses."""
+        values = [value for _, value in self.validation]
+        return sum(values) / len(values) if values and len(values) == len(self.checked.validation) else None
+
+    @property
+    def seen(self) -> int:
+        """Images seen so far."""
+        return self.card.samples if self.card else max((line.samples for line in self.lines), default=0)
+
+    @property
+    def samples(self) -> int | None:
+        """Images of the whole run."""
+        return self.card.samples if self.card else self.plan.samples if self.plan else None
+
+    @property
+    def spent(self) -> float | None:
+        """Seconds of training so far."""
+        if self.card:
+            return finite(self.card.provenance.get("seconds"))
+        return self.trained[-1].seconds if self.trained else None
+
+    @property
+    def train_flops(self) -> float | None:
+        """Operations of the whole run, as planned."""
+        known = self.card or self.plan
+        return known.train_flops if known else None
+
+    @property
+    def spent_flops(self) -> float | None:
+        """Operations of the finished run; None before."""
+        return self.train_flops if self.finished else None
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign as far as it is.
+    """A campaign as far as it is. What is read is read from the store when it is first asked for."""
 
-    Attributes:
-        name: of its folder.
-        code: version of Atoll that made it.
-        config: the frozen settings.
-        partition: clusters and what decided them.
-        sheets: a contact sheet per cluster, None where it is missing.
-        experts: one run per cluster.
-        router: the router's run.
-        monolith: the baseline's run.
-        pretrain: the run that the experts start from; None where they start without one.
-        student: the run that learns from the experts; None where there is none.
-        comparison: None before `atoll compare`.
-        diagnosis: None before `atoll diagnose`.
-        stages: seconds by stage, where the quickstart wrote them.
-        evaluations: reports of `atoll evaluate`, by name.
-        stale: commands whose results are of other weights than those that are published now.
-    """
+    store: Store
 
-    name: str
-    code: str
-    config: dict[str, Any]
-    partition: Partition
-    sheets: tuple[Picture | None, ...]
-    experts: tuple[Run, ...]
-    router: Run
-    monolith: Run
-    pretrain: Run | None
-    student: Run | None
-    comparison: Comparison | None
-    diagnosis: Diagnosis | None
-    stages: dict[str, float] | None
-    evaluations: tuple[Evaluation, ...] = ()
-    stale: tuple[str, ...] = ()
+    @cached_property
+    def name(self) -> str:
+        """Of its folder."""
+        return clean(self.store.location.rstrip("/").rpartition("/")[2])
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """Its settings."""
+        return Frozen.read(self.store, "campaign.json")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its settings as plain data."""
+        return self.frozen.config
+
+    @cached_property
+    def code(self) -> str:
+        """Version of Atoll that made it."""
+        return clean(self.frozen.code)
+
+    @cached_property
+    def partition(self) -> PartitionFile:
+        """Clusters and what decided them."""
+        return self._file("partition/partition.json", PartitionFile)
+
+    @cached_property
+    def sheets(self) -> list[Picture | None]:
+        """A contact sheet per cluster, None where it is missing."""
+        return [self.picture(f"partition/sheets/{k}.png") for k in range(self.partition.k)]
+
+    @cached_property
+    def experts(self) -> list[Run]:
+        """One run per cluster."""
+        return [self._run(f"islands/{k}", "expert", k) for k in range(self.partition.k)]
+
+    @cached_property
+    def router(self) -> Run:
+        """The router's run."""
+        return self._run("router", "router")
+
+    @cached_property
+    def monolith(self) -> Run:
+        """The baseline's run."""
+        return self._run("monolith", "monolith")
+
+    @cached_property
+    def pretrain(self) -> Run | None:
+        """The run that the experts start from; None where they start without one."""
+        return self._run("pretrain", "pretrain") if self.store.exists("pretrain/island.json") else None
+
+    @cached_property
+    def student(self) -> Run | None:
+        """The run that learns from the experts; None where there is none."""
+        return self._run("student", "student") if self.store.exists("student/island.json") else None
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """None before `atoll compare`."""
+        return self._optional("reports/compare.json", Comparison)
+
+    @cached_property
+    def pictures(self) -> dict[str, list[Picture | None]]:
+        """Of each model and of `data`, a picture for each prompt compared, None where it is missing."""
+        if self.comparison is None:
+            return {}
+        names, count = ("data", *(row.name for row in self.comparison.rows)), len(self.comparison.prompts)
+        return {
+            name: [self.picture(f"reports/compare/{name}/{n:02d}.png") for n in range(count)]
+            for name in names
+        }
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis | None:
+        """None before `atoll diagnose`."""
+        return self._optional("reports/diagnostics.json", Diagnosis)
+
+    def pairs(self, pairs: Sequence[PicturePair]) -> list[Pair]:
+        """Samples beside what they resemble."""
+        return [Pair(p.caption, self.picture(p.sample), self.picture(p.training)) for p in pairs]
+
+    @cached_property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, where the quickstart wrote them."""
+        key = "reports/stages.json"
+        content = self.store.get_json(key) if self.store.exists(key) else {}
+        if not isinstance(content, dict):
+            raise DataError(f"{self.store.name(key)} is not what Atoll writes", "restore it or remove it")
+        return {clean(k): value for k, raw in content.items() if (value := finite(raw)) is not None}
+
+    @cached_property
+    def evaluations(self) -> list[Result]:
+        """Reports of `atoll evaluate` of this version, by name of the model."""
+        keys = [key for key in self.store.list(EVALUATIONS) if key.endswith(".json") and key.count("/") == 2]
+        contents = {key: clean_tree(self.store.get_json(key)) for key in keys}
+        current = {k: v for k, v in contents.items() if not isinstance(v, dict) or Result.fits(v)}
+        results = [Result.of_json(content, self.store.name(key)) for key, content in current.items()]
+        return sorted(results, key=lambda one: str(one.subject["name"]))
+
+    def is_stale(self, parts: dict[str, Any]) -> bool:
+        """Whether these digests, by part, are of other weights than are published now."""
+        return bool(parts) and parts != self._published(parts)
+
+    @cached_property
+    def stale(self) -> list[str]:
+        """Commands that measured other weights than are published now: something was trained since."""
+        results = {"atoll compare": self.comparison, "atoll diagnose": self.diagnosis}
+        return [command for command, one in results.items() if one is not None and self.is_stale(one.parts)]
+
+    def _published(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """Digests of what is published now: the parts that were measured, and the ensemble if it was."""
+        dense = measured.keys() & {"monolith", "student", "pretrain"}
+        cards = {name: self._optional(f"{name}/expert/card.json", Card) for name in dense}
+        digests = {name: card.weights_sha256 for name, card in cards.items() if card}
+        key = "ensemble/ensemble.json"
+        if measured.keys() == dense or not self.store.exists(key):
+            return digests
+        content = self.store.get_json(key)
+        return {**(content.get("parts") or {}), **digests} if isinstance(content, dict) else digests
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> list[Run]:
         """All runs that the campaign wants: the ensemble's, the monolith, the student."""
-        return (*self.ensemble, *self.beside)
-
-    @property
-    def beside(self) -> tuple[Run, ...]:
-        """The runs that the ensemble does without: the monolith, the student."""
-        return (
+        return [
+            *self.ensemble,
             *((self.monolith,) if self.wants_monolith else ()),
             *((self.student,) if self.student else ()),
-        )
+        ]
 
     @property
-    def ensemble(self) -> tuple[Run, ...]:
+    def ensemble(self) -> list[Run]:
         """The runs that together cost what the monolith costs: experts, router, pretraining."""
-        return (*self.experts, self.router, *((self.pretrain,) if self.pretrain else ()))
+        return [*self.experts, self.router, *((self.pretrain,) if self.pretrain else ())]
 
     @property
     def ensemble_name(self) -> str:
@@ -340,7 +292,7 @@ class Campaign:
 
     @property
     def default(self) -> str | None:
-        """The routing strategy that the campaign samples with, as its comparison says."""
+        """The routing that the campaign samples with, as its comparison says."""
         return self.comparison.default if self.comparison else None
 
     @property
@@ -356,3 +308,54 @@ class Campaign:
     def seconds(self) -> float | None:
         """Of all stages; None where nobody took the time."""
         return round(sum(self.stages.values()), 1) if self.stages else None
+
+    def picture(self, key: str) -> Picture | None:
+        """A PNG; None where there is none or something else lies there."""
+        data = self.store.get(key) if self.store.exists(key) else b""
+        if len(data) < 24 or not data.startswith(b"\x89PNG\r\n\x1a\n"):
+            return None
+        width, height = struct.unpack(">II", data[16:24])
+        return Picture("data:image/png;base64," + base64.b64encode(data).decode(), width, height)
+
+    def _run(self, folder: str, role: str, island: int | None = None) -> Run:
+        plan = self._optional(f"{folder}/island.json", RunPlan)
+        card = self._optional(f"{folder}/expert/card.json", Card)
+        return Run(role, island, plan, card, list(self._lines(f"{folder}/run/metrics.jsonl")))
+
+    def _lines(self, key: str) -> Iterator[MetricsLine]:
+        """Lines of a metrics file; the last may be torn while the run writes it, and is left out then."""
+        text = self.store.get(key).decode("utf-8", "replace") if self.store.exists(key) else ""
+        for line in text.splitlines():
+            try:
+                yield MetricsLine.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                if first["type"] == "json_invalid" or not where or first["type"] == "missing":
+                    continue
+                what = f"{self.store.name(key)} is not what Atoll writes ({where!r} in a line)"
+                raise DataError(what, "restore it or remove it") from None
+
+    def _optional(self, key: str, kind: type[Kind]) -> Kind | None:
+        return self._file(key, kind) if self.store.exists(key) else None
+
+    def _file(self, key: str, kind: type[Kind]) -> Kind:
+        """A file whose texts are fit for a page."""
+        return kind.of_json(clean_tree(self.store.get_json(key)), self.store.name(key))
+
+
+def _points(line: MetricsLine, values: Sequence[float | None]) -> list[Point]:
+    pairs = zip(line.grid, map(finite, values), strict=False)
+    return [(t, value) for t, value in pairs if value is not None]
+
+
+def open_campaign(store: Store) -> Campaign:
+    """A campaign to report on.
+
+    Raises:
+        PartitionError: it has no partition yet, so there is nothing to show.
+    """
+    if not store.exists("partition/partition.json"):
+        where = store.location
+        raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
+    return Campaign(store)

@@ -5,8 +5,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from atoll.campaign.results import Comparison
 from atoll.report import figures
-from atoll.report.campaign import Campaign, Comparison, Point
+from atoll.report.campaign import Campaign, Point
 from atoll.report.figures import Axis, Series
 from atoll.report.sections import Section
 from atoll.report.wording import clean, finite, percent
@@ -21,19 +22,18 @@ MOST_PAIRS = 12
 def section(campaign: Campaign) -> Section | None:
     """Everything that the part shows; None before anything of it was measured."""
     compared = campaign.comparison
-    if compared is None or not any(compared.tables.values()):
+    if compared is None or not any(table.rows for table in compared.tables.values()):
         return None
-    tables = compared.tables
     return {
-        "guidance": _guidance(compared) if tables.get("guidance") else None,
-        "curve": _curve(compared) if tables.get("curve") else None,
-        "pairs": _pairs(campaign, compared) if tables.get("pairs") else None,
+        "guidance": _guidance(compared) if compared.records("guidance") else None,
+        "curve": _curve(compared) if compared.records("curve") else None,
+        "pairs": _pairs(campaign, compared) if compared.records("pairs") else None,
     }
 
 
 def _styles(compared: Comparison) -> dict[str, str]:
     """One colour for each model in all charts."""
-    rows = [*compared.tables.get("guidance", []), *compared.tables.get("curve", [])]
+    rows = [*compared.records("guidance"), *compared.records("curve")]
     names = list(dict.fromkeys(str(row["model"]) for row in rows))
     own = [name for name in names if name not in DENSE]
     return {name: name for name in names if name in DENSE} | {
@@ -52,14 +52,14 @@ def _shown(name: str) -> str:
 
 def _guidance(compared: Comparison) -> Section:
     """Distance over guidance, and each model at its best."""
-    styles, rows = _styles(compared), compared.tables["guidance"]
+    styles, rows = _styles(compared), compared.records("guidance")
     names = list(dict.fromkeys(str(row["model"]) for row in rows))
     paths = {name: sorted(_line(rows, name, lambda r: finite(r["guidance"]))) for name in names}
     lines = [Series(_shown(name), styles[name], path, dots=True) for name, path in paths.items()]
     lines = [one for one in lines if one.points]
     best = [
         {**row, "name": _shown(str(row["model"]))}
-        for row in compared.tables.get("best", [])
+        for row in compared.records("best")
         if row["guidance"] is not None
     ]
     edge = any(row["edge"] for row in best)
@@ -85,7 +85,7 @@ def _legend(lines: Sequence[Series]) -> list[tuple[str, str]]:
 
 def _curve(compared: Comparison) -> Section:
     """Distance over training FLOPs. The ensemble's lines begin where shared pretraining's ends."""
-    styles, rows = _styles(compared), compared.tables["curve"]
+    styles, rows = _styles(compared), compared.records("curve")
     relative = any(row["model"] == "monolith" for row in rows)
     column = "of_monolith" if relative else "train_flops"
     names = list(dict.fromkeys(str(row["model"]) for row in rows))
@@ -103,7 +103,7 @@ def _curve(compared: Comparison) -> Section:
         "pretrain": "pretrain" in paths,
         "reach": [
             {**row, "name": _shown(str(row["model"])), "words": _reached(row)}
-            for row in compared.tables.get("reach", [])
+            for row in compared.records("reach")
         ],
     }
 
@@ -133,7 +133,7 @@ def _reached(row: Row) -> str:
 def _pairs(campaign: Campaign, compared: Comparison) -> Section:
     """Correlations by strategy, and the pictures to look at, monolith and strategy side by side."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in compared.tables["pairs"]:
+    for row in compared.records("pairs"):
         found.setdefault((str(row["strategy"]), str(row["space"])), {})[str(row["partner"])] = row
     lines = [
         {
@@ -148,7 +148,7 @@ def _pairs(campaign: Campaign, compared: Comparison) -> Section:
     names = list(dict.fromkeys(name for name, _ in found))
     routings = [name for name in names if name not in DENSE] or names
     chosen = campaign.default if campaign.default in routings else routings[0]
-    sides = (compared.pictures.get(name, ()) for name in ("monolith", chosen))
+    sides = (campaign.pictures.get(name, ()) for name in ("monolith", chosen))
     shown = [
         (one, other, prompt)
         for one, other, prompt in zip(*sides, compared.prompts, strict=False)

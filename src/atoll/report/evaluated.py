@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atoll.report.campaign import Campaign, Evaluation
+from atoll.campaign.results import Protocol, Result
+from atoll.report.campaign import Campaign
 from atoll.report.sections import Section
 from atoll.report.wording import clean, significant, whole
 
@@ -16,40 +17,42 @@ NAMES = ("reference", "extractor", "code")
 
 def section(campaign: Campaign) -> Section | None:
     """Tables by protocol; None before anything was evaluated."""
-    groups: dict[str, list[Evaluation]] = {}
+    groups: dict[str, list[Result]] = {}
     for one in campaign.evaluations:
-        key = {name: value for name, value in one.protocol.items() if name not in (*COLUMNS, *NAMES)}
+        key = one.protocol.model_dump(mode="json", exclude={*COLUMNS, *NAMES})
         key["settings"] = {name: value["settings"] for name, value in one.values.items()}
         groups.setdefault(json.dumps(key, sort_keys=True), []).append(one)
-    return {"tables": [_table(group) for group in groups.values()]} if groups else None
+    return {"tables": [_table(campaign, group) for group in groups.values()]} if groups else None
 
 
-def _table(group: Sequence[Evaluation]) -> Section:
+def _table(campaign: Campaign, group: Sequence[Result]) -> Section:
     about, values = group[0].protocol, group[0].values
-    stale = any(one.stale for one in group)
+    stale = {id(one): campaign.is_stale(one.subject.get("weights") or {}) for one in group}
     return {
         "about": _sentence(about),
-        "stale": stale,
+        "stale": any(stale.values()),
         "measures": [value["label"] for value in values.values()],
-        "fields": [name for name in COLUMNS if any(one.protocol.get(name) is not None for one in group)],
+        "fields": [name for name in COLUMNS if any(getattr(one.protocol, name) is not None for one in group)],
         "rows": [
             {
-                "name": one.name,
-                "fields": {name: _plain(one.protocol.get(name)) for name in COLUMNS},
+                "name": clean(one.subject["name"]),
+                "fields": {name: _plain(getattr(one.protocol, name)) for name in COLUMNS},
                 "values": [_number(one.values[metric]) for metric in values],
-                "stale": one.stale,
+                "stale": stale[id(one)],
             }
             for one in group
         ],
-        "notes": sorted({value["note"] for one in group for value in one.values.values() if value["note"]}),
+        "notes": sorted(
+            {value["note"] for one in group for value in one.values.values() if value.get("note")}
+        ),
     }
 
 
-def _sentence(about: Mapping[str, Any]) -> str:
-    rows = f", {about['reference_split']} rows" if about.get("reference_split") else ""
+def _sentence(about: Protocol) -> str:
+    rows = f", {about.reference_split} rows" if about.reference_split else ""
     return clean(
-        f"{whole(about['samples'])} pictures against {whole(about['reference_count'])} of"
-        f" {about['reference']}{rows}; {about['extractor']} at {about['extractor_size']} px"
+        f"{whole(about.samples)} pictures against {whole(about.reference_count)} of"
+        f" {about.reference}{rows}; {about.extractor} at {about.extractor_size} px"
     )
 
 

@@ -7,8 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atoll.report import compared, evaluated, palette, sections, why, wording
-from atoll.report.campaign import Campaign
-from atoll.report.collect import collect
+from atoll.report.campaign import Campaign, open_campaign
 from atoll.report.summary import summary
 from atoll.store.store import Store
 
@@ -32,7 +31,7 @@ def write_report(store: Store) -> str:
         DataError: a file of the campaign is not what Atoll writes.
         StoreError: a file cannot be read or written.
     """
-    campaign = collect(store)
+    campaign = open_campaign(store)
     store.put_json(SUMMARY, summary(campaign))
     store.put(PAGE, render(campaign).encode("utf-8", "replace"))
     return store.name(PAGE)

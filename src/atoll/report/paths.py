@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from atoll.report.campaign import Campaign, Diagnosis
+from atoll.campaign.results import Diagnosis
+from atoll.report.campaign import Campaign
 from atoll.report.figures import Series
 from atoll.report.timed import by_time
 from atoll.report.wording import percent, significant
@@ -13,7 +14,7 @@ STYLES = ("selected", "mixture", "own", "faint")
 
 def switches(found: Diagnosis) -> dict[str, Any] | None:
     """How often the leading expert changes."""
-    rates = {r["strategy"]: r for r in found.rows("switches", step="all")}
+    rates = {r["strategy"]: r for r in found.select("switches", step="all")}
     if not rates:
         return None
     said = [
@@ -28,7 +29,7 @@ def switches(found: Diagnosis) -> dict[str, Any] | None:
 
 def usage(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
     """How much every expert is used."""
-    rows = found.rows("usage")
+    rows = found.select("usage")
     if not rows:
         return None
     names = list(dict.fromkeys(r["strategy"] for r in rows))
@@ -51,7 +52,7 @@ def usage(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
 
 def stability(found: Diagnosis) -> dict[str, Any] | None:
     """How far paths react to small changes."""
-    rows = found.rows("stability")
+    rows = found.select("stability")
     if not rows:
         return None
     names = [r["strategy"] for r in rows]
@@ -70,7 +71,7 @@ def stability(found: Diagnosis) -> dict[str, Any] | None:
 
 def landing(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
     """Share of the samples that end in the cluster of the expert that served them, and the distances."""
-    rows = {(r["strategy"], r["cluster"]): r for r in found.rows("landing")}
+    rows = {(r["strategy"], r["cluster"]): r for r in found.select("landing")}
     if not rows:
         return None
     names = list(dict.fromkeys(strategy for strategy, _ in rows))
@@ -100,7 +101,7 @@ def _lines(found: Diagnosis, names: Sequence[str], table: str, column: str) -> l
             "monolith" if name == "monolith" else STYLES[number % len(STYLES)],
             [
                 (r["t"], r[column])
-                for r in found.rows(table, strategy=name)
+                for r in found.select(table, strategy=name)
                 if r["t"] is not None and r[column] is not None
             ],
             dots=True,

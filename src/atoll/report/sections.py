@@ -6,21 +6,20 @@ from typing import Any
 from markupsafe import Markup
 
 from atoll.base.console import duration
+from atoll.base.errors import ConfigError
+from atoll.campaign.results import ComparedModel, Comparison
+from atoll.ensemble.routing import Routing
 from atoll.report import figures, timed
-from atoll.report.campaign import Campaign, Comparison, Measured, Run
+from atoll.report.campaign import Campaign, Run
 from atoll.report.figures import Series
 from atoll.report.wording import NONE, clean, finite, flops, percent, ratio, significant, whole
 
 Section = dict[str, Any]
 
 STRIPS = ("once", "top-1", "full")
-WHAT = {
+DENSE = {
     "monolith": "one model, trained on everything",
     "student": "one model, taught by the experts",
-    "once": "one expert drawn at the start of each picture, and kept",
-    "top-1": "at every step, the expert that the router finds likeliest",
-    "full": "at every step, all experts, weighted by the router",
-    "oracle": "told the cluster of the real picture, so it does not compete",
 }
 
 
@@ -81,7 +80,8 @@ def _tiles(campaign: Campaign) -> list[dict[str, str]]:
             tiles += [_distance_tile("Default distance", default, compared)] if default else []
     spent = campaign.flops_ratio
     done = all(run.finished for run in campaign.runs)
-    note = f"of the monolith’s training FLOPs, router {'and seed ' if campaign.pretrain else ''}included"
+    included = "router and shared pretraining" if campaign.pretrain else "router"
+    note = f"of the monolith’s training FLOPs, {included} included"
     tiles.append(_tile("Training cost", ratio_exact(spent), note if done else note + "; as planned"))
     if campaign.seconds is not None:
         what = "all stages" if done else "the stages so far"
@@ -93,7 +93,7 @@ def _tile(label: str, value: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def _distance_tile(label: str, row: Measured, compared: Comparison, more: str = "") -> dict[str, str]:
+def _distance_tile(label: str, row: ComparedModel, compared: Comparison, more: str = "") -> dict[str, str]:
     share = compared.ratio(row)
     note = row.name + more + (f": {ratio(share)} the monolith’s" if share is not None else "")
     return _tile(label, significant(row.distance, 4), note)
@@ -127,7 +127,7 @@ def samples(campaign: Campaign) -> Section | None:
         cells = [
             {
                 "name": column["name"],
-                "picture": compared.pictures[str(column["key"])][number],
+                "picture": campaign.pictures[str(column["key"])][number],
                 "alt": f"Training picture: {prompt}"
                 if column["key"] == "data"
                 else f"Sample of {column['name']}: {prompt}",
@@ -135,7 +135,7 @@ def samples(campaign: Campaign) -> Section | None:
             for column in columns
         ]
         rows.append({"prompt": prompt, "cluster": compared.clusters[number], "cells": cells})
-    sides = [p.width for shown in compared.pictures.values() for p in shown if p is not None]
+    sides = [p.width for shown in campaign.pictures.values() for p in shown if p is not None]
     metric = compared.metric
     return {
         "columns": columns,
@@ -167,7 +167,7 @@ def routing(campaign: Campaign) -> Section | None:
             {
                 "prompt": prompt,
                 "cluster": compared.clusters[number],
-                "picture": compared.pictures["data"][number],
+                "picture": campaign.pictures["data"][number],
                 "strips": strips,
             }
         )
@@ -219,11 +219,7 @@ def charts(campaign: Campaign) -> Section:
             for run in campaign.runs
             if run.odd
         ],
-        "unchecked": [
-            run.name
-            for run in campaign.runs
-            if run.finished and not any(v is not None for v in run.validation)
-        ],
+        "unchecked": [run.name for run in campaign.runs if run.finished and not run.validation],
     }
 
 
@@ -254,18 +250,8 @@ def _training(runs: list[Run], what: str = "training loss") -> Markup | None:
     return figures.line_chart(drawn, x, y, f"{what.capitalize()} against images seen: {names}")
 
 
-def times(count: int) -> list[float]:
-    """The fixed times of a validation: the middles of 8 parts, and t = 1 where there is one more."""
-    parts = count - 1 if count % 2 else count
-    return [(i + 0.5) / parts for i in range(parts)] + [1.0] * (count - parts)
-
-
-def _by_time(run: Run, values: tuple[float | None, ...]) -> list[tuple[float, float]]:
-    return [(t, v) for t, v in zip(times(len(values)), values, strict=True) if v is not None]
-
-
 def _validation(runs: list[Run]) -> Markup | None:
-    drawn = [Series(r.name, r.style, _by_time(r, r.validation), dots=True) for r in runs if r.validation]
+    drawn = [Series(r.name, r.style, r.validation, dots=True) for r in runs if r.validation]
     names = ", ".join(one.name for one in drawn if one.points)
     return timed.by_time(drawn, "loss", f"Validation loss at fixed times t: {names}")
 
@@ -273,7 +259,7 @@ def _validation(runs: list[Run]) -> Markup | None:
 def _router_loss(campaign: Campaign) -> Markup | None:
     total = sum(campaign.partition.sizes)
     guess = -sum(s / total * math.log(s / total) for s in campaign.partition.sizes)
-    points = _by_time(campaign.router, campaign.router.validation)
+    points = campaign.router.validation
     line = Series("Router, cross-entropy", "router", points, dots=True)
     about = "Cross-entropy of the router at fixed times t"
     return timed.by_time([line], "cross-entropy", about, [("knowing only the sizes", guess)], zero=True)
@@ -281,7 +267,7 @@ def _router_loss(campaign: Campaign) -> Markup | None:
 
 def _router_accuracy(campaign: Campaign) -> Markup | None:
     guess = max(campaign.partition.sizes) / sum(campaign.partition.sizes)
-    points = _by_time(campaign.router, campaign.router.accuracy)
+    points = campaign.router.accuracy
     line = Series("Router, accuracy", "router", points, dots=True)
     about = "Share of held-out rows whose cluster the router finds, at fixed times t"
     return timed.by_time([line], "accuracy", about, [("always the largest cluster", guess)], share=True)
@@ -323,24 +309,13 @@ def strategies(campaign: Campaign) -> Section | None:
 
 
 def _describe(name: str) -> str:
-    """A model or a routing strategy in words."""
-    own, _, null = name.partition(" null ")
-    strategy, _, every = own.partition(" every ")
-    said = WHAT.get(strategy) or _kind(strategy)
-    said = said.replace("at every step", f"every {clean(every)} steps") if every else said
-    return f"{said}; guidance’s null branch by {clean(null)}" if null else said
-
-
-def _kind(name: str) -> str:
-    if name.startswith("top-"):
-        return f"at every step, the {clean(name[4:])} likeliest experts, weighted by the router"
-    if name.startswith("threshold"):
-        return "at every step, the experts above a probability"
-    if name.startswith("once"):
-        return WHAT["once"]
-    if name.startswith(("sample", "nucleus")):
-        return "experts drawn anew at every step"
-    return ""
+    """A model or a routing in words."""
+    if name in DENSE:
+        return DENSE[name]
+    try:
+        return Routing.named(name).describe()
+    except ConfigError:  # of another version, or a function of the user's own
+        return ""
 
 
 def _metric(metric: dict[str, Any]) -> str:
@@ -414,7 +389,7 @@ def provenance(campaign: Campaign) -> Section:
         facts.append(("Text states", *_encoder(cards[0].text)))
     if campaign.comparison:
         facts.append(("Judged by", *_encoder(campaign.comparison.metric)))
-    made_by = sorted({card.torch for card in cards if card.torch})
+    made_by = sorted({str(v) for card in cards if (v := card.provenance.get("torch"))})
     facts.append(("Code", "", ", ".join([f"atoll {campaign.code}", *(f"torch {v}" for v in made_by)])))
     facts = [fact for fact in facts if fact[2]]
     parts = [
@@ -423,8 +398,8 @@ def provenance(campaign: Campaign) -> Section:
             "style": run.style,
             "family": run.card.family,
             "parameters": run.card.parameters,
-            "weights": run.card.weights,
-            "initial": run.card.initial,
+            "weights": run.card.weights_sha256,
+            "initial": run.card.provenance.get("initial_weights"),
         }
         for run in campaign.runs
         if run.card

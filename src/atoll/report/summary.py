@@ -12,6 +12,7 @@ def summary(campaign: Campaign) -> dict[str, Any]:
     """
     compared = campaign.comparison
     best = compared.best if compared else None
+    tables = {name: table.records for name, table in compared.tables.items()} if compared else {}
     flops = {
         "monolith": campaign.monolith.spent_flops,
         "experts": _sum(campaign.experts),
@@ -25,7 +26,7 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         "campaign": campaign.name,
         "atoll": campaign.code,
         "seconds": campaign.seconds,
-        "stages": campaign.stages,
+        "stages": campaign.stages or None,
         "images": campaign.partition.rows,
         "partition": campaign.partition.hash,
         "cluster_sizes": list(campaign.partition.sizes),
@@ -41,11 +42,11 @@ def summary(campaign: Campaign) -> dict[str, Any]:
         if compared
         else {},
         "metric": compared.metric if compared else None,
-        **({"compared": compared.tables} if compared and compared.tables else {}),
+        **({"compared": tables} if tables else {}),
         "unfinished": [run.name.lower() for run in campaign.runs if not run.finished],
     }
 
 
-def _sum(runs: tuple[Run, ...]) -> float | None:
+def _sum(runs: list[Run]) -> float | None:
     spent = [run.spent_flops for run in runs]
     return None if any(value is None for value in spent) else sum(value or 0.0 for value in spent)

@@ -5,8 +5,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from atoll.campaign.results import Diagnosis
 from atoll.report import figures, paths
-from atoll.report.campaign import Campaign, Diagnosis
+from atoll.report.campaign import Campaign
 from atoll.report.figures import Heat, Series
 from atoll.report.sections import Section
 from atoll.report.timed import by_time
@@ -32,7 +33,7 @@ def section(campaign: Campaign) -> Section | None:
         "rows": SPLITS.get(found.splits[0], found.splits[0]),
         "findings": [one for make in _FINDINGS if (one := make(campaign, found))],
         "missing": ", ".join(map(str, found.missing)),
-        "leaked": found.leaked,
+        "leaked": (found.copies or {}).get("leaked"),
         "router": _router(found),
         "split_legend": [(SPLITS.get(split, split), _split_style(split)) for split in found.splits],
         "models": _models(found),
@@ -54,7 +55,7 @@ def _at_home(campaign: Campaign, found: Diagnosis) -> str | None:
     """Whether every expert is the best one on its own cluster."""
     beaten, judged = [], 0
     for cluster in range(campaign.partition.k):
-        rows = [r for r in found.rows("experts", t="mean", cluster=cluster) if r["error"] is not None]
+        rows = [r for r in found.select("experts", t="mean", cluster=cluster) if r["error"] is not None]
         own = next((r for r in rows if r["expert"] == cluster), None)
         if own is None or len(rows) < 2:
             continue
@@ -74,7 +75,7 @@ def _against_monolith(campaign: Campaign, found: Diagnosis) -> str | None:
     """At which times the selected expert and the mixture beat the monolith, and where they lose."""
     parts = []
     for gap, name in (("selected-monolith", "first choice"), ("mixture-monolith", "weighted mixture")):
-        rows = [r for r in found.rows("differences", gap=gap, cluster="all") if r["t"] != "mean"]
+        rows = [r for r in found.select("differences", gap=gap, cluster="all") if r["t"] != "mean"]
         sure = [r for r in rows if r["se"] and abs(r["difference"]) > SURE * r["se"]]
         wins, losses = ([r["t"] for r in sure if (r["difference"] < 0) == less] for less in (True, False))
         if rows:
@@ -86,7 +87,7 @@ def _against_monolith(campaign: Campaign, found: Diagnosis) -> str | None:
 
 def _by_cluster(campaign: Campaign, found: Diagnosis) -> str | None:
     """Clusters where the monolith is better than the router's first choice."""
-    rows = found.rows("differences", gap="selected-monolith", t="mean")
+    rows = found.select("differences", gap="selected-monolith", t="mean")
     lost = [
         r["cluster"] for r in rows if r["cluster"] != "all" and r["se"] and r["difference"] > SURE * r["se"]
     ]
@@ -102,7 +103,7 @@ def _by_cluster(campaign: Campaign, found: Diagnosis) -> str | None:
 
 def _router_words(campaign: Campaign, found: Diagnosis) -> str | None:
     """How sure the router is, and how right, nearest to noise."""
-    rows = found.rows("router")
+    rows = found.select("router")
     if not rows:
         return None
     last = rows[-1]
@@ -121,8 +122,8 @@ def _router_words(campaign: Campaign, found: Diagnosis) -> str | None:
 
 def _loss(campaign: Campaign, found: Diagnosis) -> str | None:
     """What the router's choice costs against being told the cluster."""
-    gaps = found.rows("differences", gap="selected-own", t="mean", cluster="all")
-    errors = found.rows("errors", model="own", t="mean", cluster="all")
+    gaps = found.select("differences", gap="selected-own", t="mean", cluster="all")
+    errors = found.select("errors", model="own", t="mean", cluster="all")
     if not gaps or not errors or not gaps[0]["se"] or not errors[0]["error"]:
         return None
     row, own = gaps[0], errors[0]
@@ -133,7 +134,7 @@ def _loss(campaign: Campaign, found: Diagnosis) -> str | None:
 
 
 def _copy_words(campaign: Campaign, found: Diagnosis) -> str | None:
-    rows = found.rows("nearest", cluster="all")
+    rows = found.select("nearest", cluster="all")
     if not rows or rows[0]["suspicious"] is None:
         return None
     quantile = float(found.settings.get("quantile", 0.01))
@@ -171,7 +172,7 @@ def _clusters(numbers: Sequence[int]) -> str:
 
 
 def _router(found: Diagnosis) -> dict[str, Markup | None]:
-    own = found.rows("router")
+    own = found.select("router")
     prior = finite(own[0]["prior_nll"]) if own else None
     guess = finite(own[0]["prior_accuracy"]) if own else None
     return {
@@ -209,7 +210,7 @@ def _split_style(split: str) -> str:
 
 
 def _line(found: Diagnosis, split: str, column: str, name: str = "", style: str = "") -> Series:
-    rows = [(r["t"], finite(r[column])) for r in found.rows("router", split=split)]
+    rows = [(r["t"], finite(r[column])) for r in found.select("router", split=split)]
     label = name or f"{column} on {SPLITS.get(split, split)}"
     return Series(label, style or _split_style(split), [(t, v) for t, v in rows if v is not None], dots=True)
 
@@ -221,7 +222,7 @@ def _models(found: Diagnosis) -> dict[str, Any]:
         Series(name, model, _over(_errors(found, model, "all"), base), dots=True)
         for model, name in MODELS.items()
     ]
-    numbers = sorted({r["cluster"] for r in found.rows("errors") if r["cluster"] != "all"})
+    numbers = sorted({r["cluster"] for r in found.select("errors") if r["cluster"] != "all"})
     clusters = [
         Series(
             f"cluster {number}",
@@ -244,7 +245,7 @@ def _models(found: Diagnosis) -> dict[str, Any]:
 
 
 def _errors(found: Diagnosis, model: str, cluster: Any) -> dict[float, float]:
-    rows = found.rows("errors", model=model, cluster=cluster)
+    rows = found.select("errors", model=model, cluster=cluster)
     return {r["t"]: r["error"] for r in rows if r["t"] != "mean" and r["error"] is not None}
 
 
@@ -259,11 +260,11 @@ def _over(values: dict[float, float], base: dict[float, float]) -> list[tuple[fl
 
 def _experts(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
     """Error of every expert (and the monolith) on every cluster, over that of the cluster's own expert."""
-    if not found.rows("experts"):
+    if not found.select("experts"):
         return None
-    times = sorted({r["t"] for r in found.rows("experts") if r["t"] != "mean"})
+    times = sorted({r["t"] for r in found.select("experts") if r["t"] != "mean"})
     few = times if len(times) <= 4 else [times[round(i * (len(times) - 1) / 3)] for i in range(4)]
-    whole: Any = "mean" if found.rows("experts", t="mean") else times[-1]
+    whole: Any = "mean" if found.select("experts", t="mean") else times[-1]
     return {
         "whole": _expert_map(campaign, found, whole, small=False),
         "by_time": [(f"t = {t:.2g}", _expert_map(campaign, found, t, small=True)) for t in few],
@@ -272,8 +273,8 @@ def _experts(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
 
 def _expert_map(campaign: Campaign, found: Diagnosis, t: Any, small: bool) -> Markup:
     k = campaign.partition.k
-    errors = {(r["expert"], r["cluster"]): finite(r["error"]) for r in found.rows("experts", t=t)}
-    for row in found.rows("errors", t=t, model="monolith"):
+    errors = {(r["expert"], r["cluster"]): finite(r["error"]) for r in found.select("experts", t=t)}
+    for row in found.select("errors", t=t, model="monolith"):
         errors["monolith", row["cluster"]] = finite(row["error"])
     present: list[Any] = sorted({e for e, _ in errors if e != "monolith"})
     names: list[Any] = present + (["monolith"] if ("monolith", 0) in errors else [])
@@ -300,8 +301,8 @@ def _expert_map(campaign: Campaign, found: Diagnosis, t: Any, small: bool) -> Ma
 
 def _absent(campaign: Campaign, found: Diagnosis) -> Markup | None:
     """What is lost on each cluster when an expert is missing, as a part of the mixture's error."""
-    rows = found.rows("missing", t="mean")
-    whole = {r["cluster"]: finite(r["error"]) for r in found.rows("errors", t="mean", model="mixture")}
+    rows = found.select("missing", t="mean")
+    whole = {r["cluster"]: finite(r["error"]) for r in found.select("errors", t="mean", model="mixture")}
     losses = {(r["expert"], r["cluster"]): finite(r["loss"]) for r in rows}
     present = sorted({expert for expert, _ in losses})
     if len(present) < 2:
@@ -327,14 +328,14 @@ def _absent(campaign: Campaign, found: Diagnosis) -> Markup | None:
 
 
 def _disagreement(found: Diagnosis) -> Markup | None:
-    rows = found.rows("disagreement", cluster="all")
+    rows = found.select("disagreement", cluster="all")
     points = [(r["t"], r["angle"]) for r in rows if r["t"] != "mean" and r["angle"] is not None]
     line = Series("angle between two experts", "selected", points, dots=True)
     return by_time([line], "degrees", "Mean angle between the velocities of two experts by time", zero=True)
 
 
 def _copies(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
-    rows = found.rows("nearest")
+    rows = found.select("nearest")
     if not rows:
         return None
     lines = [
@@ -345,11 +346,11 @@ def _copies(campaign: Campaign, found: Diagnosis) -> dict[str, Any] | None:
         }
         for row in rows
     ]
-    shown = {"suspicious": found.pairs, "closest": found.closest}
+    shown = {"suspicious": campaign.pairs(found.pictures), "closest": campaign.pairs(found.closest)}
     pairs = {
         table: [
             {"pair": pair, "why": row["why"], "ratio": row["ratio"], "cluster": row["cluster"]}
-            for pair, row in zip(own, found.rows(table), strict=False)
+            for pair, row in zip(own, found.select(table), strict=False)
         ]
         for table, own in shown.items()
     }

@@ -24,6 +24,17 @@ def clean(value: Any) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1].rstrip() + "…"
 
 
+def clean_tree(value: Any) -> Any:
+    """Plain data whose texts are clean and whose numbers are finite, or null."""
+    if isinstance(value, dict):
+        return {clean(key): clean_tree(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_tree(item) for item in value]
+    if isinstance(value, float):
+        return finite(value)
+    return clean(value) if isinstance(value, str) else value
+
+
 def whole(value: float | None) -> str:
     """`12,345`."""
     return NONE if value is None else f"{value:,.0f}"
