@@ -415,8 +415,8 @@ def test_a_seed_run_is_counted(builder: Builder):
     assert made["unfinished"] == [] and made["train_flops"]["pretrain"] == 85 * 64 * 3e8
     assert made["flops_ratio"] == pytest.approx(1.25 + 50 * 1e6 / (340 * 3e8))
     assert "Experts, router and shared pretraining together cost 1.250× as much training" in found.text()
-    assert "router and seed included" in found.text()
-    assert "Experts + router + seed" in found.text()
+    assert "router and shared pretraining included" in found.text()
+    assert "Experts + router + pretraining" in found.text()
 
 
 def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
