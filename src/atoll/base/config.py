@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.base.errors import ConfigError, nearest
 
@@ -40,6 +40,17 @@ def renamed(names: Mapping[str, str]) -> Callable[[Any], Any]:
         return {names.get(key, key): value for key, value in tree.items()}
 
     return rename
+
+
+def loose(**options: Any) -> Any:
+    """Mark a field as one that decides no result, so that it may be changed at any time; else as `Field`."""
+    return Field(json_schema_extra={"loose": True}, **options)
+
+
+def loose_fields(model: type[BaseModel]) -> tuple[str, ...]:
+    """Names of the fields that are marked as `loose`."""
+    marks = {name: field.json_schema_extra for name, field in model.model_fields.items()}
+    return tuple(name for name, mark in marks.items() if isinstance(mark, dict) and mark.get("loose"))
 
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from atoll.base.config import set_value
+from atoll.base.config import loose_fields, set_value
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.version import code_version
 from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
-from atoll.campaign.settings.train import PRACTICAL
+from atoll.campaign.settings.train import StudentConfig, TrainConfig
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.partition import Partition
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
-LOOSE = {"train": PRACTICAL, "student": ("residency", "stock")}
+LOOSE = {"train": loose_fields(TrainConfig), "student": loose_fields(StudentConfig)}
 """Settings of a group, wherever it is, that decide no weights."""
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config
+from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
 from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.loggers import TrackingConfig
@@ -95,10 +95,6 @@ class SamplingConfig(Generation):
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
 
 
-UNFROZEN = ("sampling", "compare", "diagnose", "evaluate", "launch", "tracking")
-"""Groups that may be changed at any time."""
-
-
 class CampaignConfig(Config):
     """One decentralized diffusion model from data set to ensemble."""
 
@@ -127,17 +123,17 @@ class CampaignConfig(Config):
     student: StudentConfig | None = None
     """One network that learns from the experts, if there is to be one; `student: {}` takes the defaults. It
     may be added when all else is trained; from then on `student/student.json` fixes it."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = loose(default=SamplingConfig())
     """Defaults of sampling; may be changed at any time."""
-    compare: CompareConfig = CompareConfig()
+    compare: CompareConfig = loose(default=CompareConfig())
     """How models are compared; may be changed at any time."""
-    diagnose: DiagnoseConfig = DiagnoseConfig()
+    diagnose: DiagnoseConfig = loose(default=DiagnoseConfig())
     """What is looked at to see why; may be changed at any time."""
-    evaluate: EvaluateConfig = EvaluateConfig()
+    evaluate: EvaluateConfig = loose(default=EvaluateConfig())
     """How one model is measured; may be changed at any time."""
-    launch: LaunchConfig = LaunchConfig()
+    launch: LaunchConfig = loose(default=LaunchConfig())
     """Where and with what runs are trained; may be changed at any time."""
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = loose(default=TrackingConfig())
     """Which trackers show the runs; may be changed at any time."""
 
     @model_validator(mode="after")
@@ -257,3 +253,7 @@ class CampaignConfig(Config):
         """What to ingest, for a campaign at this folder or URL: `glyphs`, an absolute path or a URL."""
         named = self.data.source
         return named if named is None or named == "glyphs" else resolve(campaign, named)
+
+
+UNFROZEN = loose_fields(CampaignConfig)
+"""Groups that may be changed at any time."""

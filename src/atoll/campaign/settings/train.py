@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config, renamed
+from atoll.base.config import Config, loose, loose_fields, renamed
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.format import File
 from atoll.ensemble.routing import Routing, RoutingField
@@ -76,27 +76,27 @@ class TrainConfig(Config):
     """`bf16` autocasts; `auto` does so on an accelerator (on a CPU it was measured not to help)."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the process; results are bit-identical for equal threads only."""
-    log_every: int = Field(default=10, ge=1)
+    log_every: int = loose(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
-    validations: int = Field(default=10, ge=0)
+    validations: int = loose(default=10, ge=0)
     """Validations over the run, evenly spaced, the last at its end."""
-    validation_rows: int = Field(default=128, ge=0)
+    validation_rows: int = loose(default=128, ge=0)
     """Most held-out rows that a validation uses."""
-    previews: int = Field(default=2, ge=0)
+    previews: int = loose(default=2, ge=0)
     """Preview pictures over the run, the last at its end."""
-    checkpoint_every_s: float = Field(default=300.0, ge=0)
+    checkpoint_every_s: float = loose(default=300.0, ge=0)
     """Seconds between checkpoints; there is one at the end in any case."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = loose(default=2, ge=1)
     """Newest checkpoints that stay."""
-    milestones: int = Field(default=0, ge=0)
+    milestones: int = loose(default=0, ge=0)
     """Checkpoints over the run that stay for good, evenly spaced."""
-    data_timeout_s: float = Field(default=300.0, gt=0)
+    data_timeout_s: float = loose(default=300.0, gt=0)
     """Seconds that a step waits for its data before that is an error."""
     guard: GuardConfig = GuardConfig()
     """Which steps are skipped."""
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = loose(default=ParallelConfig())
     """How the run uses its processors."""
-    lease: LeaseConfig = LeaseConfig()
+    lease: LeaseConfig = loose(default=LeaseConfig())
     """How the run says that it lives."""
 
     @model_validator(mode="before")
@@ -116,18 +116,7 @@ class TrainConfig(Config):
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
-PRACTICAL = (
-    "log_every",
-    "validations",
-    "validation_rows",
-    "previews",
-    "checkpoint_every_s",
-    "keep",
-    "milestones",
-    "data_timeout_s",
-    "parallel",
-    "lease",
-)
+PRACTICAL = loose_fields(TrainConfig)
 """Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
 
 
@@ -216,9 +205,9 @@ class StudentConfig(Config):
     """Network settings in place of the campaign's."""
     train: dict[str, Any] = {}
     """Training settings in place of the campaign's."""
-    stock: bool = True
+    stock: bool = loose(default=True)
     """Whether it must run in a stock diffusers pipeline; if it could not, that is told before training."""
-    residency: Residency = Residency()
+    residency: Residency = loose(default=Residency())
     """Device memory for the teachers; may be changed at any time. Without limits all are loaded."""
 
     @model_validator(mode="after")
