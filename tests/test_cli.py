@@ -166,7 +166,7 @@ def test_an_unknown_recipe(run: Run, tmp_path: Path) -> None:
         ("router.train.batch=-1", ["'router.train.batch'"]),
         ("network.patch=0", ["'network.patch'"]),
         ("network.size=nanno", ["unknown network size 'nanno'", "did you mean 'nano'?"]),
-        ("sampling.routing=comit", ["no routing 'comit'", "did you mean 'once'?"]),
+        ("sampling.routing=onze", ["no routing 'onze'", "did you mean 'once'?"]),
         ("compare.strategies=[top]", ["'top'"]),
         ("compare.strategies=[top-1 null commit]", ["the null branch takes full, top-K"]),
         ("student.routing=top-1 null sample-1", ["training is not guided", "leave 'null' out"]),
@@ -367,6 +367,12 @@ def test_an_expert_for_what_has_none(run: Run, made: Path) -> None:
     refused(run("train", "expret", made), "expert", "router", "monolith")
 
 
+def test_a_url_is_no_local_path_and_its_key_is_not_repeated(run: Run, made: Path) -> None:
+    refused(run("export", made, "--to", "s3://x/y"), "s3://x/y is a URL")
+    said = refused(run("status", "s3://KEY:SECRET@bucket/x"), "s3://...@bucket/x", "environment")
+    assert "SECRET" not in str(said)
+
+
 def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
     before = state(made)
     refused(run("assemble", made), "has no expert yet", "atoll launch")
@@ -388,10 +394,10 @@ def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
         (["²"], ["'²' is no class label"]),
         (["--", "-1"], ["'-1' is no class label"]),
         (["1", "--guidance", "-1"], ["--guidance"]),
-        (["1", "--guidance", "nan"], ["--guidance"]),
+        (["1", "--guidance", "nan"], ["guidance"]),
         (["1", "--steps", "0"], ["--steps"]),
         (["1", "--count", "0"], ["--count"]),
-        (["1", "--routing", "comit"], ["no routing 'comit'", "did you mean 'once'?"]),
+        (["1", "--routing", "onze"], ["no routing 'onze'", "did you mean 'once'?"]),
         (["1", "--routing", "top-3"], ["'top-3' with 2 experts"]),
         (["1", "--routing", "oracle"], ["'oracle' needs known clusters"]),
         (["1", "--model", "students"], ["ensemble", "monolith"]),

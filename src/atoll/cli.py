@@ -21,18 +21,16 @@ SETS = click.option(
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 
 
-class _Local(click.ParamType):  # type: ignore[type-arg]
-    """A path of this machine; click's own type would turn `s3://x/y` into the folder `s3:/x/y`."""
+class _Local(click.Path):
+    """A path of this machine; click alone would turn `s3://x/y` into the folder `s3:/x/y`."""
 
-    name = "path"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "://" in str(value):
             raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
-        return Path(value)
+        return super().convert(value, param, ctx)
 
 
-LOCAL = _Local()
+LOCAL = _Local(path_type=Path)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
