@@ -167,7 +167,7 @@ def test_one_more_strategy_costs_one_more_drawing(
 ) -> None:
     compare(capsys, folder)
     draws.clear()
-    assert compare(capsys, folder, "compare.strategies=[top-1, commit]").code == 0
+    assert compare(capsys, folder, "compare.strategies=[top-1, once]").code == 0
     assert draws == [("once", 2.0, 24)]
     assert [row["strategy"] for row in table(folder, "pairs")][::6] == ["top-1", "once"]
 
@@ -279,7 +279,7 @@ def test_a_result_of_an_earlier_version_counts(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("compare.sweep=[comit]", ["'comit'", "did you mean 'once'?"]),
+        ("compare.sweep=[onec]", ["'onec'", "did you mean 'once'?"]),
         ("compare.sweep=[]", ["compare.sweep names no strategy"]),
         ("compare.guidances=[1, -2]", ["compare.guidances.1", "greater than or equal to 0"]),
         ("compare.guidances=3", ["compare.guidances", "list"]),
@@ -342,7 +342,7 @@ def test_the_course_adds_up(made: Path) -> None:
         sum(c.train_flops for c in (*experts, cards["pretrain"], cards["router"])), rel=1e-12
     )
     assert stages[-1].train_flops == pytest.approx(cards["monolith"].train_flops, rel=0.02)
-    for name in ("monolith", "seed"):
+    for name in ("monolith", "pretrain"):
         dense = course.dense(name)
         assert [one.share for one in dense] == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.07)
         assert dense[-1].train_flops == cards[name].train_flops
@@ -380,7 +380,7 @@ def test_the_curve_is_drawn_once_and_its_ends_are_those_of_the_table(
     assert answer.code == 0 and ("of its FLOPs" in answer.out or "does not reach" in answer.out)
     assert sorted(draws, key=str) == [("top-1", 2.0, 24)] * 3 + [(None, 2.0, 24)] * 7  # seed's end is new
     curve = table(folder, "curve")
-    assert [r["model"] for r in curve] == ["seed"] * 4 + ["monolith"] * 4 + ["top-1"] * 4
+    assert [r["model"] for r in curve] == ["pretrain"] * 4 + ["monolith"] * 4 + ["top-1"] * 4
     ends = {r["model"]: r for r in curve if r["share"] == 1.0}
     assert ends["monolith"]["distance"] == rows["monolith"] and ends["top-1"]["distance"] == rows["top-1"]
     assert ends["monolith"]["of_monolith"] == 1.0

@@ -367,6 +367,6 @@ def test_models_that_are_not_there(letters: Path, net: Path, capsys: pytest.Capt
     refused(command(capsys, *of_model(letters, net, "--model", "monolit")), "did you mean 'monolith'?")
     refused(command(capsys, *of_model(letters, net, "--model", "student")), "has no student yet")
     refused(command(capsys, *of_model(letters, net, "--routing", "top1")), "top1")
-    refused(command(capsys, *of_model(letters, net, "--guidance", "nan")), "--guidance nan")
+    refused(command(capsys, *of_model(letters, net, "--guidance", "nan")), "guidance=nan")
     refused(command(capsys, "evaluate", letters, "--list"), "has no results")
     refused_process(atoll("evaluate", letters, "--metrics", "fidd"), "unknown metric 'fidd'")

@@ -48,7 +48,7 @@ def test_a_model_that_one_campaign_lacks_is_left_out() -> None:
 
 
 def test_training_is_held_against_the_monoliths() -> None:
-    spent = {"monolith": 100.0, "experts": 50.0, "router": 4.0, "seed": 45.0, "student": 33.0}
+    spent = {"monolith": 100.0, "experts": 50.0, "router": 4.0, "pretrain": 45.0, "student": 33.0}
     found = {one.model: one.values for one in over_seeds([compared(2, 1, train_flops=spent)] * 2)}
     assert found["ensemble"] == [0.99, 0.99] and found["student"] == [0.33, 0.33]
 

@@ -67,16 +67,16 @@ def test_the_ensembles_path_begins_with_the_seed() -> None:
     ]
     base, once, top = reach_table(rows, "pretrain").records()
     assert (base["model"], base["of_monolith"], base["how"]) == ("monolith", 1.0, "between points")
-    assert (once["model"], commit["target"], commit["how"]) == ("once", 8.0, "between points")
-    assert commit["train_flops"] == pytest.approx(50) and commit["of_monolith"] == pytest.approx(0.5)
+    assert (once["model"], once["target"], once["how"]) == ("once", 8.0, "between points")
+    assert once["train_flops"] == pytest.approx(50) and once["of_monolith"] == pytest.approx(0.5)
     assert (top["train_flops"], top["of_monolith"], top["how"]) == (None, None, "never")
     alone = [row for row in rows if row["model"] != "pretrain"]
-    commit = reach_table(alone).records()[1]
-    assert (once["of_monolith"], commit["how"]) == (0.6, "at the first point")
+    once = reach_table(alone).records()[1]
+    assert (once["of_monolith"], once["how"]) == (0.6, "at the first point")
     assert reach_table(course("once", (1, 2.0))).rows == []  # no monolith, no target
 
 
 def test_a_monolith_that_no_longer_improves_reaches_its_own_distance_early() -> None:
     rows = [*course("monolith", (50, 6.0), (75, 4.0), (100, 5.0)), *course("once", (50, 7.0), (90, 3.0))]
-    base, commit = reach_table(rows).records()
-    assert (base["train_flops"], commit["train_flops"]) == (pytest.approx(62.5), pytest.approx(70))
+    base, once = reach_table(rows).records()
+    assert (base["train_flops"], once["train_flops"]) == (pytest.approx(62.5), pytest.approx(70))
