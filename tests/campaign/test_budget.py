@@ -23,7 +23,7 @@ def budget(sizes: list[int], shape: DataShape = SHAPE, **changes: Any) -> Budget
 
 
 def spent(made: Budget) -> float:
-    seed = made.seed.train_flops if made.seed else 0.0
+    seed = made.pretrain.train_flops if made.pretrain else 0.0
     return seed + made.router.train_flops + sum(share.train_flops for share in made.experts)
 
 
@@ -44,12 +44,12 @@ def test_the_parts_cost_the_whole(
         sizes,
         TEXT if text else SHAPE,
         **merged(PIXART if text else {}, {"router": {"share": share}}),
-        budget={"compute": compute, "samples": samples, "seed": seed},
+        budget={"compute": compute, "samples": samples, "pretrain": seed},
         train={"batch": batch},
     )
     assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
     assert made.ratio() == pytest.approx(spent(made) / made.monolith.train_flops)
-    assert (made.seed.train_flops if made.seed else 0.0) == pytest.approx(
+    assert (made.pretrain.train_flops if made.pretrain else 0.0) == pytest.approx(
         seed * made.monolith.train_flops, rel=0.05
     )
     assert made.router.train_flops == pytest.approx(share * made.monolith.train_flops, rel=0.05)
@@ -111,9 +111,9 @@ def test_the_router_is_counted_with_its_own_batch() -> None:
 def test_a_seed_takes_its_share_from_the_experts() -> None:
     without = budget([300, 700], budget={"samples": 1_000_000})
     seeded = budget([300, 700], budget={"samples": 1_000_000, "pretrain": 0.3})
-    assert without.seed is None and seeded.seed is not None
-    assert (seeded.seed.batch, seeded.seed.flops) == (seeded.monolith.batch, seeded.monolith.flops)
-    assert seeded.seed.steps == round(0.3 * seeded.monolith.steps)
+    assert without.pretrain is None and seeded.pretrain is not None
+    assert (seeded.pretrain.batch, seeded.pretrain.flops) == (seeded.monolith.batch, seeded.monolith.flops)
+    assert seeded.pretrain.steps == round(0.3 * seeded.monolith.steps)
     assert (seeded.monolith, seeded.router) == (without.monolith, without.router)
     for before, after in zip(without.experts, seeded.experts, strict=True):
         assert after.steps / before.steps == pytest.approx((1 - 0.1 - 0.3) / (1 - 0.1), rel=0.01)
