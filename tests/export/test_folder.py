@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
-from atoll.export import folder as folders
+from atoll.ensemble.opened import open_folder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
+from atoll.store.manifest import entry_of
 from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, pipeline, state, text_pipeline
 
@@ -93,6 +94,25 @@ def test_a_type_of_numbers_is_kept_and_told(saved: Path, tmp_path: Path) -> None
     assert torch.equal(picture(half), picture(back))
 
 
+def test_a_folder_of_the_version_before_loads(copy: Path) -> None:
+    """Its manifest and its index of experts say `"schema": 1`, its cards `"schema_version": 1`."""
+
+    def earlier(path: Path, header: str) -> None:
+        content = json.loads(path.read_text())
+        del content["format"]
+        path.write_text(json.dumps({header: 1, **content}))
+
+    for name in ("experts/0", "experts/1", "experts/2", "router"):
+        earlier(copy / name / "card.json", "schema_version")
+    earlier(copy / "experts/experts.json", "schema")
+    manifest = json.loads((copy / "ensemble.json").read_text())
+    manifest["files"] = [entry_of(Store.open(copy), ".", e["path"]).model_dump() for e in manifest["files"]]
+    (copy / "ensemble.json").write_text(json.dumps(manifest))
+    earlier(copy / "ensemble.json", "schema")
+    assert open_folder(copy).parts == manifest["parts"]
+    assert torch.equal(picture(load(copy)), picture(pipeline()))
+
+
 # Text and latents.
 
 
@@ -106,15 +126,9 @@ def test_texts_and_latents_travel_with_their_encoders(texts: Path, tmp_path: Pat
 
 
 def test_without_their_folders_encoders_are_found_by_name(texts: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(texts / "model", tmp_path / "light"))
-    index = json.loads((folder / "model_index.json").read_text())
-    for name in ("text_encoder", "tokenizer", "vae"):
-        shutil.rmtree(folder / name)
-        index[name] = [None, None]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    found = json.loads((folder / "ensemble.json").read_text())
-    cards = load(texts / "model")
-    folders.write_manifest(folder, found["k"], cards.experts.cards, cards.card, {})
+    folder = tmp_path / "light"
+    load(texts / "model", text_encoder=None, tokenizer=None, vae=None).save_pretrained(folder)
+    assert not any((folder / name).exists() for name in ("text_encoder", "tokenizer", "vae"))
     call: dict[str, Any] = {"prompt": ["a", "red", "square", "bar"]}
     assert torch.equal(picture(load(folder), **call), picture(load(texts / "model"), **call))
     torch.manual_seed(5)
@@ -267,7 +281,7 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
             and "# It" in text
             and ("![Samples]" in text) == (tmp_path / name / "picture.png").exists()
         )
-        return "| commit | 7.5 |" in text, "![Samples]" in text
+        return "| once | 7.5 |" in text, "![Samples]" in text
 
     assert told(load(copy), "whole") == (True, True)
     assert told(load(copy, experts=[0, 2]), "some") == (False, False)
@@ -446,7 +460,7 @@ DAMAGE = {
     "no index of experts": (lambda f: (f / "experts/experts.json").unlink(), "experts.json is missing"),
     "no manifest": (lambda f: (f / "ensemble.json").unlink(), "not complete"),
     "no model index": (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
-    "a newer manifest": (lambda f: edit_json(f / "ensemble.json", schema=9), "schema 9"),
+    "a newer manifest": (lambda f: edit_json(f / "ensemble.json", format="atoll/ensemble 9"), "ensemble 9"),
     "a newer card": (lambda f: edit_json(f / "experts/0/card.json", format="atoll/card 9"), "card 9"),
     "another card": (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
     "another place": (

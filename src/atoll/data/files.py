@@ -6,7 +6,6 @@ Files of a remote store are read from copies in the cache, which the main proces
 (`DataSet.localise`).
 """
 
-import hashlib
 import json
 import posixpath
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import Field
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.hashing import digest
-from atoll.store.manifest import FileEntry, check
+from atoll.store.manifest import FileEntry, check, verify
 from atoll.store.store import Store
 
 SCHEMA = 1
@@ -58,28 +57,14 @@ def verified(store: Store, prefix: str, entry: FileEntry) -> Path:
     key = join(prefix, entry.path)
     path = store.path(key)
     try:
-        check_file(path, entry, store.name(key))
+        verify(path, entry, store.name(key))
     except StoreError:
         if store.local is not None:
             raise
         path.unlink(missing_ok=True)  # perhaps the copy is damaged and the object is not
         path = store.path(key)
-        check_file(path, entry, store.name(key))
+        verify(path, entry, store.name(key))
     return path
-
-
-def check_file(path: Path, entry: FileEntry, name: str) -> None:
-    """Raise `StoreError` unless a file's size and hash are what the entry says."""
-    try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            size = file.tell()
-    except OSError as error:
-        raise StoreError(f"cannot read {name}: {error.strerror}", "run the stage that writes it") from None
-    if size != entry.bytes:
-        raise StoreError(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
-    if found != entry.sha256:
-        raise StoreError(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 
 def read_verified(store: Store, prefix: str, entry: FileEntry) -> bytes:

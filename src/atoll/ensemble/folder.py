@@ -1,47 +1,209 @@
-"""The folder of an assembled ensemble: names of its files, and what the small ones hold."""
+"""The folder of a pipeline, as `atoll assemble`, `atoll export` and `AtollPipeline.save_pretrained` write it.
+
+Parts that lie there unchanged are left alone. `ensemble.json` is written last and names every file that a
+network, tokenizer or scheduler is read from by size and SHA-256. README.md and the picture are not named:
+they may be edited.
+"""
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-from atoll.ensemble.card import Card
+from torch import nn
 
-SCHEMA = 1
-MODEL_INDEX, README, INDEX = "model_index.json", "README.md", "experts.json"
+from atoll.base.errors import StoreError
+from atoll.base.format import File
+from atoll.ensemble.card import Card
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.integrate import euler
+from atoll.ensemble.model_card import model_card
+from atoll.ensemble.parts import copy_part, save_part
+from atoll.store.manifest import FileEntry, entry_of
+from atoll.store.store import Store, to_json
+
+MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
+EXPERTS = "experts.json"
 PIPELINE = "AtollPipeline"
 BANK = ("atoll.export.bank", "ExpertBank")
 ROUTER = ("atoll.networks.router", "Router")
 """Import paths that `model_index.json` names: folders of any age are read through them, so they stay."""
 OTHERS = ("scheduler", "vae", "text_encoder", "tokenizer")
-DEFAULTS = ("num_inference_steps", "guidance_scale", "routing")
+DEFAULTS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routing": "routing"}
+"""Fields of `Generation`, and what a diffusers pipeline calls them."""
 
 
-def index(k: int, cards: Mapping[int, Card]) -> dict[str, Any]:
-    """Content of `experts.json`: K, and the digest of the weights of every expert."""
-    digests = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
-    return {"schema": SCHEMA, "k": k, "experts": digests}
+class Manifest(File):
+    """`ensemble.json`: what the folder holds. Written last, it says that all of it is there."""
+
+    FORMAT, PLACE = "atoll/ensemble", "ensemble/ensemble.json"
+    REMEDY = "write the folder again: atoll assemble, or atoll export"
+    k: int
+    """Number of clusters."""
+    experts: list[int]
+    """Numbers of the experts that are there."""
+    partition: str
+    """Hash of the partition that all parts were made for."""
+    parts: dict[str, str]
+    """Digest of the weights of every part: `experts/K` and `router`."""
+    about: dict[str, Any] = {}
+    """What the model card says beside the cards: data, partition, costs, evaluation."""
+    files: list[FileEntry]
+    """Every file that a part is read from."""
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """Numbers for a sentence."""
-    return ", ".join(map(str, numbers))
+class ExpertIndex(File):
+    """`experts/experts.json`: which experts the bank holds."""
+
+    FORMAT, PLACE = "atoll/experts", "ensemble/experts/experts.json"
+    REMEDY = "write the folder again: atoll assemble, or atoll export"
+    k: int
+    """Number of clusters."""
+    experts: dict[str, str]
+    """Digest of the weights of every expert that is there, by number."""
+
+    @classmethod
+    def of(cls, k: int, cards: Mapping[int, Card]) -> "ExpertIndex":
+        """The index of these experts."""
+        return cls(k=k, experts={str(number): cards[number].weights_sha256 for number in sorted(cards)})
 
 
-def model_index(
-    components: Mapping[str, Sequence[str | None]], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Content of `model_index.json`.
+def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
+    """What `ensemble.json` says; `StoreError` if nothing was assembled, or by another version."""
+    if not store.exists(f"{prefix}{MANIFEST}"):
+        fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
+        raise StoreError(f"{store.location} has no ensemble", fix)
+    return Manifest.read(store, f"{prefix}{MANIFEST}")
+
+
+def parts_of(experts: Mapping[int, Card], router: Card) -> dict[str, str]:
+    """Digest of the weights of every part, as the manifest names them."""
+    digests = {f"experts/{number}": card.weights_sha256 for number, card in experts.items()}
+    return {**digests, "router": router.weights_sha256}
+
+
+def defaults(generation: Generation) -> dict[str, Any]:
+    """What a call of the pipeline takes that says nothing else, by diffusers' names."""
+    values = {name: getattr(generation, field) for field, name in DEFAULTS.items()}
+    return {**values, "routing": str(generation.routing)}
+
+
+def index_entries(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Name, library and class of the components of `model_index.json` that have a folder."""
+    pairs = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {name: (str(library), str(kind)) for name, (library, kind) in pairs.items() if library is not None}
+
+
+class FolderWriter:
+    """Writes the folder of a pipeline: parts first, then `describe`, then `finish`.
 
     Args:
-        components: library and class of the scheduler, and of the encoders that have a folder.
-        defaults: `num_inference_steps`, `guidance_scale` and `routing` of a call that names none.
+        folder: the store, narrowed to the folder.
+        k: number of clusters.
     """
-    others = {name: list(components.get(name, (None, None))) for name in OTHERS}
-    return {
-        "_class_name": PIPELINE,
-        "_diffusers_version": importlib.metadata.version("diffusers"),
-        "experts": list(BANK),
-        "router": list(ROUTER),
-        **others,
-        **{name: defaults[name] for name in DEFAULTS},
-    }
+
+    def __init__(self, folder: Store, k: int) -> None:
+        self.folder, self.k = folder, k
+        self.experts: dict[int, Card] = {}
+        self.router: Card | None = None
+        self.entries: list[FileEntry] = []
+        self.before: list[FileEntry] = []
+        with suppress(StoreError):
+            self.before = Manifest.read(folder, MANIFEST).files
+
+    def copy(self, source: Store, prefix: str, number: int | None = None) -> None:
+        """Copy an expert, or without a number the router, from where it was published."""
+        self._place(copy_part(source, prefix, self.folder, _part(number)), number)
+
+    def save(self, network: nn.Module, card: Card, number: int | None = None) -> Card:
+        """Write an expert, or without a number the router, from memory; its card as it is now."""
+        return self._place(save_part(self.folder, _part(number), network, card), number)
+
+    def _place(self, card: Card, number: int | None) -> Card:
+        if number is None:
+            self.router = card
+        else:
+            self.experts[number] = card
+        return card
+
+    def scheduler(self) -> tuple[str, str]:
+        """Write the scheduler of a flow; its library and class."""
+        scheduler = euler(1)
+        kind, kinds = type(scheduler).__name__, (str, int, float, bool, type(None))
+        settings = {k: v for k, v in scheduler.config.items() if k[0] != "_" and isinstance(v, kinds)}
+        self._put("scheduler/scheduler_config.json", to_json({"_class_name": kind, **settings}))
+        return "diffusers", kind
+
+    def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:
+        """Write what lists the parts, remove experts that are none of them, and hash all files.
+
+        Args:
+            components: library and class of the scheduler, and of the encoders that have a folder.
+            generation: `defaults` of a call.
+
+        Returns:
+            Whether any file is another one than the last manifest names.
+        """
+        others = {name: list(components.get(name, (None, None))) for name in OTHERS}
+        index = {
+            "_class_name": PIPELINE,
+            "_diffusers_version": importlib.metadata.version("diffusers"),
+            "experts": list(BANK),
+            "router": list(ROUTER),
+            **others,
+            **{name: generation[name] for name in DEFAULTS.values()},
+        }
+        self._put(MODEL_INDEX, to_json(index))
+        self._put(f"experts/{EXPERTS}", to_json(ExpertIndex.of(self.k, self.experts).to_json()))
+        self._remove_others()
+        parts = index_entries(index)
+        names = [n for n in self.folder.list() if n == MODEL_INDEX or n.split("/")[0] in parts]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            self.entries = list(pool.map(lambda name: entry_of(self.folder, ".", name), names))
+        return self.entries != self.before
+
+    def finish(self, about: Mapping[str, Any], picture: bytes | None = None, name: str = "FOLDER") -> None:
+        """Write the model card and its picture, and the manifest last.
+
+        Args:
+            about: what the model card says beside the cards.
+            picture: a PNG, or None to have none.
+            name: how the model card calls the folder.
+        """
+        assert self.router is not None
+        if picture is None:
+            self.folder.delete(PICTURE)
+        else:
+            self.folder.put(PICTURE, picture)
+        generation = self.folder.get_json(MODEL_INDEX)
+        card = model_card(self.router, self.experts, self.k, about, generation, picture is not None, name)
+        self.folder.put(README, card.encode())
+        manifest = Manifest(
+            k=self.k,
+            experts=sorted(self.experts),
+            partition=self.router.partition,
+            parts=parts_of(self.experts, self.router),
+            about=dict(about),
+            files=self.entries,
+        )
+        self.folder.put_json(MANIFEST, manifest.to_json())
+
+    def _put(self, path: str, data: bytes) -> None:
+        if not self.folder.exists(path) or self.folder.get(path) != data:
+            self.folder.put(path, data)
+
+    def _remove_others(self) -> None:
+        """Remove the experts of an earlier folder that are not among these."""
+        kept = {f"experts/{number}/" for number in self.experts}
+        for name in self.folder.list("experts"):
+            if name.count("/") > 1 and not name.startswith(tuple(kept)):
+                self.folder.delete(name)
+                if self.folder.local is not None:
+                    with suppress(OSError):  # not empty yet
+                        (self.folder.local / name).parent.rmdir()
+
+
+def _part(number: int | None) -> str:
+    return "router" if number is None else f"experts/{number}"

@@ -22,17 +22,15 @@ from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Costs, Ensemble, Trace
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card
-from atoll.ensemble.folder import MODEL_INDEX
+from atoll.ensemble.folder import DEFAULTS, MANIFEST, MODEL_INDEX, read_manifest
 from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
-from atoll.store.manifest import FileEntry, check_file
+from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
-SCHEMA = 1
-MANIFEST = "ensemble.json"
 ENSEMBLE = "ensemble"
 
 
@@ -107,18 +105,18 @@ class Model:
             return cls._single(store, name, device)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
-        places = {number: f"{prefix}experts/{number}" for number in content["experts"]}
+        places = {number: f"{prefix}experts/{number}" for number in content.experts}
         cards = {number: read_card(store, place) for number, place in places.items()}
-        absent = [number for number in range(content["k"]) if number not in cards]
+        absent = [number for number in range(content.k) if number not in cards]
         card = read_card(store, f"{prefix}router")
 
         def denoiser() -> Ensemble:
-            for tree in () if verified else content["files"]:
-                check_file(store, prefix.rstrip("/"), FileEntry.parse(tree, MANIFEST))
+            for entry in () if verified else content.files:
+                check_file(store, prefix.rstrip("/") or ".", entry)
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
-            experts = load_experts(store, content["k"], places, residency, device)
-            return Ensemble(experts, router, absent, Costs.of(card, cards, content["k"]))
+            experts = load_experts(store, content.k, places, residency, device)
+            return Ensemble(experts, router, absent, Costs.of(card, cards, content.k))
 
         return cls(denoiser, card, device, _defaults(store, prefix))
 
@@ -310,22 +308,7 @@ def load_experts(
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device)
 
 
-def read_manifest(store: Store, prefix: str = f"{ENSEMBLE}/") -> dict[str, Any]:
-    """What `ensemble.json` says; `StoreError` if nothing was assembled, or by another version."""
-    key = f"{prefix}{MANIFEST}"
-    if not store.exists(key):
-        fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
-        raise StoreError(f"{store.location} has no ensemble", fix)
-    content: dict[str, Any] = store.get_json(key)
-    if content.get("schema") != SCHEMA:
-        raise StoreError(
-            f"{key} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}: assemble again"
-        )
-    return content
-
-
 def _defaults(store: Store, prefix: str) -> Generation:
     """How the folder's pipeline draws if a call says nothing."""
     index = store.get_json(f"{prefix}{MODEL_INDEX}") if store.exists(f"{prefix}{MODEL_INDEX}") else {}
-    names = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routing": "routing"}
-    return Generation().with_(**{name: index.get(key) for name, key in names.items()})
+    return Generation().with_(**{name: index.get(key) for name, key in DEFAULTS.items()})

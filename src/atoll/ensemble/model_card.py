@@ -5,7 +5,6 @@ from typing import Any
 
 from atoll.encoders.licences import LICENCES
 from atoll.ensemble.card import Card
-from atoll.ensemble.folder import listed
 
 PAPER = "Decentralized Diffusion Models (McAllister, Tancik, Song, Kanazawa, arXiv 2501.05450)"
 UNKNOWN = "not stated"
@@ -216,3 +215,8 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers for a sentence."""
+    return ", ".join(map(str, numbers))

@@ -7,26 +7,26 @@ writes a folder for each. `model_index.json` names this module by its import pat
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.base.errors import ConfigError
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.folder import INDEX, SCHEMA, index, listed
+from atoll.ensemble.folder import EXPERTS, ExpertIndex
+from atoll.ensemble.model_card import listed
+from atoll.ensemble.opened import Chosen, choose, read_index
+from atoll.ensemble.parts import check_part, load_part, save_part
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
-from atoll.export.parts import check_part, load_part, save_part
-from atoll.store.store import Store, to_json
+from atoll.store.store import Store
 
-Chosen = Literal["auto"] | Sequence[int]
 logger = logging.getLogger(__name__)
 
 
@@ -188,13 +188,13 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise ConfigError("experts are saved as safetensors without variants", "leave these options out")
         root = Path(save_directory)
         self.check_folder(root)
-        root.mkdir(parents=True, exist_ok=True)
-        (root / INDEX).unlink(missing_ok=True)
+        files = Store.open(root, create=True)
+        (root / EXPERTS).unlink(missing_ok=True)
         for number, card in self.cards.items():
-            self.cards[number] = save_part(root / str(number), self._network(number), card)
+            self.cards[number] = save_part(files, str(number), self._network(number), card)
         for number in self.dropped:
             shutil.rmtree(root / str(number), ignore_errors=True)
-        (root / INDEX).write_bytes(to_json(index(self.k, self.cards)))
+        files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards).to_json())
 
     def check_folder(self, root: Path) -> None:
         """Refuse a folder where other experts lie than were ever here: they would be lost."""
@@ -238,10 +238,11 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             StoreError: a file is missing, damaged or no safetensors.
         """
         root = Path(pretrained_model_name_or_path)
-        k, there = read_index(root)
+        index = read_index(root)
+        numbers = choose(experts, sorted(map(int, index.experts)))
         limited = residency is not None and residency.limited
-        loaded = {n: read_expert(root / str(n), stored=limited) for n in choose(experts, there)}
-        bank = cls(loaded, k, residency)
+        loaded = {n: read_expert(root / str(n), stored=limited) for n in numbers}
+        bank = cls(loaded, index.k, residency)
         kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
         return bank if kind is None else nn.Module.to(bank, dtype=kind)
 
@@ -276,57 +277,3 @@ def _folder_of(folder: Path) -> Path:
     if (folder / "card.json").is_file() and read_card(Store.open(folder), ".").role == "router":
         raise ConfigError(f"{folder} is a router's", "give the folder of an expert")
     return folder
-
-
-def read_index(root: Path) -> tuple[int, tuple[int, ...]]:
-    """K and the numbers of the experts that `experts.json` lists.
-
-    Raises:
-        StoreError: it is missing, damaged or of another version.
-    """
-    if not (root / INDEX).is_file():
-        raise StoreError(f"{root / INDEX} is missing", "fetch or export the folder again")
-    content = Store.open(root).get_json(INDEX)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise StoreError(f"{root / INDEX} has schema {schema}", f"this Atoll reads {SCHEMA}: export it again")
-    return int(content["k"]), tuple(sorted(map(int, content["experts"])))
-
-
-def choose(experts: Chosen, there: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that are meant, in order.
-
-    Raises:
-        ConfigError: none, or one that is not there.
-    """
-    if isinstance(experts, str):
-        if experts != "auto":
-            raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
-        return tuple(there)
-    if not isinstance(experts, Iterable) or not all(isinstance(n, Integral) for n in experts):
-        raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
-    wanted = tuple(sorted(set(experts)))
-    absent = [number for number in wanted if number not in there]
-    if absent or not wanted:
-        what = f"experts {listed(absent)} are not there" if absent else "no expert was asked for"
-        raise ConfigError(what, f"there are {listed(there)}")
-    return wanted
-
-
-def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: int) -> None:
-    """Refuse a router that does not belong to these experts.
-
-    Args:
-        card: of the router.
-        experts: cards of the experts.
-        k: places of the bank.
-        knows: logits of the router.
-
-    Raises:
-        PartitionError: it is no router, knows another number of experts, or was made for other ones.
-    """
-    if card.role != "router":
-        raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
-    if knows != k:
-        raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
-    check_together([card, *experts.values()])

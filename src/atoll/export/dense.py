@@ -12,17 +12,16 @@ from safetensors.torch import save_file
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
-from atoll.campaign.assemble import defaults
 from atoll.campaign.baselines import dense
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.expert import read_card, read_part
-from atoll.ensemble.folder import MODEL_INDEX, README
+from atoll.ensemble.folder import MODEL_INDEX, PICTURE, README, defaults
+from atoll.ensemble.opened import target
+from atoll.ensemble.parts import as_others_are
 from atoll.export.encoders import by_name, check_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest, copy_encoders
-from atoll.export.folder import put_picture, target
-from atoll.export.parts import as_others_are
 from atoll.export.stock import Stock, check_card, model_index, stock_of
 from atoll.export.stock_card import stock_card
 from atoll.export.stock_run import encode, unpacked
@@ -66,12 +65,14 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if request.picture:
         given = {place: found[name] for name, place in stock.components.items() if place in outside}
         picture = _picture(campaign, card, stock, root, given)
-    put_picture(root, picture)
+    (root / PICTURE).unlink(missing_ok=True)
+    if picture is not None:
+        (root / PICTURE).write_bytes(picture)
     told = about(campaign, {request.model: card.weights_sha256})
     told |= {"licence": request.licence} if request.licence else {}
     factor = _factor(found.get("vae"))
     shown: dict[str, Any] = {"picture": picture is not None, "name": root.name}
-    text = stock_card(card, told, defaults(campaign), outside, factor=factor, **shown)
+    text = stock_card(card, told, defaults(campaign.config.sampling), outside, factor=factor, **shown)
     _put(root / README, text.encode())
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
     return root
@@ -124,7 +125,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
 
 def _asked(campaign: Campaign, card: Card, stock: Stock, pipe: Any) -> tuple[int, dict[str, Any]]:
     """How many pictures, and the arguments of the call, the pipeline made ready for it."""
-    arguments = stock.arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign))
+    arguments = stock.arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign.config.sampling))
     if card.condition != "text":
         labels = arguments["class_labels"] if card.condition == "none" else range(card.shape.classes)
         return SHOWN, {**arguments, "class_labels": [labels[n % len(labels)] for n in range(SHOWN)]}

@@ -1,6 +1,8 @@
 """The frozen encoders of a pipeline: in its folder, or found by the name in the cards."""
 
+import shutil
 from collections.abc import Container
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.weights import weights_hash
 from atoll.ensemble.card import Card, text_length
+from atoll.ensemble.parts import as_others_are
 
 COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""
@@ -85,3 +88,32 @@ def may_be_copied(name: str, size: int) -> str | None:
 def size_of(network: nn.Module) -> int:
     """Bytes of the weights."""
     return sum(p.numel() * p.element_size() for p in network.parameters())
+
+
+def cast(network: nn.Module | None, kind: torch.dtype) -> None:
+    """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
+    if network is None:
+        return
+    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
+    for name, module in network.named_modules():
+        if not any(part in kept for part in name.split(".")):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(kind)
+
+
+def plain(module: Any) -> Any:
+    """The module that `torch.compile` has wrapped."""
+    return getattr(module, "_orig_mod", module)
+
+
+def save_component(root: Path, name: str, component: Any) -> None:
+    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
+    target, new = root / name, root / f".{name}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    if component is not None:
+        plain(component).save_pretrained(str(new))
+    shutil.rmtree(target, ignore_errors=True)
+    if component is not None:
+        as_others_are(new)
+        new.rename(target)

@@ -1,6 +1,5 @@
 """The export stage: a folder that holds all a pipeline needs, for a server, a colleague or a hub."""
 
-import posixpath
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,22 +10,19 @@ import torch
 
 from atoll.base.console import say
 from atoll.base.pictures import grid, png
-from atoll.campaign.assemble import MANIFEST as ASSEMBLED
-from atoll.campaign.assemble import defaults
+from atoll.campaign.assemble import Assembled, warn_of_missing
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card
-from atoll.ensemble.folder import INDEX as EXPERTS
-from atoll.ensemble.folder import MODEL_INDEX, README, index, listed, model_index
-from atoll.ensemble.model import read_manifest
-from atoll.ensemble.model_card import model_card
-from atoll.export.bank import Chosen, choose
+from atoll.ensemble.expert import read_card
+from atoll.ensemble.folder import FolderWriter, defaults, read_manifest
+from atoll.ensemble.model_card import listed
+from atoll.ensemble.opened import Chosen, choose, claim, inspect_folder, target
+from atoll.ensemble.parts import as_others_are
 from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
-from atoll.export.folder import MANIFEST, inspect_folder, put_picture, target, write_manifest
-from atoll.export.parts import as_others_are
 from atoll.export.pipeline import AtollPipeline
-from atoll.store.manifest import FileEntry, read_file
-from atoll.store.store import Store, to_json
+from atoll.store.manifest import check_file
+from atoll.store.store import Store
 
 Encoders = Literal["auto", "copy", "name"]
 SHOWN = 8
@@ -62,60 +58,34 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         StoreError: not assembled, or a file is not what the manifest says.
     """
     store, root = campaign.store, target(request.to)
-    content = read_manifest(store)
-    chosen = choose(request.experts, content["experts"])
-    whole = len(chosen) == len(content["experts"])
-    told = about(campaign, content["parts"]) | ({"licence": request.licence} if request.licence else {})
-    if not whole:
-        told.pop("evaluation", None)  # what was measured is not what is exported
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MANIFEST).unlink(missing_ok=True)
-    cards = _copy_parts(store, root, content, chosen)
-    router = cards.pop("router")
-    experts = {card.island: card for card in cards.values() if card.island is not None}
-    (root / "experts" / EXPERTS).write_bytes(to_json(index(content["k"], experts)))
-    found = {} if request.encoders == "name" else by_name(router, (), ())
-    check_encoders(router, found.get("text_encoder"), found.get("vae"))
-    components = copy_encoders(root, router, request.encoders, found)
-    scheduler = Store.open(root).get_json("scheduler/scheduler_config.json")["_class_name"]
-    components["scheduler"] = ["diffusers", scheduler]
-    (root / MODEL_INDEX).write_bytes(to_json(model_index(components, defaults(campaign))))
-    write_manifest(root, content["k"], experts, router, told)
+    manifest = read_manifest(store)
+    chosen = choose(request.experts, manifest.experts)
+    facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
+    if len(chosen) < len(manifest.experts):
+        facts.pop("evaluation", None)  # what was measured is not what is exported
+    places = ("router/", *(f"experts/{number}/" for number in chosen))
+    for entry in manifest.files:
+        if entry.path.startswith(places):
+            check_file(store, "ensemble", entry)
+    router = read_card(store, "ensemble/router")
+    networks = {} if request.encoders == "name" else by_name(router, (), ())
+    check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
+    claim(root)
+    writer = FolderWriter(Store.open(root), manifest.k)
+    for number in chosen:
+        writer.copy(store, f"ensemble/experts/{number}", number)
+    writer.copy(store, "ensemble/router")
+    components = copy_encoders(root, router, request.encoders, networks)
+    generation = defaults(campaign.config.sampling)
+    writer.describe({**components, "scheduler": writer.scheduler()}, generation)
+    writer.finish(facts, name=root.name)
     inspect_folder(root, "auto")
-    picture = None
     if request.picture:
-        picture, told["picture"] = _picture(campaign, root)
-        write_manifest(root, content["k"], experts, router, told)
-    put_picture(root, picture)
-    text = model_card(router, experts, content["k"], told, defaults(campaign), picture is not None, root.name)
-    (root / README).write_text(text, encoding="utf-8")
-    say(f"wrote {root}: experts {listed(chosen)} of {content['k']} and the router")
-    missing = sorted(set(range(content["k"])) - set(chosen))
-    if missing:
-        say(f"  warning: partial: experts {listed(missing)} are missing; their share goes to the others")
+        picture, facts["picture"] = _picture(campaign, root)
+        writer.finish(facts, picture, root.name)
+    say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")
+    warn_of_missing(Assembled(manifest.k, list(chosen)))
     return root
-
-
-def _copy_parts(
-    store: Store, root: Path, content: dict[str, Any], chosen: tuple[int, ...]
-) -> dict[str, Card]:
-    """Copy the chosen parts and the scheduler, verified; remove experts that are not among them."""
-    wanted = ("router/", "scheduler/", MODEL_INDEX, *(f"experts/{number}/" for number in chosen))
-    entries = [FileEntry.parse(tree, ASSEMBLED) for tree in content["files"]]
-    for entry in sorted(entries, key=lambda entry: entry.path != MODEL_INDEX):  # says what the folder is
-        if not entry.path.startswith(wanted):
-            continue
-        target = root / entry.path
-        data = read_file(store, "ensemble", entry)
-        if not target.is_file() or target.read_bytes() != data:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-    for folder in (root / "experts").iterdir():
-        if folder.is_dir() and folder.name not in map(str, chosen):
-            shutil.rmtree(folder)
-    names = ["router", *(f"experts/{number}" for number in chosen)]
-    written = Store.open(root)
-    return {n: Card.read(written, posixpath.join(n, "card.json")) for n in names}
 
 
 def copy_encoders(

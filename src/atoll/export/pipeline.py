@@ -20,11 +20,12 @@ from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.ensemble import Costs, Ensemble, Field, Trace
 from atoll.ensemble.expert import RouterModel
-from atoll.ensemble.folder import MODEL_INDEX, OTHERS, README, model_index
+from atoll.ensemble.folder import OTHERS, PICTURE, FolderWriter, parts_of
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import check_flow, set_times, walk
 from atoll.ensemble.model import Model
-from atoll.ensemble.model_card import model_card
+from atoll.ensemble.opened import Chosen, check_router, claim, open_folder, target
+from atoll.ensemble.parts import load_part
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.export.arguments import (
@@ -42,23 +43,12 @@ from atoll.export.arguments import (
     whole,
     whole_numbers,
 )
-from atoll.export.bank import Chosen, ExpertBank, check_router
+from atoll.export.bank import ExpertBank
 from atoll.export.conditions import Asked, conditions
-from atoll.export.encoders import by_name, check_encoders
-from atoll.export.folder import (
-    MANIFEST,
-    PICTURE,
-    inspect_folder,
-    locate,
-    parts_of,
-    put_picture,
-    target,
-    write_manifest,
-)
+from atoll.export.encoders import by_name, cast, check_encoders, plain, save_component
 from atoll.export.hub import upload
-from atoll.export.parts import cast, load_part, plain, save_component, save_part
 from atoll.networks.router import Router
-from atoll.store.store import to_json
+from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
 _NOT_TAKEN = {
@@ -366,15 +356,15 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             "cache_dir": cache_dir,
             "token": token,
         }
-        root = locate(pretrained_model_name_or_path, experts, **hub)
-        found = inspect_folder(root, experts)
-        kwargs |= by_name(found.router, found.components, kwargs)
+        folder = open_folder(pretrained_model_name_or_path, experts, **hub)
+        root = folder.root
+        kwargs |= by_name(folder.router, folder.components, kwargs)
         bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
         router = load_part(root / "router", RouterModel.load)
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
-        pipe.about, pipe._told_of = found.about, found.parts
+        pipe.about, pipe._told_of = folder.about, folder.parts
         pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
         bank.tell()
         if torch_dtype is not None:
@@ -411,20 +401,18 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_flow(self.scheduler)
         root, bank, router = target(save_directory), plain(self.experts), plain(self.router)
         bank.check_folder(root / "experts")
-        root.mkdir(parents=True, exist_ok=True)
-        (root / MANIFEST).unlink(missing_ok=True)
-        (root / MODEL_INDEX).write_bytes(to_json(model_index(self.config, self.config)))
+        claim(root)
         for name in OTHERS:
             save_component(root, name, getattr(self, name))
+        writer = FolderWriter(Store.open(root), len(bank))
         bank.save_pretrained(root / "experts")
-        card = save_part(root / "router", router, self.card)
+        writer.experts |= bank.cards
+        card = writer.save(router, self.card)
+        writer.describe(self.config, self.config)
         about, picture = self.about, self.picture
         if parts_of(bank.cards, card) != self._told_of:  # it was measured, and drew, with other parts
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
-        put_picture(root, picture)
-        text = model_card(card, bank.cards, len(bank), about, self.config, picture is not None)
-        (root / README).write_text(text, encoding="utf-8")
-        write_manifest(root, len(bank), bank.cards, card, about)
+        writer.finish(about, picture)
         if push_to_hub:
             upload(root, kwargs.pop("repo_id", root.name), **kwargs)
 

@@ -22,7 +22,7 @@ from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.model import read_manifest
+from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.routing import Routing
 from atoll.measure.bench import Bench
 from atoll.measure.beyond import flops_curve, guidance_sweep
@@ -100,8 +100,8 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
     store = campaign.store
     content, router = read_manifest(store), read_card(store, "ensemble/router")
     dense = dense_cards(campaign, router)
-    wanted = Wanted.of(campaign, content["k"], content["experts"], dense)
-    parts = content["parts"] | {name: card.weights_sha256 for name, card in dense.items()}
+    wanted = Wanted.of(campaign, content.k, content.experts, dense)
+    parts = content.parts | {name: card.weights_sha256 for name, card in dense.items()}
     settings = {
         "config": wanted.config.model_dump(exclude=set(BEYOND)),
         "default": str(campaign.config.sampling.routing),
@@ -195,7 +195,7 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
             f" (router {row['router_share']:.1%})   {row['seconds']:.0f} s"
         )
     bench.write("data", [png(bench.dataset.image(int(bench.train.rows[index]))) for index in shown.index])
-    experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store)["experts"]]
+    experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store).experts]
     return {
         "metric": _metric(bench),
         "default": str(campaign.config.sampling.routing),

@@ -9,7 +9,6 @@ there is.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from atoll.campaign.pretrain import pretrain_finished
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, filled, read_card, read_part
+from atoll.ensemble.folder import Manifest
 from atoll.measure.bench import Bench, Subject
 from atoll.networks.families import family
 from atoll.store.store import Store
@@ -115,13 +115,11 @@ class Course:
         ConfigError: the experts have kept no milestones that they share.
     """
 
-    def __init__(
-        self, campaign: Campaign, content: Mapping[str, Any], router: Card, dense: Sequence[str]
-    ) -> None:
+    def __init__(self, campaign: Campaign, content: Manifest, router: Card, dense: Sequence[str]) -> None:
         store = campaign.store
-        self.store, self.router, self.k = store, router, int(content["k"])
+        self.store, self.router, self.k = store, router, content.k
         self.experts = {
-            n: Origin.of(store, f"ensemble/experts/{n}", f"islands/{n}/run") for n in content["experts"]
+            n: Origin.of(store, f"ensemble/experts/{n}", f"islands/{n}/run") for n in content.experts
         }
         names = [
             *(["pretrain"] if pretrain_finished(campaign) else []),

@@ -29,10 +29,11 @@ from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.generate import Sampling
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import euler
-from atoll.ensemble.model import Model, read_manifest
+from atoll.ensemble.model import Model
 from atoll.ensemble.routing import Routing
 from atoll.measure.compare import Conditions
 from atoll.measure.diagnostics import PRACTICAL, Sampled, labelled, measure, sample_traced
@@ -54,7 +55,7 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
     content = read_manifest(store)
     router = read_card(store, "ensemble/router")
     baseline = dense_cards(campaign, router, ("monolith",))
-    parts = content["parts"] | {name: card.weights_sha256 for name, card in baseline.items()}
+    parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, made = _data(campaign)
     settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
@@ -74,7 +75,7 @@ def diagnose_campaign(campaign: Campaign) -> dict[str, Any]:
         "settings": settings,
         "k": made.k,
         "sizes": made.sizes,
-        "missing": sorted(set(range(made.k)) - set(content["experts"])),
+        "missing": sorted(set(range(made.k)) - set(content.experts)),
         **about,
         "tables": {name: table.to_json() for name, table in tables.items()},
     }

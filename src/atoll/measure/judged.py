@@ -17,8 +17,9 @@ from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
+from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.generate import Sampling, generate
-from atoll.ensemble.model import Model, read_manifest
+from atoll.ensemble.model import Model
 from atoll.ensemble.routing import WeightFunction
 from atoll.measure.compare import Conditions, drawn_conditions
 from atoll.measure.pictures import Batch, Folder, Rows
@@ -148,7 +149,7 @@ def _network(
 ) -> tuple[Ensemble | Expert, Card, dict[str, str]]:
     """The network on the device, a card that tells its shape, and the digests of its weights."""
     if name == "ensemble":
-        parts = read_manifest(campaign.store)["parts"]
+        parts = read_manifest(campaign.store).parts
         model = Model.load(campaign.store, residency=campaign.config.sampling.residency, device=device)
         return model.denoiser, model.card, parts
     if name not in SINGLE:

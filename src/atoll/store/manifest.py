@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from atoll.base.config import Config
+from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
-from atoll.store.store import Damaged, Store
+from atoll.store.store import Absent, Damaged, Store
 
 
 class FileEntry(Config):
@@ -27,9 +29,10 @@ def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
 
 
 def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
-    """The entry that names a blob as it is now."""
-    data = store.get(f"{prefix}/{path}")
-    return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
+    """The entry that names a blob as it is now, read a little at a time."""
+    with store.path(f"{prefix}/{path}").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(path=path, bytes=file.tell(), sha256=digest)
 
 
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
@@ -41,11 +44,29 @@ def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
 
 def check_file(store: Store, prefix: str, entry: FileEntry) -> None:
     """Read through one blob, a little at a time; `Damaged` unless it is what the entry says."""
-    key = f"{prefix}/{entry.path}".removeprefix("/")
-    size = store.size(key)
-    with store.path(key).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    _check(size, found, entry, store.name(key))
+    key = f"{prefix}/{entry.path}"
+    verify(store.path(key), entry, store.name(key))
+
+
+def verify(path: Path, entry: FileEntry, name: str) -> None:
+    """Hold a local file against its entry: the size first, then, a little at a time, the digest.
+
+    Raises:
+        Absent: it is missing.
+        Damaged: it is torn, or its bytes are others.
+        StoreError: it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size == entry.bytes:
+            with path.open("rb") as file:
+                _check(size, hashlib.file_digest(file, "sha256").hexdigest(), entry, name)
+    except FileNotFoundError:
+        raise Absent(f"{name} is missing", "run the stage that writes it") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {name}: {error.strerror}", "check its permissions") from None
+    if size != entry.bytes:
+        _check(size, "", entry, name)
 
 
 def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
@@ -53,10 +74,10 @@ def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
     _check(len(data), sha256(data), entry, store.name(f"{prefix}/{entry.path}"))
 
 
-def _check(size: int, found: str, entry: FileEntry, name: str) -> None:
+def _check(size: int, digest: str, entry: FileEntry, name: str) -> None:
     if size != entry.bytes:
         raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
-    if found != entry.sha256:
+    if digest != entry.sha256:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 

@@ -5,19 +5,17 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import Card
-from atoll.ensemble.expert import read_card, read_part, settings_of
+from atoll.ensemble.expert import read_card, read_part, settings_of, write_part
 from atoll.ensemble.stored import FileWeights
 from atoll.networks.checkpoint import WEIGHTS
-from atoll.store.store import Store, to_json
+from atoll.store.store import Store
 
 CARD, CONFIG = "card.json", "config.json"
 FILES = (CONFIG, WEIGHTS, CARD)
@@ -78,7 +76,7 @@ def load_part(folder: Path, load: Callable[[Store, str], Part]) -> Part:
         raise StoreError(error.what, AGAIN) from None
 
 
-def save_part(folder: Path, network: nn.Module, card: Card) -> Card:
+def save_part(store: Store, prefix: str, network: nn.Module, card: Card) -> Card:
     """Write a network with its card, `card.json` last; what lies there unchanged is left alone.
 
     Returns:
@@ -86,20 +84,37 @@ def save_part(folder: Path, network: nn.Module, card: Card) -> Card:
         digest.
     """
     weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
-    settings = settings_of(network)
-    found = {"config_sha256": digest(settings), "weights_sha256": digest_tensors(weights)}
-    if found["weights_sha256"] != card.weights_sha256:
+    digests = {"config_sha256": digest(settings_of(network)), "weights_sha256": digest_tensors(weights)}
+    if digests["weights_sha256"] != card.weights_sha256:
         kinds = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()})
         card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
-    card = card.model_copy(update=found)
-    if _holds(folder, card):
-        return card
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CARD).unlink(missing_ok=True)
-    (folder / CONFIG).write_bytes(to_json(settings))
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    as_others_are(folder)
-    (folder / CARD).write_bytes(to_json(card.to_json()))
+    card = card.model_copy(update=digests)
+    if not holds(store, prefix, card):
+        store.delete(f"{prefix}/{CARD}")
+        write_part(store, prefix, network, weights, card)
+    return card
+
+
+def holds(store: Store, prefix: str, card: Card) -> bool:
+    """Whether this very network lies there, whole."""
+    try:
+        return read_part(store, prefix)[0] == card
+    except AtollError:
+        return False
+
+
+def copy_part(source: Store, prefix: str, target: Store, name: str) -> Card:
+    """Copy a network, its card last; one that lies there unchanged is left alone.
+
+    Raises:
+        StoreError: a file of the source is missing, or not what its card says.
+    """
+    card = read_card(source, prefix)
+    if not holds(target, name, card):
+        read_part(source, prefix)  # damaged weights are told here, not when somebody samples
+        target.delete(f"{name}/{CARD}")
+        for file in FILES:
+            target.put(f"{name}/{file}", source.get(f"{prefix}/{file}"))
     return card
 
 
@@ -111,40 +126,3 @@ def as_others_are(folder: Path) -> None:
         for path in folder.rglob("*"):
             if path.is_file():
                 shutil.copymode(like, path)
-
-
-def _holds(folder: Path, card: Card) -> bool:
-    """Whether this very network lies there, whole."""
-    try:
-        return check_part(folder) == card and read_part(Store.open(folder), ".")[0] == card
-    except AtollError:
-        return False
-
-
-def cast(network: nn.Module | None, kind: torch.dtype) -> None:
-    """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
-    if network is None:
-        return
-    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
-    for name, module in network.named_modules():
-        if not any(part in kept for part in name.split(".")):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(kind)
-
-
-def plain(module: Any) -> Any:
-    """The module that `torch.compile` has wrapped."""
-    return getattr(module, "_orig_mod", module)
-
-
-def save_component(root: Path, name: str, component: Any) -> None:
-    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
-    target, new = root / name, root / f".{name}.new"
-    shutil.rmtree(new, ignore_errors=True)
-    if component is not None:
-        plain(component).save_pretrained(str(new))
-    shutil.rmtree(target, ignore_errors=True)
-    if component is not None:
-        as_others_are(new)
-        new.rename(target)

@@ -1,46 +1,53 @@
-"""The folder of a pipeline: found or fetched, and checked before anything in it is loaded.
+"""The folder of a pipeline opened: found or fetched, and checked before anything in it is loaded."""
 
-`ensemble.json` is written last and names every file that a network, tokenizer or scheduler is read from by
-size and SHA-256. README.md and the picture are not named: they may be edited.
-"""
-
-import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from atoll.base.errors import ConfigError, StoreError
-from atoll.ensemble.card import Card, check_place
-from atoll.ensemble.folder import BANK, MODEL_INDEX, PIPELINE, README, ROUTER
-from atoll.ensemble.folder import INDEX as EXPERTS
-from atoll.export.bank import Chosen, check_router, choose, read_index
-from atoll.export.parts import AGAIN, PICKLES, check_part, check_safetensors, refuse_pickle
+from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.ensemble.card import Card, check_place, check_together
+from atoll.ensemble.folder import (
+    BANK,
+    EXPERTS,
+    MANIFEST,
+    MODEL_INDEX,
+    PICTURE,
+    PIPELINE,
+    README,
+    ROUTER,
+    ExpertIndex,
+    Manifest,
+    index_entries,
+    parts_of,
+)
+from atoll.ensemble.model_card import listed
+from atoll.ensemble.parts import AGAIN, PICKLES, check_part, check_safetensors, refuse_pickle
 from atoll.store.location import is_url
-from atoll.store.manifest import FileEntry
-from atoll.store.store import to_json
+from atoll.store.manifest import verify
+from atoll.store.store import Store
 
-SCHEMA = 1
-MANIFEST, PICTURE = "ensemble.json", "picture.png"
+Chosen = Literal["auto"] | Sequence[int]
 _LIBRARIES = ("diffusers", "transformers")
 _HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a folder holds, all checked.
+class OpenFolder:
+    """What the folder of a pipeline holds, all checked.
 
     Attributes:
         root: the folder.
         k: number of clusters.
-        experts: cards of the experts that were asked for.
+        experts: cards of the experts that were chosen.
         router: card of the router.
-        parts: digests of all parts that the manifest names, those that were not asked for too.
-        components: folders of the optional parts that are there.
+        parts: digests of all parts that the manifest names, those that were not chosen too.
+        components: names of the encoders' parts that have a folder.
         about: what the model card says beside the cards.
     """
 
@@ -51,6 +58,22 @@ class Found:
     parts: Mapping[str, str]
     components: tuple[str, ...]
     about: Mapping[str, Any]
+
+
+def open_folder(name: str | os.PathLike[str], experts: Chosen = "auto", **hub: Any) -> OpenFolder:
+    """Find or fetch the folder of a pipeline and hold every file that will be read against its hash.
+
+    Args:
+        name: a folder, or a hub name; of a hub's, only what is needed is fetched.
+        experts: numbers of the experts, or `auto`.
+        hub: `revision`, `local_files_only`, `cache_dir`, `token` of huggingface_hub.
+
+    Raises:
+        ConfigError: there is no such folder, no pipeline of Atoll, or it lacks an expert.
+        StoreError: a part is missing, damaged, pickle, or not what the manifest says.
+        PartitionError: parts that do not belong together.
+    """
+    return inspect_folder(locate(name, experts, **hub), experts)
 
 
 def locate(name: str | os.PathLike[str], experts: Chosen, **hub: Any) -> Path:
@@ -74,14 +97,14 @@ def locate(name: str | os.PathLike[str], experts: Chosen, **hub: Any) -> Path:
     if not _HUB.fullmatch(str(name)):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
     root = _fetch(str(name), [MANIFEST, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
-    _, there = read_index(root / "experts")
-    wanted = [f"experts/{number}/*" for number in choose(experts, there)]
-    others = [f"{part}/*" for part in _components(read_json(root / MODEL_INDEX)) if part != "experts"]
+    numbers = sorted(map(int, read_index(root / "experts").experts))
+    wanted = [f"experts/{number}/*" for number in choose(experts, numbers)]
+    others = [f"{part}/*" for part in index_entries(read_json(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
 
 
-def inspect_folder(root: Path, experts: Chosen) -> Found:
+def inspect_folder(root: Path, experts: Chosen) -> OpenFolder:
     """Check everything that can be checked before a network is built.
 
     Raises:
@@ -89,22 +112,26 @@ def inspect_folder(root: Path, experts: Chosen) -> Found:
         StoreError: a part is missing, damaged, pickle, or not what the manifest says.
         PartitionError: parts that do not belong together.
     """
-    index, manifest = _model_index(root), _manifest(root)
-    k, there = read_index(root / "experts")
-    chosen = choose(experts, there)
+    index, files = _model_index(root), Store.open(root)
+    if not files.exists(MANIFEST):
+        raise StoreError(f"{root} is not complete (no {MANIFEST})", AGAIN)
+    manifest = Manifest.read(files, MANIFEST)
+    listing = read_index(root / "experts")
+    chosen = choose(experts, sorted(map(int, listing.experts)))
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", AGAIN)
     router = check_part(root / "router")
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
         check_place(card, number, f"experts/{number}")
-    check_router(router, cards, k, int(read_json(root / "router" / "config.json")["num_experts"]))
+    logits = int(read_json(root / "router" / "config.json")["num_experts"])
+    check_router(router, cards, listing.k, logits)
     components = _optional(root, index)
     for name, digest in parts_of(cards, router).items():
-        if manifest["parts"].get(name) != digest:
+        if manifest.parts.get(name) != digest:
             raise StoreError(f"{root / name} is not the part that {MANIFEST} names", AGAIN)
-    _check_files(root, manifest, _wanted(chosen, index))
-    return Found(root, k, cards, router, manifest["parts"], components, manifest.get("about", {}))
+    _verify(root, manifest, _read_by(chosen, index))
+    return OpenFolder(root, listing.k, cards, router, manifest.parts, components, manifest.about)
 
 
 def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
@@ -127,39 +154,57 @@ def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
     return root
 
 
-def put_picture(root: Path, picture: bytes | None) -> None:
-    """Write the model card's picture, or remove an earlier one."""
-    if picture is None:
-        (root / PICTURE).unlink(missing_ok=True)
-    else:
-        (root / PICTURE).write_bytes(picture)
+def claim(root: Path) -> None:
+    """Make the folder, and write first what says that it is a pipeline's, so that a later try may go on."""
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / MODEL_INDEX).is_file():
+        Store.open(root).put_json(MODEL_INDEX, {"_class_name": PIPELINE})
 
 
-def parts_of(experts: Mapping[int, Card], router: Card) -> dict[str, str]:
-    """Digest of the weights of every part, as the manifest names them."""
-    found = {f"experts/{number}": card.weights_sha256 for number, card in experts.items()}
-    return {**found, "router": router.weights_sha256}
+def read_index(root: Path) -> ExpertIndex:
+    """What `experts.json` lists; `StoreError` if it is missing, damaged or of another version."""
+    if not (root / EXPERTS).is_file():
+        raise StoreError(f"{root / EXPERTS} is missing", AGAIN)
+    return ExpertIndex.read(Store.open(root), EXPERTS)
 
 
-def write_manifest(
-    root: Path, k: int, experts: Mapping[int, Card], router: Card, about: Mapping[str, Any]
-) -> None:
-    """Write `ensemble.json` over what lies in the folder."""
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-    index = _components(read_json(root / MODEL_INDEX))
-    kept = [name for name in names if name == MODEL_INDEX or name.split("/")[0] in index]
-    with ThreadPoolExecutor(_workers()) as pool:
-        files = list(pool.map(lambda name: _entry(root, name).model_dump(), kept))
-    content = {
-        "schema": SCHEMA,
-        "k": k,
-        "experts": sorted(experts),
-        "partition": router.partition,
-        "parts": parts_of(experts, router),
-        "about": dict(about),
-        "files": files,
-    }
-    (root / MANIFEST).write_bytes(to_json(content))
+def choose(experts: Chosen, there: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that are meant, in order.
+
+    Raises:
+        ConfigError: none, or one that is not there.
+    """
+    if isinstance(experts, str):
+        if experts != "auto":
+            raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
+        return tuple(there)
+    if not isinstance(experts, Iterable) or not all(isinstance(n, Integral) for n in experts):
+        raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
+    wanted = tuple(sorted(set(experts)))
+    absent = [number for number in wanted if number not in there]
+    if absent or not wanted:
+        what = f"experts {listed(absent)} are not there" if absent else "no expert was asked for"
+        raise ConfigError(what, f"there are {listed(there)}")
+    return wanted
+
+
+def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: int) -> None:
+    """Refuse a router that does not belong to these experts.
+
+    Args:
+        card: of the router.
+        experts: cards of the experts.
+        k: places of the bank.
+        knows: logits of the router.
+
+    Raises:
+        PartitionError: it is no router, knows another number of experts, or was made for other ones.
+    """
+    if card.role != "router":
+        raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
+    if knows != k:
+        raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
+    check_together([card, *experts.values()])
 
 
 def _fetch(name: str, patterns: list[str], hub: Mapping[str, Any], ignored: list[str] | None = None) -> Path:
@@ -183,7 +228,7 @@ def _model_index(root: Path) -> dict[str, Any]:
     kind = index.get("_class_name")
     if kind != PIPELINE:
         raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
-    for name, (library, class_name) in _components(index).items():
+    for name, (library, class_name) in index_entries(index).items():
         ours = {"experts": BANK, "router": ROUTER}.get(name)
         if (library, class_name) != ours and (ours or library not in _LIBRARIES):
             raise ConfigError(
@@ -195,27 +240,9 @@ def _model_index(root: Path) -> dict[str, Any]:
     return index
 
 
-def _manifest(root: Path) -> dict[str, Any]:
-    if not (root / MANIFEST).is_file():
-        raise StoreError(f"{root} is not complete (no {MANIFEST})", AGAIN)
-    manifest = read_json(root / MANIFEST)
-    if manifest.get("schema") != SCHEMA:
-        raise StoreError(
-            f"{root / MANIFEST} has schema {manifest.get('schema')}",
-            f"this Atoll reads {SCHEMA}: export again",
-        )
-    return manifest
-
-
-def _components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Name, library and class of the components that have a folder."""
-    pairs = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
-    return {name: (str(library), str(kind)) for name, (library, kind) in pairs.items() if library is not None}
-
-
 def _optional(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
     """The encoders that have a folder, their weights looked at."""
-    there = [name for name in _components(index) if name not in ("experts", "router")]
+    there = [name for name in index_entries(index) if name not in ("experts", "router")]
     for name in there:
         if not (root / name).is_dir():
             raise StoreError(f"{root} has no {name} (no folder {name}/)", AGAIN)
@@ -225,37 +252,20 @@ def _optional(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in there if name != "scheduler")
 
 
-def _wanted(chosen: Sequence[int], index: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_by(chosen: Sequence[int], index: Mapping[str, Any]) -> tuple[str, ...]:
     """Beginnings of the paths that this load reads."""
-    others = [f"{name}/" for name in _components(index) if name != "experts"]
+    others = [f"{name}/" for name in index_entries(index) if name != "experts"]
     return (MODEL_INDEX, f"experts/{EXPERTS}", *(f"experts/{number}/" for number in chosen), *others)
 
 
-def _check_files(root: Path, manifest: Mapping[str, Any], wanted: tuple[str, ...]) -> None:
-    """Hold every file that will be read against its entry: presence and sizes first, then the digests."""
-    entries = [FileEntry.parse(tree, str(root / MANIFEST)) for tree in manifest["files"]]
-    entries = [entry for entry in entries if entry.path.startswith(wanted)]
-    for entry in entries:
-        path = root / entry.path
-        if not path.is_file():
-            raise StoreError(f"{path} is missing", AGAIN)
-        if path.stat().st_size != entry.bytes:
-            raise StoreError(f"{path} has {path.stat().st_size} bytes instead of {entry.bytes}", AGAIN)
-    with ThreadPoolExecutor(_workers()) as pool:
-        found = list(pool.map(lambda entry: _entry(root, entry.path), entries))
-    for entry, now in zip(entries, found, strict=True):
-        if entry.sha256 != now.sha256:
-            raise StoreError(f"{root / entry.path} does not match its SHA-256", AGAIN)
-
-
-def _entry(root: Path, name: str) -> FileEntry:
-    with (root / name).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(path=name, bytes=file.tell(), sha256=found)
-
-
-def _workers() -> int:
-    return min(4, os.cpu_count() or 1)
+def _verify(root: Path, manifest: Manifest, beginnings: tuple[str, ...]) -> None:
+    """Hold every file that will be read against its entry."""
+    entries = [entry for entry in manifest.files if entry.path.startswith(beginnings)]
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda entry: verify(root / entry.path, entry, str(root / entry.path)), entries))
+    except StoreError as error:
+        raise StoreError(error.what, AGAIN) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
