@@ -60,7 +60,7 @@ class OpenFolder:
     about: Mapping[str, Any]
 
 
-def open_folder(name: str | os.PathLike[str], experts: Chosen = "auto", **hub: Any) -> OpenFolder:
+def open_folder(name: str | os.PathLike[str], experts: Any = "auto", **hub: Any) -> OpenFolder:
     """Find or fetch the folder of a pipeline and hold every file that will be read against its hash.
 
     Args:
@@ -76,7 +76,7 @@ def open_folder(name: str | os.PathLike[str], experts: Chosen = "auto", **hub: A
     return inspect_folder(locate(name, experts, **hub), experts)
 
 
-def locate(name: str | os.PathLike[str], experts: Chosen, **hub: Any) -> Path:
+def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     """The folder of a pipeline on this machine; of a hub's, only what is asked for is fetched.
 
     Args:
@@ -104,7 +104,7 @@ def locate(name: str | os.PathLike[str], experts: Chosen, **hub: Any) -> Path:
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
 
 
-def inspect_folder(root: Path, experts: Chosen) -> OpenFolder:
+def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     """Check everything that can be checked before a network is built.
 
     Raises:
@@ -168,7 +168,7 @@ def read_index(root: Path) -> ExpertIndex:
     return ExpertIndex.read(Store.open(root), EXPERTS)
 
 
-def choose(experts: Chosen, there: Sequence[int]) -> tuple[int, ...]:
+def choose(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
     """The numbers that are meant, in order.
 
     Raises:
