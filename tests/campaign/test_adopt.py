@@ -20,8 +20,8 @@ from atoll.campaign.status import Observer
 from atoll.ensemble.expert import Expert, published, read_card
 from atoll.ensemble.model import Model
 from atoll.export.pipeline import AtollPipeline
-from atoll.flow.prediction import same_snr_state
-from atoll.flow.schedule import RectifiedFlow, schedule
+from atoll.flow.prediction import same_snr_time
+from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -33,6 +33,19 @@ LINEAR: dict[str, Any] = {}
 STABLE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 COSINE = {"beta_schedule": "squaredcos_cap_v2"}
 SHORT = {"num_train_timesteps": 250, "beta_start": 0.0004, "beta_end": 0.08}
+
+
+def same_snr_state(
+    x_t: torch.Tensor, t: torch.Tensor, source: Schedule, target: Schedule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same data and noise as another schedule would mix them, between the ends of both."""
+    tau = same_snr_time(t.double(), source, target)
+    by_data, by_noise = (
+        target.alpha(tau) / source.alpha(t.double()),
+        target.sigma(tau) / source.sigma(t.double()),
+    )
+    scale = torch.where(by_data.isfinite() & (source.log_snr(t.double()) > 0), by_data, by_noise)
+    return x_t * expand(scale, x_t).to(x_t.dtype), tau.to(t.dtype)
 
 
 def checkpoint(folder: Path, noise: dict[str, Any] = LINEAR, **settings: Any) -> nn.Module:
