@@ -39,12 +39,10 @@ def same_snr_state(
     x_t: torch.Tensor, t: torch.Tensor, source: Schedule, target: Schedule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same data and noise as another schedule would mix them, between the ends of both."""
-    tau = same_snr_time(t.double(), source, target)
-    by_data, by_noise = (
-        target.alpha(tau) / source.alpha(t.double()),
-        target.sigma(tau) / source.sigma(t.double()),
-    )
-    scale = torch.where(by_data.isfinite() & (source.log_snr(t.double()) > 0), by_data, by_noise)
+    now = t.double()
+    tau = same_snr_time(now, source, target)
+    by_data, by_noise = target.alpha(tau) / source.alpha(now), target.sigma(tau) / source.sigma(now)
+    scale = torch.where(source.log_snr(now) > 0, by_data, by_noise)
     return x_t * expand(scale, x_t).to(x_t.dtype), tau.to(t.dtype)
 
 

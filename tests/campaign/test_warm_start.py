@@ -119,7 +119,7 @@ def test_the_seeds_rate_is_its_own(named: str | None, falls: bool, tmp_path: Pat
     )
     train_run(campaign, "pretrain")
     train_run(campaign, "expert", 0)
-    for run, expected in (("seed", falls), ("islands/0", True)):
+    for run, expected in (("pretrain", falls), ("islands/0", True)):
         lines = campaign.store.get(f"{run}/run/metrics.jsonl").decode().splitlines()
         rates = [json.loads(line)["lr"] for line in lines if "lr" in json.loads(line)]
         assert (rates[-1] < 0.1 * rates[0]) == expected
@@ -239,7 +239,7 @@ def test_a_killed_seed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert again.returncode == 0 and "resumed at step" in again.stdout, again
     (tmp_path / "a/islands/1/init/init.json").unlink()  # as if it had died between the two islands
     finished = atoll("train", "pretrain", tmp_path / "a")
-    assert "seed: finished already" in finished.stdout and "in init/ of 1 islands" in finished.stdout
+    assert "pretrain: finished already" in finished.stdout and "in init/ of 1 islands" in finished.stdout
     assert same_bits(tmp_path / "a/pretrain", tmp_path / "b/pretrain")
     for island in range(2):
         files = [p.relative_to(tmp_path / "b") for p in (tmp_path / f"b/islands/{island}/init").iterdir()]
@@ -351,14 +351,14 @@ def test_an_expert_of_another_depth_takes_over_what_fits(
 def test_an_expert_that_could_take_nothing_over_is_told_before_the_seed(tmp_path: Path) -> None:
     changes = {**SEEDED, "islands": {1: {"network": {"heads": 3, "head_width": 12, "patch": 2}}}}
     prepared = Campaign.open(write_campaign(tmp_path / "c", changes))
-    with pytest.raises(ConfigError, match=r"islands\.1\.network has no tensor of the seed's shapes"):
+    with pytest.raises(ConfigError, match=r"islands\.1\.network has no tensor of the pretrained shapes"):
         prepare(prepared)
 
 
 def test_an_island_cannot_choose_another_start_than_the_seed(tmp_path: Path) -> None:
     changes = {**SEEDED, "islands": {1: {"network": {"init": "elsewhere"}}}}
     with pytest.raises(
-        ConfigError, match=r"islands\.1\.network\.init: with budget\.seed every expert starts"
+        ConfigError, match=r"islands\.1\.network\.init: with budget\.pretrain all start from shared"
     ):
         Campaign.open(write_campaign(tmp_path / "c", changes))
 
