@@ -168,7 +168,7 @@ def published(run: Path) -> float:
 def test_only_experts_wait_for_the_seed(untouched: Path) -> None:
     needs = {one.job.name: one.job.needs for one in plan_jobs(Campaign.open(untouched))}
     assert needs == {
-        "seed": (),
+        "pretrain": (),
         "expert 0": ("pretrain",),
         "expert 1": ("pretrain",),
         "router": (),
@@ -200,7 +200,7 @@ def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.Capt
     )
     assert not (tmp_path / "c/islands/1/run").exists()
     made = summary(open_campaign(Campaign.open(tmp_path / "c").store))
-    assert "pretrain" in made["unfinished"] and made["train_flops"]["pretrain"] is None
+    assert "shared pretraining" in made["unfinished"] and made["train_flops"]["pretrain"] is None
     with pytest.raises(StoreError, match=r"pretrain/expert/card\.json is missing"):
         hand_over(Campaign.open(tmp_path / "c"))
 

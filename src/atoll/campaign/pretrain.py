@@ -43,7 +43,7 @@ def hand_over(campaign: Campaign) -> None:
     weights = read_part(campaign.store, "pretrain/expert")[2]
     for number, run, plan in waiting:
         _write(campaign, number, run, plan, weights, origin)
-    say(f"seed: its weights lie in {FOLDER}/ of {len(waiting)} islands")
+    say(f"shared pretraining: its weights lie in {FOLDER}/ of {len(waiting)} islands")
 
 
 def pretrain_finished(campaign: Campaign) -> bool:
