@@ -309,3 +309,23 @@ def test_no_registry_is_named():
     texts = {path: path.read_text(errors="ignore") for path in [*top, *below] if path.is_file()}
     named = [(path.name, host) for path, text in texts.items() for host in HOSTS if host in text]
     assert named == []
+
+
+def test_every_dependency_is_imported():
+    """A package that nothing imports only costs an installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = {"pillow": "PIL", "pyyaml": "yaml", "faiss-cpu": "faiss", "huggingface-hub": "huggingface_hub"}
+    names = [requirement.split(">")[0].strip() for requirement in project["dependencies"]]
+    imported = {
+        module.split(".")[0]
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in _imported(node)
+    }
+    assert [name for name in names if modules.get(name, name) not in imported] == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
