@@ -9,7 +9,7 @@ import transformers
 from PIL import Image
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.encoders.vision import VisionEncoder, akin, vision_encoder
 
 
 def pictures(count: int = 5, size: int = 40) -> list[Image.Image]:
@@ -121,3 +121,17 @@ def test_a_network_of_another_kind_is_refused(tmp_path: Path) -> None:
     transformers.CLIPTextModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is no DINOv2"):
         vision_encoder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "expected"),
+    [
+        ("efficientnet-lite0", "efficientnet-lite2", True),
+        ("facebook/dinov2-base", "facebook/dinov2-with-registers-large", True),
+        ("facebook/dinov2-base", "facebook/dino-vitb16", False),
+        ("facebook/dinov2-base", "inception", False),
+        ("", "efficientnet-lite2", False),
+    ],
+)
+def test_networks_of_one_family_are_akin(name: str, other: str, expected: bool) -> None:
+    assert akin(name, other) is expected

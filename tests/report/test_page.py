@@ -256,6 +256,8 @@ def test_shared_features_are_told(builder: Builder):
     assert "favours the ensemble" not in text
     metric = builder.store.get_json("reports/compare.json")["metric"] | {"same_features_as_partition": True}
     assert "favours the ensemble" in page(builder.compare(metric=metric)).text()
+    metric |= {"same_features_as_partition": False, "akin_to_partition": True}
+    assert "of the same family" in page(builder.compare(metric=metric)).text()
 
 
 # What runs log.

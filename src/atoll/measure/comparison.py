@@ -20,6 +20,7 @@ from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Comparison
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.data.samples import Samples
+from atoll.encoders.vision import akin
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
 from atoll.ensemble.folder import read_manifest
@@ -238,6 +239,7 @@ def _metric(bench: Bench) -> dict[str, Any]:
         "ema": True,
         "seed": bench.seed,
         "same_features_as_partition": encoder.get("name") == config.extractor,
+        "akin_to_partition": akin(str(encoder.get("name", "")), config.extractor),
         "real_training_pictures": real["distance"],
         "neighbours": judge.about_neighbours(config.samples)
         | {"real_precision": real["precision"], "real_recall": real["recall"]},

@@ -300,6 +300,7 @@ def strategies(campaign: Campaign) -> Section | None:
         "count": compared.metric.get("samples"),
         "metric": _metric(compared.metric),
         "favours": bool(compared.metric.get("same_features_as_partition")),
+        "akin": bool(compared.metric.get("akin_to_partition")),
         "neighbours": any(row.precision is not None for row in compared.rows),
         "k": real.get("k"),
         "real": {name: finite(real.get(f"real_{name}")) for name in ("precision", "recall")},
