@@ -35,6 +35,8 @@ Numbers = dict[str, Any]
 EXPECTED = {
     "*/pictures/exported/ensemble/picture.png": (math.inf, "a seed's picture is that of `atoll sample`"),
     "unconditional/pictures/drawn/once null *": (math.inf, "the only branch there is routed by `once`"),
+    "*/compare/models/*/gflops_per_step": (0.2, "the router's calls count by branch, as the experts' do"),
+    "*/compare/models/*/router_share": (0.5, "likewise"),
     "unconditional/tables/diagnose/[ls]*": (1e-5, "no guidance: two equal branches' difference was rounded"),
 }
 """Differences that are meant: a pattern of paths, the largest relative one, and why."""
