@@ -1,6 +1,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -225,6 +226,17 @@ def test_audit_finds_what_is_wrong(full: DataSet, store: Store) -> None:
     assert len(problems) == 4
     for name in ("00000.tar", "00001.parquet", "00002.safetensors", "null"):
         assert any(name in problem for problem in problems)
+
+
+@pytest.mark.parametrize("false", [{"dtype": "nn"}, {"shape": [10**12]}, {"kind": "ragged"}])
+def test_audit_finds_a_column_that_is_not_what_it_says(
+    full: DataSet, store: Store, false: dict[str, Any]
+) -> None:
+    store.put_json(
+        "glyphs/columns/latents/column.json", store.get_json("glyphs/columns/latents/column.json") | false
+    )
+    problems = audit(DataSet.open(store, "glyphs"))
+    assert len(problems) == 3 and all("columns/latents" in problem for problem in problems)
 
 
 def test_audit_finds_contradictions(glyphs: DataSet, store: Store) -> None:

@@ -300,6 +300,11 @@ def test_one_group_cannot_be_split(store: Store, picture: Callable[..., bytes]) 
     rows: list[Record | Reject] = [Record(str(n), str(n), picture(seed=n), "x", None, "g") for n in range(3)]
     with pytest.raises(DataError, match="one group"):
         ingest(Rows(rows), store, "d", CONFIG)
+    bad: list[Record | Reject] = [*rows[:1], Record("a", "a.png", b"text", "x", None, "h")]
+    with pytest.raises(
+        DataError, match=r"one group.*; 1 of 2 were rejected \(1 unreadable; the first: a.png"
+    ):
+        ingest(Rows(bad), store, "d", CONFIG)
     dataset = ingest(Rows(rows), store, "d", CONFIG.model_copy(update={"heldout": 0.0}))
     assert len(dataset.split("train")) == 3
 

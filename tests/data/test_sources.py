@@ -51,6 +51,13 @@ def test_folder_with_csv_and_a_named_column(folder: Path) -> None:
     assert sorted(reject.reason for reject in bad) == ["no caption"] * 4 + ["unreadable row"]
 
 
+def test_a_stray_quote_in_a_csv_is_an_error_and_swallows_no_rows(folder: Path) -> None:
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text('file_name,text\n0.png,zero\n1.jpg,"one\n2.png,two\n')
+    with pytest.raises(DataError, match="not a readable CSV file"):
+        open_source(folder)
+
+
 def test_folder_with_text_files(folder: Path) -> None:
     (folder / "metadata.jsonl").unlink()
     (folder / "0.txt").write_text("zero")

@@ -5,7 +5,7 @@ import torch
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target, weighted_mean
+from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine
 from atoll.flow.settings import ObjectiveConfig
 
@@ -38,14 +38,6 @@ def test_loss_is_per_sample_and_at_least_float32() -> None:
     low = per_sample_loss(output.bfloat16(), goal + 1e-3)  # bfloat16 would round 1.001 to 1
     assert low.dtype == torch.float32 and float(low[0]) == pytest.approx(1.002, abs=1e-5)
     assert per_sample_loss(output.double(), goal).dtype == torch.float64
-
-
-def test_weighted_mean() -> None:
-    losses = torch.tensor([1.0, 2.0, 6.0])
-    assert float(weighted_mean(losses, None)) == 3.0
-    assert float(weighted_mean(losses, torch.tensor([2.0, 2.0, 2.0]))) == 3.0
-    assert float(weighted_mean(losses, torch.tensor([3.0, 1.0, 0.0]))) == 1.25
-    assert float(weighted_mean(losses, torch.zeros(3))) == 0.0
 
 
 def test_dropped_conditions_are_the_null_one() -> None:

@@ -39,6 +39,18 @@ def test_entries_are_numbered_and_kept(store: Store) -> None:
     assert log.entries()[0]["host"] == "here" and log.entries()[1]["step"] == 1
 
 
+def test_commits_are_those_that_were_not_set_aside(store: Store) -> None:
+    log = Log(store, "a")
+    log.acquire()
+    for name in ("one", "two", "one"):  # the same step may be reached and committed again
+        log.append("commit", checkpoint=name)
+    log.append("set_aside", checkpoint="two", reason="torn")
+    log.append("commit", checkpoint="three")
+    assert [entry["checkpoint"] for entry in log.commits()] == ["one", "one", "three"]
+    log.append("set_aside", checkpoint="one", reason="torn")
+    assert [entry["checkpoint"] for entry in Log(store, "reader").commits()] == ["three"]
+
+
 def test_a_second_holder_fences_the_first(store: Store) -> None:
     first, second = Log(store, "a"), Log(store, "b")
     first.acquire()

@@ -40,16 +40,15 @@ def milestones(run: Store, part: Store) -> list[Milestone]:
         part: narrowed to where the published network lies now.
     """
     log = Log(run, "")
-    entries, published = log.entries(), log.publication()
+    published = log.publication()
     if published is None or not _is_of(published, part):
         return []
-    aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
-    found = {
+    kept = {
         entry["step"]: Milestone(entry["step"], entry["checkpoint"], entry["sha256"])
-        for entry in entries
-        if entry["kind"] == "commit" and entry["milestone"] and entry["checkpoint"] not in aside
+        for entry in log.commits()
+        if entry["milestone"]
     }
-    return [found[step] for step in sorted(found) if run.exists(f"{found[step].folder}/{COMMIT}")]
+    return [kept[step] for step in sorted(kept) if run.exists(f"{kept[step].folder}/{COMMIT}")]
 
 
 def _is_of(published: Mapping[str, object], part: Store) -> bool:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import safetensors
+import safetensors.torch
 
-from atoll.base.errors import AtollError
-from atoll.data.columns import Column
+from atoll.base.errors import AtollError, DataError
+from atoll.data.columns import Column, describe
 from atoll.data.dataset import SPLITS, DataSet
 from atoll.data.files import join, verified
 from atoll.data.images import ImageReader
@@ -74,11 +74,17 @@ def _column_shard(column: Column, shard: int, rows: int) -> Iterator[str]:
     except AtollError as error:
         yield str(error)
         return
-    key = "values" if column.meta.kind == "fixed" else "lengths"
-    with safetensors.safe_open(path, "pt") as file:
-        found = file.get_slice(key).get_shape()[0]
-    if found != rows:
-        yield f"{column.store.name(column.folder)}/{entry.path} holds {found} rows; the manifest says {rows}"
+    where = f"{column.store.name(column.folder)}/{entry.path}"
+    try:
+        dtype, shape, _ = describe(safetensors.torch.load_file(path), column.meta.kind, rows, where)
+    except DataError as error:
+        yield error.what
+        return
+    if (dtype, list(shape)) != (column.meta.dtype, column.meta.shape):
+        yield (
+            f"{where} holds {dtype} of shape {list(shape)}; column.json says {column.meta.dtype} of shape "
+            f"{column.meta.shape}"
+        )
 
 
 def _file(column: Column, entry: FileEntry) -> Iterator[str]:

@@ -292,7 +292,7 @@ class _Writing:
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in compute(number).items()}
         if "lengths" in tensors:
             tensors["lengths"] = tensors["lengths"].to(torch.int32)
-        _describe(tensors, self.kind, self.shards[number].rows, f"column {self.name!r}, shard {number}")
+        describe(tensors, self.kind, self.shards[number].rows, f"column {self.name!r}, shard {number}")
         # A column.json beside shards it does not describe would be a lie: it goes first.
         self.store.delete(f"{self.folder}/column.json")
         file = write_file(
@@ -340,14 +340,14 @@ class _Writing:
     def _inspect(self, number: int, file: FileEntry) -> tuple[str, tuple[int, ...], int]:
         key = join(self.folder, file.path)
         tensors = safetensors.torch.load_file(self.store.path(key))
-        return _describe(tensors, self.kind, self.shards[number].rows, self.store.name(key))
+        return describe(tensors, self.kind, self.shards[number].rows, self.store.name(key))
 
     def _write_extra(self, key: str, tensors: Mapping[str, Tensor]) -> FileEntry:
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         return write_file(self.store, self.folder, f"{key}.safetensors", safetensors.torch.save(flat))
 
 
-def _describe(
+def describe(
     tensors: Mapping[str, Tensor], kind: Kind, rows: int, where: str
 ) -> tuple[str, tuple[int, ...], int]:
     """Type, shape and longest sequence of a shard's tensors; `DataError` unless they fit its rows."""

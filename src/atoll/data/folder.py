@@ -194,7 +194,7 @@ def _read_csv(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
     before = csv.field_size_limit(LARGEST)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)  # a stray quote would swallow the rows after it
             for row in reader:
                 fields = {name: _text(value) for name, value in row.items() if name is not None}
                 rows.append((reader.line_num, fields if None not in row else "more fields than columns"))

@@ -189,11 +189,7 @@ class _Job:
         counts = Counter(reject["reason"] for reject in rejects)
         if not any(part.rows for part in self.parts):
             self._discard()
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-            first = f"; the first: {rejects[0]['key']}: {rejects[0]['detail']}" if rejects else ""
-            raise DataError(
-                f"no usable rows in {about['name']} ({reasons or 'it is empty'}{first})", "mend the source"
-            )
+            raise DataError(f"no usable rows in {about['name']} ({_reasons(rejects)})", "mend the source")
         lines = "".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects)
         self.store.put(join(self.prefix, _REJECTS), lines.encode())
         dataset = self._dataset(
@@ -201,9 +197,12 @@ class _Job:
         )
         try:
             write_split(dataset, self.config.seed, self.config.heldout)
-        except DataError:
+        except DataError as error:
             self._discard()
-            raise
+            if not rejects:
+                raise
+            what = f"{error.what}; {len(rejects)} of {len(self.source)} were rejected ({_reasons(rejects)})"
+            raise DataError(what, f"{error.fix}, or mend the source") from None
         create_manifest(dataset)
         _forget(self.store, self.prefix)
         return dataset
@@ -301,6 +300,15 @@ def _find_mode(source: Source) -> Mode:
                     return "rgb"
                 found = "gray"
     return found
+
+
+def _reasons(rejects: list[dict[str, str]]) -> str:
+    """How many rows were rejected for which reason, and the first of them."""
+    if not rejects:
+        return "it is empty"
+    counts = Counter(reject["reason"] for reject in rejects).most_common()
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
+    return f"{reasons}; the first: {rejects[0]['key']}: {rejects[0]['detail']}"
 
 
 def _bytes(image: bytes | Image.Image) -> bytes:

@@ -44,16 +44,6 @@ def per_sample_loss(output: Float[Tensor, "B C H W"], target: Float[Tensor, "B C
     return (output.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
 
 
-def weighted_mean(losses: Float[Tensor, "B"], weights: Float[Tensor, "B"] | None) -> Float[Tensor, ""]:
-    """`sum(w l) / sum(w)`, the plain mean without weights, 0 where all weights are 0.
-
-    Experts and router must see the same weights: a cluster's prior is the sum of its weights.
-    """
-    if weights is None:
-        return losses.mean()
-    return (weights * losses).sum() / weights.sum().clamp(min=torch.finfo(losses.dtype).tiny)
-
-
 def drop_condition(cond: Condition, null: Condition, u: Float[Tensor, "B"], probability: float) -> Condition:
     """The null condition where `u (B,)`, uniform on [0, 1), is below `probability`; else the sample's own.
 

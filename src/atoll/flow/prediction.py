@@ -6,6 +6,7 @@ sample, computed in float64 whatever the dtype of the images.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -60,6 +61,7 @@ def same_snr_time(t: Float[Tensor, "B"], source: Schedule, target: Schedule) -> 
     return t if source == target else target.time_of_log_snr(source.log_snr(t))
 
 
+@lru_cache(maxsize=64)  # asked at every call of an expert that is converted
 def exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, float]:
     """The rectified-flow times between which `flow_velocity` is exact for such a network.
 

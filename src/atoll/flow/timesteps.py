@@ -22,7 +22,6 @@ def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule
     t = u.double()
     if config.distribution == "logit-normal":
         t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))
-    if config.log_snr_shift:
-        inside = t.clamp(MARGIN, 1 - MARGIN)  # the log-SNR of some schedules is infinite at the ends
-        t = schedule.time_of_log_snr(schedule.log_snr(inside) - config.log_snr_shift)
+    if config.log_snr_shift:  # at an end of a schedule the log-SNR may be infinite: it stays there
+        t = schedule.time_of_log_snr(schedule.log_snr(t) - config.log_snr_shift)
     return t.clamp(MARGIN, 1 - MARGIN).to(u.dtype)

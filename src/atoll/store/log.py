@@ -53,6 +53,12 @@ class Log:
                 self._read.append(self._entry(key))
             return list(self._read)
 
+    def commits(self) -> list[Entry]:
+        """The commits in order, without those whose checkpoint was set aside since."""
+        entries = self.entries()
+        damaged = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
+        return [e for e in entries if e["kind"] == "commit" and e["checkpoint"] not in damaged]
+
     def publication(self) -> Entry | None:
         """The entry that names what the run published, if it did."""
         return next((entry for entry in self.entries() if entry["kind"] == "publish"), None)

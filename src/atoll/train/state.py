@@ -188,9 +188,8 @@ def _prune(store: Store, log: Log, keep: int) -> None:
     What later holders wrote is never touched: this process may have been overtaken without knowing it yet.
     What was set aside stays for whoever wants to know why.
     """
-    entries = log.entries()
+    entries, commits = log.entries(), log.commits()
     aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
-    commits = [e for e in entries if e["kind"] == "commit" and e["checkpoint"] not in aside]
     kept = {e["checkpoint"] for e in commits[-keep:]} | {e["checkpoint"] for e in commits if e["milestone"]}
     holders = [entry["holder"] for entry in entries if entry["kind"] == "acquire"]
     ours = set(holders[: holders.index(log.holder) + 1])
@@ -206,11 +205,7 @@ Loaded = tuple[dict[str, Any], dict[str, bytes]]
 
 def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
     """Name, hash and content of the newest whole checkpoint; damaged ones on the way are set aside."""
-    entries = log.entries()
-    aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
-    for entry in reversed(entries):
-        if entry["kind"] != "commit" or entry["checkpoint"] in aside:
-            continue
+    for entry in reversed(log.commits()):
         name, hashed = entry["checkpoint"], entry["sha256"]
         if not store.list(name):
             continue  # pruned
