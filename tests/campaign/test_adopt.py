@@ -255,12 +255,12 @@ def test_an_island_has_one_expert(
     checkpoint(there)
     refused(command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give --expert 0 to 1")
     train_run(campaign, "expert", 0)
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has an expert already")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
     shutil.rmtree(Path(folder) / "islands/0/expert")
     refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train an expert")
     shutil.rmtree(Path(folder) / "islands/0/run")
     assert command(capsys, "adopt", folder, there, "--expert", "0").code == 0
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has an expert already")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
 
 
 def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
