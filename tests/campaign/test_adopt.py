@@ -257,7 +257,7 @@ def test_an_island_has_one_expert(
     train_run(campaign, "expert", 0)
     refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
     shutil.rmtree(Path(folder) / "islands/0/expert")
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train an expert")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train")
     shutil.rmtree(Path(folder) / "islands/0/run")
     assert command(capsys, "adopt", folder, there, "--expert", "0").code == 0
     refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
