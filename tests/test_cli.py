@@ -447,8 +447,9 @@ def test_damaged_weights_are_not_sampled_and_can_be_mended(run: Run, trained: Pa
 def test_an_ensemble_of_another_schema(run: Run, trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "c"))
     path = folder / "ensemble/ensemble.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 9}))
-    refused(run("sample", folder, "1", "--out", tmp_path / "a.png"), "schema 9", "assemble again")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "format": content["format"].rpartition(" ")[0] + " 9"}))
+    refused(run("sample", folder, "1", "--out", tmp_path / "a.png"), " 9, this Atoll reads", "atoll assemble")
     assert run("assemble", folder).code == 0
     assert run("sample", folder, "1", "--out", tmp_path / "a.png").code == 0
 
