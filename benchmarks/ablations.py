@@ -30,7 +30,7 @@ from harness import finish, median_row, row, tiny
 from atoll.measure.seeds import unlike
 
 STRATEGIES = ["once", "top-1"]
-OWN = ("same_features_as_partition", "sweep", "curve")
+OWN = ("same_features_as_partition", "akin_to_partition", "sweep", "curve")
 """What a variant may have been asked for otherwise: it decides no number here."""
 Result = dict[str, Any]
 """What `compare.json` says."""
