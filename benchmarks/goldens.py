@@ -37,6 +37,9 @@ EXPECTED = {
     "unconditional/pictures/drawn/once null *": (math.inf, "the only branch there is routed by `once`"),
     "*/compare/models/*/gflops_per_step": (0.2, "the router's calls count by branch, as the experts' do"),
     "*/compare/models/*/router_share": (0.5, "likewise"),
+    "unconditional/tables/compare/best/*": (math.inf, "an unconditional model has one guidance, 1"),
+    "unconditional/tables/compare/guidance/*": (math.inf, "likewise"),
+    "*/numbers/evaluate/*/frechet/value": (1e-12, "moments are of the projected features"),
     "unconditional/tables/diagnose/[ls]*": (1e-5, "no guidance: two equal branches' difference was rounded"),
 }
 """Differences that are meant: a pattern of paths, the largest relative one, and why."""

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from atoll.ensemble.model import Model
 from atoll.ensemble.routing import WeightFunction
 from atoll.ensemble.settings import Residency
 from atoll.measure import evaluation
-from atoll.measure.judged import Wanted
 from atoll.recipes import catalogue
 from atoll.train.run import train_run
 
@@ -118,11 +116,10 @@ def evaluate(
     """
     config = campaign.config.evaluate
     changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
-    asked = replace(campaign, config=campaign.config.model_copy(update={"evaluate": changed}))
-    request = evaluation.Request(Wanted(model, routing, guidance, steps, seed))
-    result = evaluation.evaluate(asked, request)
-    assert result is not None  # it has one process
-    return {name: float(value["value"]) for name, value in result.values.items()}
+    generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
+    point = evaluation.evaluate(campaign, evaluation.Request(model, generation), changed)
+    assert point is not None  # it has one process
+    return {name: float(value["value"]) for name, value in point.values.items()}
 
 
 def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -303,25 +303,25 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
     sample_campaign(_open(campaign), Request(prompts=prompts, out=out, **options))
 
 
-@atoll.command()
+@atoll.command("compare")
 @click.argument("campaigns", metavar="CAMPAIGN...", nargs=-1, required=True)
 @click.option("--out", default=".", show_default=True, help="Where reports/seeds.json of several goes.")
 @SETS
-def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
+def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
     """Measure monolith, student, and the ensemble under every strategy.
 
     Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
     range of every number, and the mean with its 95 % interval.
     """
-    from atoll.measure.comparison import compare_campaign
-    from atoll.measure.several import compare_campaigns
+    from atoll.measure.comparison import compare
+    from atoll.measure.seeds import compare_seeds
     from atoll.store.store import Store
 
     opened = [_open(campaign, sets) for campaign in campaigns]
     if len(opened) == 1:
-        compare_campaign(opened[0])
+        compare(opened[0])
     else:
-        compare_campaigns(opened, Store.open(out, create=True))
+        compare_seeds(opened, Store.open(out, create=True))
 
 
 @atoll.command()
@@ -357,7 +357,21 @@ def compare(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None
 @click.option("--out", default=".", show_default=True, help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
-def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
+def evaluate(
+    campaign: str | None,
+    listed: bool,
+    processes: int,
+    sets: tuple[str, ...],
+    metrics: str | None,
+    extractor: str | None,
+    samples: int | None,
+    images: Path | None,
+    model: str | None,
+    reference: str | None,
+    split: str,
+    out: str,
+    **generation: Any,
+) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
     from atoll.measure import evaluation
 
@@ -366,9 +380,17 @@ def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
             raise AtollError("--list needs a campaign", "name it")
         say(evaluation.show_all(_open(campaign).store))
         return
-    request, argv = evaluation.requested(campaign, options)
-    opened = _open(campaign, request.sets) if campaign is not None else None
-    evaluation.evaluate(opened, request, argv)
+    given = {name: value for name, value in generation.items() if value is not None}
+    of_model = {**({"model": model} if model else {}), **given, **({"samples": samples} if samples else {})}
+    if images is not None and of_model:
+        raise AtollError(f"--{next(iter(of_model))} is for a model, and --images is none", "leave one out")
+    if evaluation.spread(processes):
+        return
+    settings = {"metrics": metrics, "extractor": extractor, "samples": samples}
+    sets += tuple(f"evaluate.{name}={json.dumps(v)}" for name, v in settings.items() if v is not None)
+    opened = _open(campaign, sets) if campaign is not None else None
+    request = evaluation.Request(model or "ensemble", given, images, reference, split, out)
+    evaluation.evaluate(opened, request, evaluation.alone(sets) if opened is None else None)
 
 
 @atoll.command()
@@ -376,9 +398,9 @@ def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
 @SETS
 def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
-    from atoll.measure.diagnosis import diagnose_campaign
+    from atoll.measure.diagnosis import stage
 
-    diagnose_campaign(_open(campaign, sets))
+    stage.diagnose(_open(campaign, sets))
 
 
 @atoll.command()

@@ -1,51 +1,94 @@
-"""Rows of features in a file, and sets of features that are taken in and merged."""
+"""Features of pictures that come in any order and on several processes, and what is seen beside them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from atoll.base.errors import DataError
-from atoll.measure.features import FeatureRows, FeatureSet
-
-
-def features(n: int = 100, d: int = 5) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(n, d)).astype(np.float32)
-
-
-def test_rows_come_back_in_any_order() -> None:
-    x, rows = features(), FeatureRows(5)
-    for part in np.array_split(np.random.default_rng(1).permutation(100), 7):
-        rows.write(part, x[part])
-    assert len(rows) == 100 and rows.missing == 0
-    wanted = np.array([99, 3, 4, 5, 0, 3])
-    assert np.array_equal(rows.read(wanted), x[wanted])
-    assert np.array_equal(np.concatenate(list(rows.blocks(size=9))), x)
-    assert [len(block) for block in rows.blocks(wanted, 4)] == [4, 2]
-    assert rows.read([]).shape == (0, 5)
+from atoll.base.processes import ProcessGroup
+from atoll.encoders.vision import VisionEncoder
+from atoll.measure import features
+from atoll.measure.features import extract
+from atoll.measure.pictures import Batch, share
 
 
-def test_rows_that_are_missing_are_known() -> None:
-    x, rows = features(), FeatureRows(5)
-    rows.write([7], x[7:8])
-    assert len(rows) == 8 and rows.missing == 7 and rows.numbers.tolist() == [7]
-    with pytest.raises(DataError, match="width of 5"):
-        rows.write([0], np.zeros((1, 4)))
+@dataclass
+class Shuffled:
+    """Pictures of one grey each, in batches whose numbers jump."""
+
+    count: int
+    size: tuple[int, int] = (4, 4)
+    subject: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batches(self, part: range, batch: int) -> Iterator[Batch]:
+        order = np.random.default_rng(0).permutation(part)
+        for numbers in np.array_split(order, max(1, len(part) // batch)):
+            pictures = [Image.new("L", self.size, int(n)) for n in numbers]
+            yield Batch(numbers.tolist(), pictures, [str(n) for n in numbers])
 
 
-def test_a_set_does_not_depend_on_how_it_is_cut() -> None:
-    x, whole = features(), FeatureSet.of(features())
-    parts = [FeatureSet(5, keep_rows=True) for _ in range(3)]
-    for number, part in enumerate(np.array_split(np.random.default_rng(1).permutation(100), 10)):
-        parts[number % 3].add(x[part], part.tolist(), x[part, 0].astype(np.float64))
-    first = parts[0]
-    for part in parts[1:]:
-        first.merge(part)
-    assert first.count == whole.count == 100
-    assert np.array_equal(first.whole_rows().read(range(100)), x)
-    np.testing.assert_allclose(first.moments.covariance, whole.moments.covariance, rtol=1e-12, atol=1e-14)
-    assert first.scores.mean[0] == pytest.approx(x[:, 0].astype(np.float64).mean(), rel=1e-12)
+class Grey:
+    """An extractor that also says how many pictures it saw at once."""
+
+    width, device = 2, "cpu"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def encode(self, pictures: list[Image.Image]) -> torch.Tensor:
+        self.seen.append(len(pictures))
+        return torch.tensor([[float(np.asarray(p)[0, 0]), 1.0] for p in pictures])
 
 
-def test_rows_are_kept_only_where_they_are_wanted() -> None:
-    light = FeatureSet(5)
-    light.add(features())
-    assert light.rows is None and light.count == 100 and light.scores.count == 0
+def test_rows_are_by_number_and_the_extractor_sees_as_many_however_they_are_drawn() -> None:
+    seen = []
+    for batch in (7, 30, 200):
+        encoder = Grey()
+        made = extract(Shuffled(150), cast(VisionEncoder, encoder), "greys", batch)
+        assert made is not None and made.rows[:, 0].tolist() == list(range(150))
+        seen.append(encoder.seen)
+    assert seen == [[64, 64, 22]] * 3
+
+
+def test_captions_are_scored_with_their_pictures() -> None:
+    def scorer(encoder: Any, rows: np.ndarray, captions: list[str]) -> np.ndarray:
+        assert [str(int(row)) for row in rows[:, 0]] == captions
+        return rows[:, 0] * 2.0
+
+    made = extract(Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, scorers={"twice": scorer})
+    assert made is not None and made.scores["twice"].tolist() == [2.0 * n for n in range(90)]
+
+
+def test_processes_bring_their_shares_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes one after the other, with a letter box between them."""
+    box: list[torch.Tensor] = []
+
+    def hand_over(self: ProcessGroup, tensors: list[torch.Tensor], rank: int) -> None:
+        for tensor in tensors:
+            if self.rank == rank:
+                box.append(tensor.clone())
+            else:
+                tensor.copy_(box.pop(0))
+
+    monkeypatch.setattr(features.ProcessGroup, "hand_over", hand_over)
+    source, encoder = Shuffled(45), cast(VisionEncoder, Grey())
+    assert extract(source, encoder, "greys", 8, ProcessGroup(1, 2)) is None
+    whole = extract(source, encoder, "greys", 8, ProcessGroup(0, 2))
+    assert whole is not None and whole.rows[:, 0].tolist() == list(range(45))
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "size"), [(45, 8, 2), (45, 8, 7), (3, 8, 2), (16, 8, 3), (8, 1, 8)]
+)
+def test_shares_are_whole_batches_of_all_pictures(count: int, batch: int, size: int) -> None:
+    parts = [share(count, batch, rank, size) for rank in range(size)]
+    assert [number for part in parts for number in part] == list(range(count))
+    assert all(part.start % batch == 0 for part in parts if part)

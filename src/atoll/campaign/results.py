@@ -187,6 +187,8 @@ class Comparison(_Tables):
     """Routing that the campaign samples with."""
     metric: dict[str, Any]
     """What the distance is: extractor, reference, samples, steps, guidance."""
+    departures: dict[str, list[float]] = {}
+    """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
     rows: list[ComparedModel]
     """The models."""
     prompts: list[str]
@@ -305,6 +307,8 @@ class Protocol(Config):
     """Number of judged pictures."""
     conditions: str | None = None
     """Whose captions or labels were sampled; none for a folder of pictures, as everything below."""
+    conditions_hash: str | None = None
+    """Digest of these rows; earlier versions left it out."""
     sampler: str | None = None
     """How the flow was integrated."""
     steps: int | None = None
@@ -321,11 +325,11 @@ class Protocol(Config):
     """Version of Atoll."""
 
 
-class Result(File):
+class MeasuredPoint(File):
     """One model, or one folder of pictures, measured under one protocol."""
 
-    FORMAT, PLACE = "atoll/evaluation", "reports/evaluate/KEY.json"
-    ERROR, REMEDY = DataError, "evaluate again: atoll evaluate"
+    FORMAT, PLACE = "atoll/point", "reports/points/KEY.json"
+    ERROR, REMEDY = DataError, "measure again: atoll evaluate, or atoll compare"
 
     subject: dict[str, Any]
     """What was judged: `name`, and the digests of its weights or pictures."""
@@ -334,7 +338,7 @@ class Result(File):
     values: dict[str, dict[str, Any]]
     """By metric: `label`, `value`, `deviation`, `settings`, `note`."""
     cost: dict[str, float | None] = {}
-    """Seconds; number of processes."""
+    """Seconds, processes; of a model also what a step of one sample takes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -353,17 +357,53 @@ class Result(File):
 
     @property
     def key(self) -> str:
-        """Names the report: subject, protocol, and which metrics with what settings."""
+        """Names the point: subject, protocol, and which metrics with what settings."""
         settings = {name: value["settings"] for name, value in self.values.items()}
-        return result_key(self.subject, self.protocol, settings)
+        return point_key(self.subject, self.protocol, settings)
+
+    def number(self, metric: str) -> float | None:
+        """The value of a metric; None where it was not measured."""
+        return self.values[metric]["value"] if metric in self.values else None
 
     def to_json(self) -> dict[str, Any]:
-        """The report's content."""
+        """The file's content."""
         return {"key": self.key, **super().to_json()}
 
 
-def result_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
-    """Digest of everything that decides a result."""
-    return digest({"subject": subject, "protocol": protocol.model_dump(mode="json"), "metrics": settings})[
-        :16
-    ]
+def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
+    """Digest of everything that decides a point: not what the reference is called, nor Atoll's version,
+    whose changes of numbers raise `MeasuredPoint.VERSION`."""
+    decisive = protocol.model_dump(mode="json", exclude={"reference", "code"})
+    tree = {"version": MeasuredPoint.VERSION, "subject": subject, "protocol": decisive, "metrics": settings}
+    return digest(tree)[:16]
+
+
+class Statistics(File):
+    """Features of a reference, in a file beside this one, and what made them."""
+
+    FORMAT, PLACE = "atoll/statistics", "reports/references/KEY.json"
+    ERROR, REMEDY = DataError, "make them again: atoll evaluate"
+
+    code: str
+    """Version of Atoll."""
+    extractor: dict[str, Any]
+    """Name, weights' hash, size and resize kernel of the extractor."""
+    name: str
+    """What the user called the reference."""
+    data: str
+    """Digest of the pictures."""
+    split: str | None = None
+    """Which rows of a data set; none for a folder."""
+    count: int
+    """Number of pictures."""
+    size: tuple[int, int]
+    """Width and height of the pictures, in pixels."""
+    files: list[dict[str, Any]] = []
+    """Path, bytes and SHA-256 of the features."""
+
+    @property
+    def key(self) -> str:
+        """Names the statistics: other pictures or another extractor give another key."""
+        tree = self.model_dump(mode="json", exclude={"code", "files", "name"})
+        tree["extractor"] = {name: value for name, value in self.extractor.items() if name != "name"}
+        return digest(tree)[:16]

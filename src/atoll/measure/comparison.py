@@ -1,17 +1,20 @@
-"""The compare stage: load what a campaign published, measure it, write `reports/`."""
+"""The compare stage: monolith, student and ensemble side by side, with equal conditions and equal noise."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError
+from atoll.base.device import own_device
+from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.rng import generator
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.baselines import dense_cards
@@ -20,20 +23,24 @@ from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Comparison
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.data.samples import Samples
-from atoll.encoders.vision import akin
+from atoll.encoders.extractors import extractor
+from atoll.encoders.vision import VisionEncoder, akin
 from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Trace
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import read_manifest
+from atoll.ensemble.folder import Manifest, read_manifest
+from atoll.ensemble.model import ENSEMBLE, joined
 from atoll.ensemble.routing import Routing
-from atoll.measure.bench import Bench
-from atoll.measure.beyond import flops_curve, guidance_sweep
-from atoll.measure.compare import Conditions
-from atoll.measure.course import Course
-from atoll.measure.pairs import Kept, pair_table
+from atoll.measure.departure import Departure, must_be_some, possible, routings
+from atoll.measure.metrics.metric import How
+from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
+from atoll.measure.metrics.projection import Axes, Projection
+from atoll.measure.models import Candidate, Drawn, RowConditions, published
 from atoll.measure.pictures import Rows
-from atoll.measure.points import Row
-from atoll.measure.streams import to_csv
-from atoll.measure.sweeps import BASE
+from atoll.measure.points import Judge
+from atoll.measure.reference import Reference
+from atoll.measure.same_noise import Kept, pair_table
+from atoll.measure.table import Row, Table, to_csv
 
 RESULT = "reports/compare.json"
 FOLDER = "reports/compare"
@@ -44,50 +51,199 @@ MODELS = (
 """Columns of `models.csv`."""
 TABLES = ("pairs", "guidance", "best", "curve", "reach")
 """The other tables, in the JSON and as CSV."""
+USUAL = ("once", "top-1", "top-2", "full", "oracle")
+"""Strategies beside the campaign's own, if none are named."""
+BASE = "monolith"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be measured.
+class Request:
+    """What is to be compared.
 
     Attributes:
-        config: with the strategies that this ensemble can follow.
+        strategies: that this ensemble can follow.
+        departure: how samples are drawn.
         sweep: what the guidance sweep was asked for, as the result names it; None for no sweep.
-        curve: the same of the curve.
+        curve: the same of the training curve.
     """
 
-    config: CompareConfig
+    strategies: list[str]
+    departure: Departure
     sweep: dict[str, Any] | None
     curve: dict[str, Any] | None
 
     @classmethod
-    def of(cls, campaign: Campaign, experts: int, present: Sequence[int], dense: Iterable[str]) -> "Wanted":
+    def of(cls, campaign: Campaign, content: Manifest, dense: Mapping[str, Card]) -> "Request":
         """Out of the settings."""
-        asked = campaign.config.compare
-        config = asked.model_copy(update={"strategies": _possible(asked.strategies, experts, present)})
+        config, departure = campaign.config.compare, Departure.of(campaign, campaign.config.compare)
+        missing = sorted(set(range(content.k)) - set(content.experts))
+        strategies = possible(routings(campaign, config.strategies, USUAL), content.k, missing)
         if not config.guidances and not config.curve:
-            return cls(config, None, None)
-        names = config.sweep or list(dict.fromkeys([str(campaign.config.sampling.routing), "top-1"]))
-        names = list({str(Routing.named(name)): name for name in _possible(names, experts, present)}.values())
-        if not names:
-            raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")
-        scales = sorted({float(scale) for scale in (config.guidance, *config.guidances)})
-        models = [*dense, *names]
+            return cls(strategies, departure, None, None)
+        names = possible(routings(campaign, config.sweep, ["top-1"]), content.k, missing)
+        names = list({str(Routing.named(name)): name for name in names}.values())
+        must_be_some(names, "compare.sweep")
+        scale = departure.generation.guidance
+        kind = campaign.config.condition
+        each = [departure.generation.with_(guidance=one).for_condition(kind) for one in config.guidances]
+        scales = sorted({float(one.guidance) for one in (departure.generation, *each)})
         samples = config.curve_samples or config.samples
-        curve = {"strategies": names, "samples": samples, "guidance": config.guidance}
+        sweep = {"models": [*dense, *names], "guidances": scales}
+        curve = {"strategies": names, "samples": samples, "guidance": scale}
         return cls(
-            config,
-            {"models": models, "guidances": scales} if config.guidances else None,
-            curve if config.curve else None,
+            strategies, departure, sweep if config.guidances else None, curve if config.curve else None
         )
 
     def missing(self, found: dict[str, Any]) -> list[str]:
         """What a result of the same table does not hold."""
-        asked = {"sweep": self.sweep, "curve": self.curve}
-        return [name for name, value in asked.items() if value is not None and found.get(name) != value]
+        beyond = {"sweep": self.sweep, "curve": self.curve}
+        return [name for name, value in beyond.items() if value is not None and found.get(name) != value]
 
 
-def compare_campaign(campaign: Campaign) -> dict[str, Any]:
+class Bench:
+    """What the points of a comparison share: conditions, judge and models.
+
+    Args:
+        campaign: with an ensemble.
+        request: what is compared.
+        router: the router's card.
+        dense: cards of the single networks.
+
+    Raises:
+        DataError: there are too few held-out rows.
+    """
+
+    def __init__(self, campaign: Campaign, request: Request, router: Card, dense: Mapping[str, Card]) -> None:
+        self.campaign, self.request, self.router, self.dense = campaign, request, router, dense
+        self.config: CompareConfig = campaign.config.compare
+        self.seed, self.device = campaign.config.seed, own_device()
+        self.dataset, self.partition = campaign.clustered()
+        self.train, heldout = self._samples("train"), self._samples("heldout")
+        self.heldout = len(heldout)
+        if not self.heldout:
+            raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
+        rows = heldout if self.config.conditions == "heldout" else self.train
+        most = max(self.config.samples, self.config.curve_samples or 0)
+        self.conditions = RowConditions.drawn(campaign, rows, self.config.conditions, most, self.seed)
+        self.published = cache(lambda name: published(campaign, name, self.device))
+        self.judge = cache(self._judge)
+
+    def _samples(self, split: str) -> Samples:
+        kind, rows = self.campaign.config.condition, self.dataset.split(split)
+        return Samples(self.dataset, rows, kind, self.router.shape)
+
+    @cached_property
+    def encoder(self) -> VisionEncoder:
+        """Whose features are compared."""
+        return extractor(self.config.extractor, self.config.extractor_size, str(self.device))
+
+    @cached_property
+    def reference(self) -> Reference:
+        """Every held-out picture."""
+        pictures = Rows(self.dataset, "heldout")
+        return Reference.of_pictures(pictures, "the campaign's data", self.encoder, self.campaign.store)
+
+    @cached_property
+    def _fit(self) -> Rows:
+        """Training pictures that fix the components."""
+        return self.training("judge", self.config.fit_rows)
+
+    def training(self, stream: str, count: int) -> Rows:
+        """So many training pictures, drawn by the campaign's seed."""
+        train = self.dataset.split("train")
+        order = torch.randperm(len(train), generator=generator(self.seed, stream)).numpy()
+        return Rows(self.dataset, "train", np.sort(train[order[:count]]))
+
+    @property
+    def components(self) -> int:
+        """Most components, however many pictures there are: half of those at hand."""
+        components = min(self.config.components, min(self.heldout, len(self._fit)) // 2)
+        if components < 1:
+            what = f"{self.heldout} held-out rows cannot judge"
+            raise DataError(what, "hold out more: data.ingest.heldout")
+        return components
+
+    def _judge(self, samples: int) -> Judge:
+        """The judge of so many pictures: no more components than half of them."""
+        axes = Axes(
+            {"axes": "of training pictures", "axes_hash": self._fit.digest, "most": self.components},
+            self._projection,
+        )
+        components = min(self.components, samples // 2)
+        encoder, held = self.encoder, self.heldout
+        how = How(encoder.name, encoder.kind, encoder.width, samples, held, components, axes)
+        metrics = ["frechet"]
+        if min(samples, held) > DENSITY_K:
+            metrics += ["precision", "recall"]
+        return Judge(self.campaign.store, encoder, self.reference, metrics, how, self.config.batch)
+
+    def _projection(self) -> Projection:
+        return self._fitted
+
+    @cached_property
+    def _fitted(self) -> Projection:
+        name = "training pictures of the campaign"
+        fit = Reference.of_pictures(self._fit, name, self.encoder, self.campaign.store)
+        judge = self.judge(self.config.samples)
+        features = fit.features(self.encoder, self.config.batch, judge.world)
+        assert features is not None
+        return Projection.fit(features.rows, self.components)
+
+    def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
+        """Samples of a model, under a routing strategy of this name if it is an ensemble."""
+        routing = name if candidate.routed else None
+        generation = self.request.departure.generation.with_(routing=routing, guidance=guidance)
+        return Drawn(candidate, generation, self.conditions.first(samples))
+
+    def model(self, name: str) -> Candidate:
+        """A single network as it was published, or the ensemble, by the name of a strategy."""
+        return self.published(name if name in (*self.dense, "pretrain") else ENSEMBLE)
+
+    def row(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> tuple[Row, bool]:
+        """What is known of a model, drawn now if nothing is; and whether it was."""
+        row, _, new = self._row(candidate, name, guidance, samples, keep=False)
+        return row, new
+
+    def kept(self, name: str) -> tuple[Row, Kept]:
+        """The same at the comparison's own guidance, with its first samples."""
+        row, kept, _ = self._row(self.model(name), name, None, self.config.samples, keep=True)
+        assert kept is not None
+        return row, kept
+
+    def _row(
+        self, candidate: Candidate, name: str, guidance: float | None, samples: int, keep: bool
+    ) -> tuple[Row, Kept | None, bool]:
+        drawn = self.drawn(candidate, name, guidance, samples)
+        point, kept, new = self.judge(samples).look(drawn, keep)
+        assert point is not None
+        cost = {key: value for key, value in point.cost.items() if key not in ("processes", "draw_seconds")}
+        values = {key: point.number(key) for key in ("precision", "recall")}
+        seconds = point.cost["draw_seconds"]
+        row = {"name": name, "distance": point.number("frechet"), **values, **cost, "seconds": seconds}
+        return row, kept, new
+
+    def show(self, name: str, shown: RowConditions) -> list[Any] | None:
+        """Draw the pictures to look at and write them; weights `[step][picture][expert]` of an ensemble."""
+        drawn = self.drawn(self.model(name), name, None, 0)
+        drawn = replace(drawn, generation=drawn.generation.with_(seed=self.seed + 1), conditions=shown)
+        traces = list[tuple[list[int], Trace]]()
+        for batch in drawn.batches(range(len(shown)), self.config.batch):
+            for number, picture in zip(batch.numbers, batch.pictures, strict=True):
+                self.write(name, number, png(picture))
+            if batch.trace is not None:
+                traces.append((list(batch.numbers), batch.trace))
+        trace = joined(traces)
+        if trace is None:
+            return None
+        weights: list[Any] = np.round(trace.stacked().numpy().astype(float), 4).tolist()
+        return weights
+
+    def write(self, name: str, number: int, picture: bytes) -> None:
+        """A picture to look at."""
+        self.campaign.store.put(f"{FOLDER}/{name}/{number:02d}.png", picture)
+
+
+def compare(campaign: Campaign) -> dict[str, Any]:
     """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated.
 
     Every point that was measured is kept, so a comparison that was stopped goes on where it was, and one with
@@ -98,39 +254,42 @@ def compare_campaign(campaign: Campaign) -> dict[str, Any]:
         ConfigError: a strategy or a curve that is not possible here.
         DataError: there are too few held-out rows.
     """
-    store = campaign.store
+    from atoll.measure.guidance_sweep import guidance_sweep
+    from atoll.measure.training_curve import Course, training_curve
+
+    store, config = campaign.store, campaign.config.compare
     content, router = read_manifest(store), read_card(store, "ensemble/router")
     dense = dense_cards(campaign, router)
-    wanted = Wanted.of(campaign, content.k, content.experts, dense)
+    request = Request.of(campaign, content, dense)
     parts = content.parts | {name: card.weights_sha256 for name, card in dense.items()}
-    settings = {
-        "config": wanted.config.model_dump(exclude=set(BEYOND)),
-        "default": str(campaign.config.sampling.routing),
-        **({"token": "class"} if "/" in wanted.config.extractor else {}),  # DINOv2 once had another feature
-    }
-    key = digest({"parts": parts, **settings, "seed": campaign.config.seed})
+    key = digest(
+        {
+            "parts": parts,
+            "config": config.model_dump(exclude={*BEYOND, "strategies", "steps", "guidance"}),
+            "strategies": request.strategies,
+            "generation": request.departure.generation.model_dump(mode="json"),
+        }
+    )
     found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
     same = found.get("key") == key and Comparison.fits(found)
-    if same and not wanted.missing(found):
+    if same and not request.missing(found):
         say("compare: finished already")
-        if "parts" not in found:  # of an earlier version, whose key is that of these parts all the same
-            store.put_json(RESULT, found := {**found, "parts": parts})
-        if "neighbours" not in found["metric"]:
-            say(
-                f"  without precision, recall and pairs, which are newer: remove {RESULT} to measure them too"
-            )
         return found
-    on_the_way = wanted.curve is not None and (not same or "curve" in wanted.missing(found))
+    on_the_way = request.curve is not None and (not same or "curve" in request.missing(found))
     course = Course(campaign, content, router, list(dense)) if on_the_way else None
-    bench = Bench(campaign, wanted.config, router, parts, dense)
-    with using_threads(wanted.config.threads):
+    bench = Bench(campaign, request, router, dense)
+    with using_threads(config.threads):
         if not same:
             head = {**Comparison.header(), "key": key, "parts": parts, "code": code_version(), "seconds": 0.0}
-            found = _write(campaign, head, lambda: _table(bench, router, dense))
-        if bench.encoder.producer().items() <= found["metric"].items():
-            bench.known = found["rows"]
-        for name in wanted.missing(found):
-            found = _write(campaign, found, partial(_beyond, name, bench, course, wanted))
+            found = _write(campaign, head, lambda: _table(bench))
+        for name in request.missing(found):
+            if name == "sweep":
+                assert request.sweep is not None
+                more = partial(guidance_sweep, bench, request.sweep)
+            else:
+                assert request.curve is not None and course is not None
+                more = partial(training_curve, bench, course, request.curve)
+            found = _write(campaign, found, more)
     return found
 
 
@@ -138,7 +297,7 @@ def _write(campaign: Campaign, found: dict[str, Any], more: Callable[[], dict[st
     """Measure more, and write the result with it: JSON, and its tables as CSV."""
     store, start = campaign.store, time.monotonic()
     added = more()
-    tables = {**found.get("tables", {}), **added.pop("tables")}
+    tables = {**found.get("tables", {}), **{n: t.to_json() for n, t in added.pop("tables").items()}}
     seconds = round(found["seconds"] + time.monotonic() - start, 1)
     found = {**found, **added, "seconds": seconds, "tables": tables}
     store.put(f"{FOLDER}/models.csv", to_csv(MODELS, [[row.get(c) for c in MODELS] for row in found["rows"]]))
@@ -151,43 +310,16 @@ def _write(campaign: Campaign, found: dict[str, Any], more: Callable[[], dict[st
     return found
 
 
-def _beyond(name: str, bench: Bench, course: Course | None, wanted: Wanted) -> dict[str, Any]:
-    """The sweep or the curve."""
-    if name == "sweep":
-        assert wanted.sweep is not None
-        asked, tables = wanted.sweep, guidance_sweep(bench, wanted.sweep["models"], wanted.sweep["guidances"])
-    else:
-        assert wanted.curve is not None and course is not None
-        asked = wanted.curve
-        tables = flops_curve(bench, course, wanted.curve["strategies"], wanted.curve["samples"])
-    return {name: asked, "tables": {key: table.to_json() for key, table in tables.items()}}
-
-
-def _possible(names: Sequence[str], experts: int, present: Sequence[int]) -> list[str]:
-    """The strategies that an ensemble of these experts can follow; which are left out is said."""
-    kept = []
-    for name in names:
-        routing = Routing.named(name)
-        if routing.needs_labels and len(present) < experts:
-            say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
-        elif not routing.possible(experts):
-            say(f"  warning: {name} is left out: there are {experts} experts")
-        else:
-            kept.append(name)
-    return kept
-
-
-def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, Any]:
+def _table(bench: Bench) -> dict[str, Any]:
     """Every model and strategy: how good, at what cost, how alike; and pictures to look at."""
-    campaign, config, store = bench.campaign, bench.config, bench.campaign.store
-    shown = _shown(bench.train, bench.made.clusters, config.prompts, config.shown)
-    say(f"compare: {config.samples} pictures each, {config.steps} steps, guidance {config.guidance:g}")
+    campaign, config, departure = bench.campaign, bench.config, bench.request.departure
+    shown = _shown(bench)
+    say(f"compare: {config.samples} pictures each, {departure.text}")
     rows: list[Row] = []
     samples, traces = dict[str, Kept](), dict[str, Any]()
-    for name in (*dense, *config.strategies):
-        subject = bench.published(name)
-        row, samples[name] = bench.kept(subject)
-        weights = bench.show(subject, shown)
+    for name in (*bench.dense, *bench.request.strategies):
+        row, samples[name] = bench.kept(name)
+        weights = bench.show(name, shown)
         if weights is not None:
             traces[name] = weights
         rows.append(row)
@@ -195,21 +327,14 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
             f"  {name:<20} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
             f" (router {row['router_share']:.1%})   {row['seconds']:.0f} s"
         )
-    bench.write("data", [png(bench.dataset.image(int(bench.train.rows[index]))) for index in shown.index])
-    experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store).experts]
+    for number, index in enumerate(shown.index):
+        bench.write("data", number, png(bench.dataset.image(int(bench.train.rows[index]))))
     return {
         "metric": _metric(bench),
         "default": str(campaign.config.sampling.routing),
+        "departures": departure.changes,
         "rows": rows,
-        "train_flops": {
-            "monolith": dense[BASE].train_flops if BASE in dense else None,
-            "experts": sum(card.train_flops for card in experts),
-            "router": router.train_flops,
-            "pretrain": read_card(store, "pretrain/expert").train_flops
-            if pretrain_finished(campaign)
-            else 0.0,
-            **({"student": dense["student"].train_flops} if "student" in dense else {}),
-        },
+        "train_flops": _train_flops(bench),
         "prompts": shown.captions(),
         "clusters": shown.clusters.tolist(),
         "routing": traces,
@@ -217,36 +342,57 @@ def _table(bench: Bench, router: Card, dense: Mapping[str, Card]) -> dict[str, A
     }
 
 
-def _metric(bench: Bench) -> dict[str, Any]:
-    """What the numbers are."""
-    config, judge = bench.config, bench.judge(bench.config.samples)
-    real = judge.real(bench.dataset, config.samples, bench.seed)
-    encoder = bench.made.about["encoder"] or {}
+def _train_flops(bench: Bench) -> dict[str, Any]:
+    """What was spent on the training of each part."""
+    store, dense = bench.campaign.store, bench.dense
+    experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store).experts]
+    pretrained = pretrain_finished(bench.campaign)
     return {
-        "distance": f"Fréchet distance on {judge.components} principal components of {config.extractor}",
-        **judge.encoder.producer(),  # its name, hash and size
-        "components": judge.components,
-        "axes": "of training pictures",
-        "fit_rows": config.fit_rows,
-        "reference": "held-out pictures",
-        "reference_hash": Rows(bench.dataset, "heldout").digest,
-        "reference_rows": len(judge.features),
-        "samples": config.samples,
-        "conditions": f"of {config.conditions} rows",
-        "steps": config.steps,
-        "guidance": config.guidance,
-        "sampler": "Euler",
-        "ema": True,
-        "seed": bench.seed,
-        "same_features_as_partition": encoder.get("name") == config.extractor,
-        "akin_to_partition": akin(str(encoder.get("name", "")), config.extractor),
-        "real_training_pictures": real["distance"],
-        "neighbours": judge.about_neighbours(config.samples)
-        | {"real_precision": real["precision"], "real_recall": real["recall"]},
+        BASE: dense[BASE].train_flops if BASE in dense else None,
+        "experts": sum(card.train_flops for card in experts),
+        "router": bench.router.train_flops,
+        "pretrain": read_card(store, "pretrain/expert").train_flops if pretrained else 0.0,
+        **({"student": dense["student"].train_flops} if "student" in dense else {}),
     }
 
 
-def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Any]:
+def _metric(bench: Bench) -> dict[str, Any]:
+    """What the numbers are."""
+    config, judge = bench.config, bench.judge(bench.config.samples)
+    real = judge.measure(bench.training("floor", config.samples))
+    assert real is not None
+    partition, generation = bench.partition.about["encoder"] or {}, bench.request.departure.generation
+    return {
+        "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",
+        **bench.encoder.producer(),  # its name, hash and size
+        "components": judge.how.components,
+        "axes": "of training pictures",
+        "fit_rows": config.fit_rows,
+        "reference": "held-out pictures",
+        "reference_hash": judge.reference.about.data,
+        "reference_rows": bench.heldout,
+        "samples": config.samples,
+        "conditions": f"of {config.conditions} rows",
+        "steps": generation.steps,
+        "guidance": generation.guidance,
+        "sampler": "Euler",
+        "ema": True,
+        "seed": bench.seed,
+        "same_features_as_partition": partition.get("name") == config.extractor,
+        "akin_to_partition": akin(str(partition.get("name", "")), config.extractor),
+        "real_training_pictures": real.number("frechet"),
+        "neighbours": {
+            "k": PRECISION_K,
+            "dimensions": bench.encoder.width,
+            "samples": config.samples,
+            "references": bench.heldout,
+            "real_precision": real.number("precision"),
+            "real_recall": real.number("recall"),
+        },
+    }
+
+
+def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Table]:
     """The table `pairs`, where there is a monolith to pair with."""
     if BASE not in samples:
         return {}
@@ -260,29 +406,25 @@ def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Any]:
                 f"  {record['strategy']:<20} and monolith, same noise: pixels correlate by"
                 f" {same['mean']:.3f}, any two by {record['mean']:.3f}"
             )
-    return {"pairs": table.to_json()}
+    return {"pairs": table}
 
 
-def _shown(train: Samples, clusters: Any, prompts: list[str], count: int) -> Conditions:
+def _shown(bench: Bench) -> RowConditions:
     """Rows whose captions are shown: those asked for, then training rows spread over the clusters."""
+    train, count = bench.train, bench.config.shown
     captions = [str(c) for c in train.dataset.take(train.rows).column("caption").to_pylist()]
     where = {caption: number for number, caption in reversed(list(enumerate(captions)))}
     chosen = []
-    for prompt in prompts[:count]:
+    for prompt in bench.config.prompts[:count]:
         if prompt not in where:
-            raise ConfigError(
-                f"compare.prompts: no training row has the caption {prompt!r}", "choose one that exists"
-            )
+            what = f"compare.prompts: no training row has the caption {prompt!r}"
+            raise ConfigError(what, "choose one that exists")
         chosen.append(where[prompt])
-    own = clusters[train.rows]
-    order = np.random.default_rng(0).permutation(len(own))
+    clusters = bench.partition.clusters[train.rows]
+    k = int(bench.partition.clusters.max()) + 1
+    order = np.random.default_rng(0).permutation(len(clusters))
     for turn in range(count - len(chosen)):
-        wanted = turn % (int(clusters.max()) + 1)
-        chosen.append(
-            next(
-                (int(i) for i in order if own[i] == wanted and int(i) not in chosen),
-                int(order[turn % len(order)]),
-            )
-        )
+        fresh = (int(i) for i in order if clusters[i] == turn % k and int(i) not in chosen)
+        chosen.append(next(fresh, int(order[turn % len(order)])))
     index = np.array(chosen, dtype=np.int64)
-    return Conditions(train, index, own[index])
+    return RowConditions(train, index, clusters[index], "train")

@@ -1,25 +1,22 @@
-"""Where pictures come from, in numbered batches, and the pass that turns them into features."""
+"""Where pictures come from, in numbered batches: folders and data sets; `models.Drawn` are a model's."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.base.console import Progress
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.dataset import DataSet
 from atoll.data.decode import BadImageError, decode
 from atoll.data.folder import SUFFIXES
-from atoll.encoders.extractors import ClipEncoder
-from atoll.encoders.vision import VisionEncoder
-from atoll.measure.features import FeatureSet
+from atoll.ensemble.ensemble import Trace
 
 
 @dataclass(frozen=True)
@@ -30,15 +27,29 @@ class Batch:
         numbers: of the pictures.
         pictures: all of one size.
         captions: one each; None where there are none.
+        trace: which experts drew them, of an ensemble.
+        seconds: that they took to draw.
     """
 
     numbers: Sequence[int]
     pictures: Sequence[Image.Image]
     captions: Sequence[str] | None = None
+    trace: Trace | None = None
+    seconds: float = 0.0
 
 
 class Source(Protocol):
     """Numbered pictures of one size."""
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """Name of what the pictures are of, and digests of its weights or pictures."""
+        ...
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of the protocol: how the pictures were drawn."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -63,13 +74,19 @@ class Folder:
         if not folder.is_dir():
             what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
             raise DataError(what, "give a folder of images")
-        found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-        self.folder, self.files = folder, sorted(found)
+        paths = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        self.folder, self.files = folder, sorted(paths)
+        self.about = {"rounding": "8-bit files"}
         if not self.files:
             raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
 
     def __len__(self) -> int:
         return len(self.files)
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """Name and digest of the folder."""
+        return {"name": self.folder.name or str(self.folder), "pictures": self.digest}
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -87,8 +104,7 @@ class Folder:
         Raises:
             DataError: an unreadable image, or one of another size than the first; names it.
         """
-        for first in range(part.start, part.stop, batch):
-            numbers = range(first, min(first + batch, part.stop))
+        for numbers in cut(part, batch):
             yield Batch(numbers, [self._sized(self.files[number]) for number in numbers])
 
     def _sized(self, path: Path) -> Image.Image:
@@ -121,15 +137,17 @@ class Rows:
     Args:
         dataset: with pictures.
         split: `train`, `heldout` or `all`.
+        rows: some rows of the split; by default all.
 
     Raises:
         DataError: no such rows, or no pictures.
     """
 
-    def __init__(self, dataset: DataSet, split: str) -> None:
+    def __init__(self, dataset: DataSet, split: str, rows: NDArray[np.int64] | None = None) -> None:
         everyone = np.arange(len(dataset), dtype=np.int64)
-        self.dataset, self.split = dataset, split
-        self.rows: NDArray[np.int64] = everyone if split == "all" else dataset.split(split)
+        whole = everyone if split == "all" else dataset.split(split)
+        self.dataset, self.split, self.rows = dataset, split, whole if rows is None else rows
+        self.about = {"rounding": "8-bit files"}
         if not len(self.rows):
             raise DataError(f"{dataset.store.location} has no {split} rows", "choose another --split")
         if dataset.manifest.size is None:
@@ -139,6 +157,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def subject(self) -> dict[str, Any]:
+        """Name and digest of the rows."""
+        return {"name": f"{self.split} pictures", "pictures": self.digest}
+
     @cached_property
     def digest(self) -> str:
         """Digest of the data set's content and the rows."""
@@ -146,9 +169,13 @@ class Rows:
 
     def batches(self, part: range, batch: int) -> Iterator[Batch]:
         """Pictures in batches."""
-        for first in range(part.start, part.stop, batch):
-            numbers = range(first, min(first + batch, part.stop))
+        for numbers in cut(part, batch):
             yield Batch(numbers, [self.dataset.image(int(self.rows[number])) for number in numbers])
+
+
+def cut(part: range, batch: int) -> Iterator[range]:
+    """A range in batches."""
+    return (part[first : first + batch] for first in range(0, len(part), batch))
 
 
 def share(count: int, batch: int, rank: int, size: int) -> range:
@@ -156,50 +183,3 @@ def share(count: int, batch: int, rank: int, size: int) -> range:
     batches = -(-count // batch)
     first, last = (min(count, batches * part // size * batch) for part in (rank, rank + 1))
     return range(first, last)
-
-
-def take_in(
-    batches: Iterable[Batch],
-    total: int,
-    encoder: VisionEncoder,
-    what: str,
-    keep_rows: bool = False,
-    scores: bool = False,
-    quiet: bool = False,
-) -> FeatureSet:
-    """Turn pictures into features, batch by batch.
-
-    Args:
-        batches: of pictures.
-        total: how many pictures are to come.
-        encoder: gives the features.
-        what: they are, for the line of progress.
-        keep_rows: whether every picture's features are kept.
-        scores: whether to take the CLIP score of every picture and its caption.
-        quiet: say nothing.
-
-    Raises:
-        ConfigError: a CLIP score without CLIP or without captions.
-    """
-    made, progress = FeatureSet(encoder.width, keep_rows), Progress(what, total, unit="pictures")
-    for batch in batches:
-        features = encoder.encode(batch.pictures).numpy()
-        own = clip_scores(encoder, features, batch.captions) if scores else None
-        made.add(features, list(batch.numbers), own)
-        if not quiet:
-            progress(made.count)
-    return made
-
-
-def clip_scores(
-    encoder: VisionEncoder, features: NDArray[np.float32], captions: Sequence[str] | None
-) -> NDArray[np.float64]:
-    """100 max(cos, 0) of every picture and its caption (Hessel et al. 2021, with weight 100), `(N,)`."""
-    if not isinstance(encoder, ClipEncoder):
-        raise ConfigError("the CLIP score needs CLIP", "give --extractor openai/clip-vit-large-patch14")
-    if captions is None:
-        raise ConfigError("the CLIP score needs captions", "leave it out, or evaluate a model with captions")
-    pictures, texts = features.astype(np.float64), encoder.texts(captions).numpy().astype(np.float64)
-    lengths = np.linalg.norm(pictures, axis=1) * np.linalg.norm(texts, axis=1)
-    found: NDArray[np.float64] = 100 * ((pictures * texts).sum(1) / lengths).clip(0)
-    return found

@@ -1,119 +1,109 @@
-"""Statistics of a reference, saved and reused: what made them stands beside them and is checked."""
+"""What pictures are held against: other pictures, whose features are saved and reused."""
 
-import hashlib
-import json
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
-from atoll.base.config import Config
-from atoll.base.errors import DataError
-from atoll.base.hashing import digest
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.hashing import sha256
+from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
-from atoll.measure.features import BLOCK, FeatureSet
-from atoll.measure.moments import Moments
-from atoll.store.manifest import FileEntry, check_file
+from atoll.campaign.folder import FROZEN, YAML, Campaign
+from atoll.campaign.results import Statistics
+from atoll.data.dataset import MANIFEST, DataSet
+from atoll.encoders.vision import VisionEncoder
+from atoll.measure.features import Features, extract
+from atoll.measure.pictures import Folder, Rows
+from atoll.store.location import is_url
+from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Store
 
-SCHEMA = 1
-ROWS = "-rows"
+FOLDER = "reports/references"
 
 
-class Origin(Config):
-    """What statistics were made from, and by what."""
+@dataclass
+class Reference:
+    """Features of the pictures that others are held against, read or made when they are first needed.
 
-    extractor: dict[str, Any]
-    """Name, weights' hash, size and resize kernel of the extractor."""
-    name: str
-    """What the user called the reference."""
-    data: str
-    """Digest of the pictures."""
-    split: str | None = None
-    """Which rows of a data set; none for a folder."""
-    count: int
-    """Number of pictures."""
-    size: tuple[int, int]
-    """Width and height of the pictures, in pixels."""
-
-    @property
-    def key(self) -> str:
-        """Names the statistics: other pictures or another extractor give another key."""
-        return digest(self.model_dump(mode="json", exclude={"name": True, "extractor": {"name"}}))[:16]
-
-
-def save(store: Store, prefix: str, made: FeatureSet, origin: Origin) -> str:
-    """Write `NAME.safetensors` and, last, `NAME.json` below a folder; the key of the JSON.
-
-    NAME is the origin's key, with `-rows` where the features themselves are kept: so those that are added
-    later never replace a file that a JSON names.
+    Attributes:
+        about: which pictures they are, and which extractor sees them.
+        store: where the statistics lie or come to lie.
+        key: of their JSON.
+        pictures: None where there are only the statistics.
     """
-    name = origin.key + (ROWS if made.rows is not None else "")
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "statistics.safetensors"
-        _write(path, made)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        entry = FileEntry(path=f"{name}.safetensors", bytes=path.stat().st_size, sha256=found)
-        store.put_file(f"{prefix}/{entry.path}", path)
-    about = {"schema": SCHEMA, "code": code_version(), **origin.model_dump(mode="json")}
-    rows = made.rows is not None
-    store.put_json(f"{prefix}/{name}.json", {**about, "rows": rows, "files": [entry.model_dump()]})
-    return f"{prefix}/{name}.json"
 
+    about: Statistics
+    store: Store
+    key: str
+    pictures: Folder | Rows | None = None
 
-def saved(store: Store, prefix: str, origin: Origin, keep_rows: bool) -> str | None:
-    """The key of the JSON of statistics that are there already, if they are; `keep_rows` as below."""
-    names = (origin.key + ROWS, *(() if keep_rows else (origin.key,)))
-    return next((key for name in names if store.exists(key := f"{prefix}/{name}.json")), None)
-
-
-def origin_of(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> Origin:
-    """What statistics were made from, by the key of their JSON.
-
-    Args:
-        store: where they lie.
-        key: of the JSON.
-        extractor: `producer()` of the one that sees the samples.
-        keep_rows: whether every picture's features are needed, and not their moments alone.
-
-    Raises:
-        DataError: another schema version, another extractor, or no rows where they are needed.
-    """
-    about, name = store.get_json(key), store.name(key)
-    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
-        raise DataError(f"{name} has no statistics of schema {SCHEMA}", "make them again: atoll evaluate")
-    origin = Origin.parse({field: about.get(field) for field in Origin.model_fields}, name)
-    for what in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
-        theirs, own = origin.extractor.get(what), extractor.get(what)
-        if theirs != own:
-            names = f"{origin.extractor.get('name')}, {what} {_short(theirs)} instead of {_short(own)}"
-            fix = "give the pictures, or statistics made by the same one"
-            raise DataError(f"{name} was made by another extractor ({names})", fix)
-    if keep_rows and not about.get("rows"):
-        raise DataError(
-            f"{name} holds moments only, which tell the Fréchet distance and nothing else",
-            "give the pictures instead",
+    @classmethod
+    def of_pictures(
+        cls, pictures: Folder | Rows, name: str, encoder: VisionEncoder, store: Store
+    ) -> "Reference":
+        """A reference of pictures; features of theirs that the store holds are not made again."""
+        about = Statistics(
+            code=code_version(),
+            extractor=encoder.producer(),
+            name=name,
+            data=pictures.digest,
+            split=pictures.split if isinstance(pictures, Rows) else None,
+            count=len(pictures),
+            size=pictures.size,
         )
-    return origin
+        return cls(about, store, f"{FOLDER}/{about.key}.json", pictures)
+
+    @classmethod
+    def saved(cls, place: str, encoder: VisionEncoder) -> "Reference":
+        """Statistics of an earlier evaluation; `DataError` if they are another extractor's."""
+        folder, _, file = place.rpartition("/")
+        store, key = Store.open(folder or "."), file.removesuffix(".safetensors").removesuffix(".json")
+        about = Statistics.read(store, f"{key}.json")
+        _must_be_of(about, encoder.producer(), store.name(f"{key}.json"))
+        return cls(about, store, f"{key}.json")
+
+    def features(self, encoder: VisionEncoder, batch: int, world: ProcessGroup) -> Features | None:
+        """The features, on the first process.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+        """
+        there = world.once(lambda: self.store.exists(self.key))
+        if not there:
+            assert self.pictures is not None
+            made = extract(self.pictures, encoder, "reference", batch, world)
+            return made if made is None else self._save(made)
+        if not world.first:
+            return None
+        about = Statistics.read(self.store, self.key)
+        folder = self.key.rpartition("/")[0] or "."
+        data = read_file(self.store, folder, FileEntry.parse(about.files[0], self.store.name(self.key)))
+        return Features(load_tensors(data)["rows"].numpy())
+
+    def _save(self, made: Features) -> Features:
+        """Write the features and, last, what they are of."""
+        data = save_tensors({"rows": torch.from_numpy(made.rows)})
+        file = f"{self.about.key}.safetensors"
+        self.store.put(f"{FOLDER}/{file}", data)
+        entry = FileEntry(path=file, bytes=len(data), sha256=sha256(data))
+        about = self.about.model_copy(update={"files": [entry.model_dump()]})
+        self.store.put_json(self.key, about.to_json())
+        return made
 
 
-def load(store: Store, key: str, extractor: dict[str, Any], keep_rows: bool) -> tuple[FeatureSet, Origin]:
-    """Statistics and what they were made from; the same arguments.
-
-    Raises:
-        DataError: as `origin_of`.
-        StoreError: missing or damaged.
-    """
-    origin = origin_of(store, key, extractor, keep_rows)
-    files, folder = store.get_json(key).get("files") or [{}], key.rpartition("/")[0] or "."
-    entry = FileEntry.parse(files[0], store.name(key))
-    check_file(store, folder, entry)
-    return _read(store.path(f"{folder}/{entry.path}"), keep_rows), origin
+def _must_be_of(about: Statistics, extractor: dict[str, Any], name: str) -> None:
+    for what in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
+        theirs, needed = (_short(one.get(what)) for one in (about.extractor, extractor))
+        if about.extractor.get(what) != extractor.get(what):
+            raise DataError(
+                f"{name} was made by another extractor ({about.extractor.get('name')}, {what} {theirs}"
+                f" instead of {needed})",
+                "give the pictures, or statistics made by the same one",
+            )
 
 
 def _short(value: Any) -> str:
@@ -121,35 +111,48 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:16]}…"
 
 
-def _write(path: Path, made: FeatureSet) -> None:
-    """A safetensors file, the rows block by block: 8 bytes of length, JSON of that length, the tensors."""
-    tensors = made.moments.tensors()
-    shapes = {name: ("I64" if name == "count" else "F64", tuple(t.shape)) for name, t in tensors.items()}
-    if made.rows is not None:
-        shapes["rows"] = ("F32", (len(made.whole_rows()), made.rows.width))
-    header, begin = dict[str, Any](), 0
-    for name, (dtype, shape) in shapes.items():
-        end = begin + int(np.prod(shape)) * int(dtype[1:]) // 8
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor.numpy()).data)
-        for block in made.rows.blocks() if made.rows is not None else ():
-            file.write(block.data)
+def reference(
+    named: str | None, split: str, campaign: Campaign | None, encoder: VisionEncoder, store: Store
+) -> Reference:
+    """What pictures are held against.
+
+    Args:
+        named: a campaign, a data set, a folder of pictures, or saved statistics; None is the data of the
+            campaign at hand.
+        split: rows of a data set.
+        campaign: the campaign at hand.
+        encoder: sees them.
+        store: where features are kept.
+
+    Raises:
+        ConfigError: nothing is named, or rows are asked of what has none.
+        DataError: it is nothing of these, or statistics of another extractor.
+    """
+    if named is not None and named.endswith((".json", ".safetensors")):
+        _has_no_rows(named, split)
+        return Reference.saved(named, encoder)
+    pictures = _pictures(named, split, campaign)
+    return Reference.of_pictures(pictures, named or "the campaign's data", encoder, store)
 
 
-def _read(path: Path, keep_rows: bool) -> FeatureSet:
-    with safe_open(path, "pt") as file:
-        moments: dict[str, Tensor] = {name: file.get_tensor(name) for name in ("count", "mean", "scatter")}
-        found = FeatureSet(len(moments["mean"]), keep_rows)
-        found.moments = Moments.from_tensors(moments)
-        if found.rows is not None:
-            rows = file.get_slice("rows")
-            for first in range(0, found.count, BLOCK):
-                block: torch.Tensor = rows[first : first + BLOCK]
-                found.rows.write(range(first, first + len(block)), block.numpy())
-    return found
+def _pictures(named: str | None, split: str, campaign: Campaign | None) -> Folder | Rows:
+    if named is None:
+        if campaign is None:
+            fix = "give --reference CAMPAIGN, FOLDER or statistics"
+            raise ConfigError("there is nothing to hold the pictures against", fix)
+        return Rows(campaign.dataset(), split)
+    store = Store.open(named)
+    if store.exists(YAML) or store.exists(FROZEN):
+        return Rows(Campaign.open(named).dataset(), split)
+    if store.exists(MANIFEST):
+        return Rows(DataSet.open(store), split)
+    if is_url(named):
+        what = f"{named} is no campaign and no data set"
+        raise DataError(what, "give one of them, or a local folder of images")
+    _has_no_rows(named, split)
+    return Folder(Path(named))
+
+
+def _has_no_rows(named: str, split: str) -> None:
+    if split != "heldout":  # which is the default, so it need not have been asked for
+        raise ConfigError(f"--split {split} is for a data set, and {named} is none", "leave it out")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.format import File
-from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine, PicturePair, Result
+from atoll.campaign.results import Comparison, Diagnosis, Frozen, MeasuredPoint, MetricsLine, PicturePair
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.formats import PartitionFile
 from atoll.ensemble.card import Card
@@ -237,12 +237,12 @@ class Campaign:
         return {clean(k): value for k, raw in content.items() if (value := finite(raw)) is not None}
 
     @cached_property
-    def evaluations(self) -> list[Result]:
+    def evaluations(self) -> list[MeasuredPoint]:
         """Reports of `atoll evaluate` of this version, by name of the model."""
         keys = [key for key in self.store.list(EVALUATIONS) if key.endswith(".json") and key.count("/") == 2]
         contents = {key: clean_tree(self.store.get_json(key)) for key in keys}
-        current = {k: v for k, v in contents.items() if not isinstance(v, dict) or Result.fits(v)}
-        results = [Result.of_json(content, self.store.name(key)) for key, content in current.items()]
+        current = {k: v for k, v in contents.items() if not isinstance(v, dict) or MeasuredPoint.fits(v)}
+        results = [MeasuredPoint.of_json(content, self.store.name(key)) for key, content in current.items()]
         return sorted(results, key=lambda one: str(one.subject["name"]))
 
     def is_stale(self, parts: dict[str, Any]) -> bool:

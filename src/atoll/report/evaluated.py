@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atoll.campaign.results import Protocol, Result
+from atoll.campaign.results import MeasuredPoint, Protocol
 from atoll.report.campaign import Campaign
 from atoll.report.sections import Section
 from atoll.report.wording import clean, significant, whole
@@ -17,7 +17,7 @@ NAMES = ("reference", "extractor", "code")
 
 def section(campaign: Campaign) -> Section | None:
     """Tables by protocol; None before anything was evaluated."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[MeasuredPoint]] = {}
     for one in campaign.evaluations:
         key = one.protocol.model_dump(mode="json", exclude={*COLUMNS, *NAMES})
         key["settings"] = {name: value["settings"] for name, value in one.values.items()}
@@ -25,7 +25,7 @@ def section(campaign: Campaign) -> Section | None:
     return {"tables": [_table(campaign, group) for group in groups.values()]} if groups else None
 
 
-def _table(campaign: Campaign, group: Sequence[Result]) -> Section:
+def _table(campaign: Campaign, group: Sequence[MeasuredPoint]) -> Section:
     about, values = group[0].protocol, group[0].values
     stale = {id(one): campaign.is_stale(one.subject.get("weights") or {}) for one in group}
     return {

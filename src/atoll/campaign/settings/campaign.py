@@ -171,8 +171,9 @@ class CampaignConfig(Config):
         if self.student is not None:
             self._check_student(self.student)
         self.sampling.routing.check(self.partition.k)
-        for name in (*self.compare.strategies, *(self.compare.sweep or ()), *self.diagnose.strategies):
-            Routing.named(name)
+        for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
+            for name in names or ():
+                Routing.named(name)
         return self
 
     def _check_pretrain(self) -> None:

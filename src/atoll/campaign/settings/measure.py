@@ -18,16 +18,17 @@ Split = Literal["heldout", "train"]
 class CompareConfig(Config):
     """How models of a campaign are compared."""
 
-    strategies: list[str] = ["once", "top-1", "top-2", "full", "oracle"]
-    """Routing strategies of the ensemble."""
+    strategies: list[str] | None = None
+    """Routing strategies of the ensemble; by default the campaign's own (`sampling.routing`), then once,
+    top-1, top-2, full and oracle."""
     conditions: Literal["heldout", "train"] = "heldout"
     """Rows whose captions or labels are sampled; the reference is the held-out pictures either way."""
     samples: int = Field(default=1000, ge=2)
     """Pictures drawn from each."""
-    steps: int = Field(default=20, ge=1)
-    """Sampling steps."""
-    guidance: float = Field(default=2.0, ge=0)
-    """Guidance scale."""
+    steps: int | None = Field(default=None, ge=1)
+    """Sampling steps in place of `sampling.steps`."""
+    guidance: float | None = Field(default=None, ge=0)
+    """Guidance scale in place of `sampling.guidance`."""
     batch: int = Field(default=250, ge=1)
     """Pictures sampled at once; it does not change them."""
     extractor: str = LITE
@@ -113,18 +114,19 @@ class DiagnoseConfig(Config):
     """Rows measured, and pictures sampled, at once; it does not change them."""
     bins: int = Field(default=15, ge=1)
     """Bins of confidence for the calibration error."""
-    strategies: list[str] = ["once", "top-1"]
-    """Routing strategies whose use of experts is traced. Copies are looked for in samples of the first."""
+    strategies: list[str] | None = None
+    """Routing strategies whose use of experts is traced; by default the campaign's own, then once and top-1.
+    Copies are looked for in samples of the first."""
     samples: int = Field(default=500, ge=0)
     """Pictures sampled under each; 0 leaves out all that follows from them."""
     probed: int = Field(default=100, ge=0)
     """Most of them that are sampled again, nudged and in finer steps, to see how stable that is; 0: none."""
     conditions: Split = "heldout"
     """Rows whose captions or labels are sampled. At training captions a good model resembles what it saw."""
-    steps: int = Field(default=20, ge=1)
-    """Sampling steps."""
-    guidance: float = Field(default=2.0, ge=0)
-    """Guidance scale."""
+    steps: int | None = Field(default=None, ge=1)
+    """Sampling steps in place of `sampling.steps`."""
+    guidance: float | None = Field(default=None, ge=0)
+    """Guidance scale in place of `sampling.guidance`."""
     extractor: str | None = None
     """Vision encoder that looks for copies; by default the partition's, whose features are there already."""
     extractor_size: int | None = Field(default=None, ge=8)
@@ -145,7 +147,7 @@ class DiagnoseConfig(Config):
             raise ConfigError("diagnose.times do not rise", "give each time once, in rising order")
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError("diagnose.splits names one twice", "give each once")
-        for name in self.strategies:
+        for name in self.strategies or ():
             if Routing.named(name).needs_labels:
                 raise ConfigError(
                     "diagnose.strategies: oracle is told the cluster, so there is nothing to trace",

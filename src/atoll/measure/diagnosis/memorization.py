@@ -1,0 +1,209 @@
+"""Whether samples are copies of training pictures.
+
+In the features of an extractor, the distance of a sample to its nearest training picture is held against two
+things: the distance to the second nearest, since a copy is much nearer to one picture than to any other (a
+sample counts as memorised below a ratio of 1/3 in Yoon et al. 2023, "Diffusion Probabilistic Models
+Generalize when They Fail to Memorize", and in arXiv 2310.02664), and what held-out pictures have, which
+nobody copied. Where training pictures come in near copies the ratio says nothing, and the distance does.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.base.errors import DataError
+from atoll.measure.metrics.projection import finite
+from atoll.measure.table import Cell, Table
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+MEMORISED = 1 / 3
+"""Ratio below which a sample counts as memorised in the literature."""
+SAME = 1e-3
+"""Distance below which two pictures are the same, as a part of the features' own size: features of columns
+are stored in float16."""
+
+_QUERIES = 1024
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The two training pictures nearest to each of N pictures.
+
+    Attributes:
+        distances: Euclidean, `(N, 2)`, rising; the second is infinite where there is one training picture.
+        rows: of the data set `(N, 2)`.
+        scale: length of each picture's own features `(N,)`.
+    """
+
+    distances: F64
+    rows: I64
+    scale: F64
+
+    @property
+    def ratio(self) -> F64:
+        """Nearest over second nearest `(N,)`; 0 for a copy, even of a picture that is there twice."""
+        first, second = self.distances.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: F64 = np.where(self.same, 0.0, first / second)
+        return found
+
+    @property
+    def same(self) -> NDArray[np.bool_]:
+        """Whether the nearest is the very picture `(N,)`."""
+        found: NDArray[np.bool_] = self.distances[:, 0] <= SAME * self.scale
+        return found
+
+
+def two_nearest(
+    queries: NDArray[np.floating], reference: Iterable[tuple[I64, NDArray[np.floating]]]
+) -> Nearest:
+    """The two nearest of a reference that comes in parts.
+
+    Args:
+        queries: features `(N, D)`.
+        reference: row numbers `(M,)` and features `(M, D)`, part by part.
+
+    Raises:
+        DataError: NaN or infinity among the features, or an empty reference.
+    """
+    own = finite(queries)
+    distances = np.full((len(own), 2), np.inf)
+    rows = np.full((len(own), 2), -1, dtype=np.int64)
+    seen = 0
+    for numbers, features in reference:
+        values = finite(features)
+        seen += len(values)
+        for first in range(0, len(own), _QUERIES):
+            part = slice(first, first + _QUERIES)
+            squared = (values**2).sum(1) - 2 * own[part] @ values.T
+            few = np.argpartition(squared, min(1, len(values) - 1), axis=1)[:, :2]
+            # The candidates' distances anew, without the cancellation that hides an exact copy.
+            exact = np.linalg.norm(own[part][:, None] - values[few], axis=2)
+            both, theirs = np.hstack([distances[part], exact]), np.hstack([rows[part], numbers[few]])
+            order = np.argsort(both, axis=1, kind="stable")[:, :2]
+            distances[part] = np.take_along_axis(both, order, 1)
+            rows[part] = np.take_along_axis(theirs, order, 1)
+    if not seen:
+        raise DataError("there is no training picture to compare samples with", "ingest more rows")
+    return Nearest(distances, rows, np.linalg.norm(own, axis=1))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the check found.
+
+    Attributes:
+        samples: nearest training pictures of the samples.
+        heldout: of held-out pictures.
+        served: cluster whose expert served each sample most `(N,)`.
+        clusters: of the held-out pictures `(M,)`.
+        quantile: share of held-out pictures below the limits.
+    """
+
+    samples: Nearest
+    heldout: Nearest
+    served: I64
+    clusters: I64
+    quantile: float
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Ratio and distance that this quantile of the held-out pictures lie below.
+
+        Those that are training pictures themselves are no measure and are left out; None if all are.
+        """
+        real = ~self.heldout.same
+        if not real.any():
+            return None
+        found = (self.heldout.ratio, self.heldout.distances[:, 0])
+        ratio, distance = (float(np.quantile(values[real], self.quantile)) for values in found)
+        return ratio, distance
+
+    def reasons(self) -> list[str]:
+        """Why each sample is suspicious: `copy`, `ratio`, `distance`, several, or nothing."""
+        ratio, distance = self.limits or (0.0, 0.0)
+        tests = {
+            "copy": self.samples.same,
+            "ratio": self.samples.ratio < ratio,
+            "distance": self.samples.distances[:, 0] < distance,
+        }
+        return [", ".join(n for n, hit in tests.items() if hit[i]) for i in range(len(self.served))]
+
+    def by_cluster(self, k: int) -> Table:
+        """Samples by the expert that served them, beside held-out pictures of that cluster.
+
+        suspicious: share nearer to a training picture than the quantile of held-out pictures by ratio or by
+        distance; by chance up to twice the quantile. memorised: share with a ratio under 1/3;
+        memorised_heldout the same of held-out pictures. ratio, distance: medians (nearest over second
+        nearest; Euclidean to the nearest); ratio_heldout, distance_heldout: of held-out pictures. leaked:
+        share of the held-out pictures that are training pictures too, which the three before leave out.
+        """
+        columns = (
+            "cluster", "samples", "suspicious", "memorised", "ratio", "distance",
+            "heldout", "memorised_heldout", "ratio_heldout", "distance_heldout", "leaked",
+        )  # fmt: skip
+        flagged = np.array([bool(reason) for reason in self.reasons()])
+        rows: list[list[Cell]] = []
+        for cluster in ["all", *range(k)]:
+            mine = np.full(len(self.served), True) if cluster == "all" else self.served == cluster
+            real = np.full(len(self.clusters), True) if cluster == "all" else self.clusters == cluster
+            share = float(flagged[mine].mean()) if mine.any() else None
+            leaked = float(self.heldout.same[real].mean()) if real.any() else None
+            own, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
+            rows.append([cluster, own[0], share, *own[1:], int(real.sum()), *other[1:], leaked])
+        return Table(columns, rows)
+
+    def suspicious(self, most: int) -> Table:
+        """The most suspicious samples, nearest by ratio first: number of the sample, cluster whose expert
+        served it, nearest training row, ratio, distance, and why."""
+        reasons = self.reasons()
+        return self._table([n for n in self._nearest_first() if reasons[n]][:most], reasons)
+
+    def closest(self) -> Table:
+        """Of every cluster whose expert served a sample the nearest one, with the same columns; `why` is
+        empty where it is not suspicious."""
+        first: dict[int, int] = {}
+        for n in self._nearest_first():
+            first.setdefault(int(self.served[n]), n)
+        return self._table([first[cluster] for cluster in sorted(first)], self.reasons())
+
+    def _nearest_first(self) -> list[int]:
+        """Numbers of the samples by ratio, of equal ones by distance."""
+        found: list[int] = np.lexsort((self.samples.distances[:, 0], self.samples.ratio)).tolist()
+        return found
+
+    def _table(self, samples: Sequence[int], reasons: Sequence[str]) -> Table:
+        rows: list[list[Cell]] = [
+            [
+                n,
+                int(self.served[n]),
+                int(self.samples.rows[n, 0]),
+                _number(self.samples.ratio[n]),
+                _number(self.samples.distances[n, 0]),
+                reasons[n],
+            ]
+            for n in samples
+        ]
+        return Table(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
+
+
+def _part(found: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
+    """Number, share memorised, median ratio and median distance of some pictures."""
+    ratio = found.ratio[which]
+    if not len(ratio):
+        return [0, None, None, None]
+    medians = (np.median(ratio), np.median(found.distances[which, 0]))
+    return [len(ratio), float((ratio < MEMORISED).mean()), *(_number(value) for value in medians)]
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def leaders(weights: Sequence[F64] | F64) -> I64:
+    """The expert of the largest weight over all steps `(N,)`, of weights `(S, N, K)`."""
+    found: I64 = np.asarray(weights).mean(0).argmax(-1)
+    return found

@@ -1,0 +1,343 @@
+"""The diagnose stage: why the ensemble is good or bad, from what a campaign published."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from atoll.base.condition import Denoiser
+from atoll.base.console import say
+from atoll.base.device import own_device
+from atoll.base.errors import DataError
+from atoll.base.hashing import digest
+from atoll.base.pictures import png
+from atoll.base.threads import using_threads
+from atoll.base.version import code_version
+from atoll.campaign.baselines import dense_cards
+from atoll.campaign.folder import Campaign
+from atoll.campaign.results import Diagnosis
+from atoll.data.dataset import DataSet
+from atoll.data.partition import Partition
+from atoll.data.samples import Samples
+from atoll.data.settings import features_column
+from atoll.encoders.extractors import extractor
+from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.ensemble.card import Card
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import read_card
+from atoll.ensemble.folder import read_manifest
+from atoll.ensemble.generate import Sampling, generate
+from atoll.ensemble.integrate import euler
+from atoll.ensemble.routing import Routing
+from atoll.measure.departure import Departure, possible, routings
+from atoll.measure.diagnosis.cluster_match import landing
+from atoll.measure.diagnosis.labelled_rows import PRACTICAL, labelled, measure
+from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest
+from atoll.measure.diagnosis.stability import stability
+from atoll.measure.diagnosis.usage import by_strategy, switches, usage
+from atoll.measure.models import Candidate, RowConditions, published
+from atoll.measure.table import Table, to_csv
+
+RESULT = "reports/diagnostics.json"
+FOLDER = "reports/diagnostics"
+USUAL = ("once", "top-1")
+"""Strategies beside the campaign's own, if none are named."""
+_CHUNK = 4096
+F32 = NDArray[np.float32]
+
+
+def diagnose(campaign: Campaign) -> dict[str, Any]:
+    """Measure and write; what was measured of the same parts with the same settings is not measured again."""
+    store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
+    content = read_manifest(store)
+    router = read_card(store, "ensemble/router")
+    baseline = dense_cards(campaign, router, ("monolith",))
+    parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
+    dataset, made = _data(campaign)
+    departure = Departure.of(campaign, config)
+    strategies = [str(Routing.named(name)) for name in routings(campaign, config.strategies, USUAL)]
+    settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed, "strategies": strategies}
+    settings |= {name: getattr(departure.generation, name) for name in ("steps", "guidance")}
+    key = digest({"parts": parts, "settings": settings, "data": dataset.content})
+    found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
+    if found.get("key") == key and Diagnosis.fits(found):
+        say("diagnose: finished already")
+        return found
+    start = time.monotonic()
+    with using_threads(config.threads):
+        tables, about = _Diagnosis(campaign, dataset, made, router, departure, strategies).run(bool(baseline))
+    result = {
+        **Diagnosis.header(),
+        "key": key,
+        "parts": parts,
+        "code": code_version(),
+        "seconds": round(time.monotonic() - start, 1),
+        "settings": settings,
+        "departures": departure.changes,
+        "k": made.k,
+        "sizes": made.sizes,
+        "missing": sorted(set(range(made.k)) - set(content.experts)),
+        **about,
+        "tables": {name: table.to_json() for name, table in tables.items()},
+    }
+    for name, table in tables.items():
+        store.put(f"{FOLDER}/{name}.csv", to_csv(table.columns, table.rows))
+    store.put_json(RESULT, result)
+    return result
+
+
+def _data(campaign: Campaign) -> tuple[DataSet, Partition]:
+    """Data set and partition, which belong together and hold the rows that are asked for."""
+    (dataset, made), config = campaign.clustered(), campaign.config.diagnose
+    wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies != [] else [])}
+    if "heldout" in wanted and len(dataset.split("heldout")) == 0:
+        raise DataError(
+            "the data set has no held-out rows",
+            "ingest with data.ingest.heldout above 0, or look at training rows:"
+            " --set diagnose.splits=[train] --set diagnose.conditions=train",
+        )
+    return dataset, made
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Samples of one strategy.
+
+    Attributes:
+        weights: of the trace `(S, N, K)`.
+        latents: `(N, C, H, W)`.
+    """
+
+    weights: torch.Tensor
+    latents: torch.Tensor
+
+
+class _Diagnosis:
+    """One look at a campaign."""
+
+    def __init__(
+        self,
+        campaign: Campaign,
+        dataset: DataSet,
+        made: Partition,
+        router: Card,
+        departure: Departure,
+        strategies: list[str],
+    ) -> None:
+        self.campaign, self.dataset, self.made, self.router = campaign, dataset, made, router
+        self.departure, self.strategies = departure, strategies
+        self.config, self.seed = campaign.config.diagnose, campaign.config.seed
+        self.device = own_device()
+        self.candidate = published(campaign, "ensemble", self.device)
+        ensemble = self.candidate.model.denoiser
+        assert isinstance(ensemble, Ensemble)
+        self.ensemble = ensemble
+
+    def run(self, baseline: bool) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Tables by name, and what else is told."""
+        if self.ensemble.missing:
+            names = ", ".join(map(str, self.ensemble.missing))
+            say(f"  warning: experts {names} are missing and left out; their share goes to the others")
+        monolith = published(self.campaign, "monolith", self.device) if baseline else None
+        tables = self._measured(None if monolith is None else monolith.model.denoiser)
+        named = self.strategies if self.config.samples else []
+        kept = possible(named, len(self.ensemble.experts), self.candidate.missing)
+        routings = {name: Routing.named(name) for name in kept}
+        sampled = {name: self._sampled(routing) for name, routing in routings.items()}
+        about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
+        if sampled:
+            tables |= self._traced(sampled) | self._stability(routings, monolith)
+            ends, told = self._ends(sampled)
+            tables, about = tables | ends, about | told
+        _summarise(tables)
+        return tables, about
+
+    def _samples(self, split: str) -> Samples:
+        shape, kind = self.router.shape, self.campaign.config.condition
+        return Samples(self.dataset, self.dataset.split(split), kind, shape)
+
+    def _measured(self, monolith: Denoiser | None) -> dict[str, Table]:
+        config, found = self.config, []
+        for split in config.splits:
+            samples = self._samples(split)
+            say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
+            rows = labelled(samples, self.made.clusters, config.rows, self.seed, config.batch)
+            measured = measure(self.ensemble, monolith, rows, self.made.sizes, config, self.device)
+            found.append({name: table.led_by("split", split) for name, table in measured.items()})
+        return {name: Table.joined([one[name] for one in found]) for name in found[0]}
+
+    def _sampling(self, routing: Routing, count: int) -> Sampling:
+        """All about drawing the first pictures at the conditions of `_conditions`."""
+        generation = self.departure.generation.with_(routing=routing)
+        conditions, shape = self._conditions, self.candidate.model.shape
+        batch, labels = self.config.batch, conditions.labels
+        return Sampling(
+            generation, conditions.of_model, shape, count, batch=batch, device=self.device, labels=labels
+        )
+
+    def _sampled(self, routing: Routing) -> Sampled:
+        count, steps = self.config.samples, self.departure.generation.steps
+        say(f"diagnose: {count:,} pictures under {routing}, {self.departure.text}")
+        weights = torch.empty(steps, count, len(self.ensemble.experts))
+        latents = torch.empty(count, *self.candidate.model.shape)
+        for drawn in generate(self.ensemble, self._sampling(routing, count)):
+            assert drawn.trace is not None
+            weights[:, drawn.rows] = drawn.trace.stacked()
+            latents[drawn.rows] = drawn.latents.cpu()
+        return Sampled(weights, latents)
+
+    @cached_property
+    def _conditions(self) -> RowConditions:
+        """Those of rows of the chosen split, in a seeded order."""
+        samples = self._samples(self.config.conditions)
+        order = np.random.default_rng(self.seed).permutation(len(samples))
+        index = np.resize(order, self.config.samples).astype(np.int64)
+        clusters = self.made.clusters[samples.rows[index]]
+        return RowConditions(samples, index, clusters, self.config.conditions)
+
+    def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
+        clusters = self._conditions.labels
+        times = [float(t) for t in euler(self.departure.generation.steps).sigmas[:-1]]
+        return {
+            "usage": by_strategy(
+                {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
+            ),
+            "switches": by_strategy({n: switches(s.weights, times) for n, s in sampled.items()}),
+        }
+
+    def _stability(self, routings: dict[str, Routing], monolith: Candidate | None) -> dict[str, Table]:
+        """Of every strategy and of the monolith, on the first of the samples."""
+        count = min(self.config.probed, self.config.samples)
+        if not count:
+            return {}
+        say(
+            f"diagnose: {count:,} pictures of each nudged, and in {2 * self.departure.generation.steps} steps"
+        )
+        models: dict[str, tuple[Denoiser, Routing]] = {
+            name: (self.ensemble, routing) for name, routing in routings.items()
+        }
+        if monolith is not None:
+            models["monolith"] = (monolith.model.denoiser, Routing())
+        found = {
+            name: stability(model, self._sampling(routing, count))
+            for name, (model, routing) in models.items()
+        }
+        return {
+            "stability": by_strategy({name: ends for name, (ends, _) in found.items()}),
+            "lipschitz": by_strategy({name: path for name, (_, path) in found.items()}),
+        }
+
+    def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Whether samples lie in their experts' clusters, and those of the first strategy, whether they are
+        copies; tables, and what is shown of the copies."""
+        heldout = self.dataset.split("heldout")
+        own_space = self.config.extractor is None and len(self.made.centroids) > 0
+        if not own_space and not len(heldout):
+            return {}, {}
+        encoder, model = self._extractor(), self.candidate.model
+        parts = [features for _, features in self._features(encoder, heldout)]
+        real = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+        tables, told, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
+        for name, one in sampled.items():
+            first = name == next(iter(sampled))
+            if not own_space and not first:
+                break
+            numbers = torch.arange(len(one.latents)).split(self.config.batch)
+            pictures = [p for part in numbers for p in model.pictures(one.latents[part], part.tolist())]
+            features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
+            if own_space:
+                clusters = self.made.clusters[heldout]
+                landings[name] = landing(features, weights, real, clusters, self.made.centroids)
+            if first and len(heldout):
+                copies = self._copies(encoder, features, real, leaders(weights))
+                tables, told = self._told(copies, encoder, pictures)
+        return tables | ({"landing": by_strategy(landings)} if landings else {}), told
+
+    def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
+        """Samples and held-out pictures beside their nearest training pictures."""
+        train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
+        say(f"diagnose: {len(features):,} pictures against {len(train):,} training pictures")
+        own, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
+        return Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
+
+    def _told(
+        self, copies: Copies, encoder: VisionEncoder, pictures: list[Image.Image]
+    ) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Tables of the copies, and the pictures that they name."""
+        limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
+        same = copies.heldout.same
+        leaked = int(same.sum())
+        if leaked:
+            say(
+                f"  warning: {leaked} of {len(same)} held-out pictures are training pictures too: what is"
+                " measured on held-out rows flatters (see data.ingest.group)"
+            )
+        tables = {
+            "nearest": copies.by_cluster(self.made.k),
+            "suspicious": copies.suspicious(self.config.named),
+            "closest": copies.closest(),
+        }
+        return tables, {
+            "copies": {"limits": limits, "leaked": leaked, **encoder.producer()},
+            "pictures": self._show(tables["suspicious"], pictures, "pairs"),
+            "closest": self._show(tables["closest"], pictures, "closest"),
+        }
+
+    def _extractor(self) -> VisionEncoder:
+        config, partition = self.config, self.campaign.config.partition
+        if config.extractor is not None:
+            return extractor(config.extractor, config.extractor_size, str(self.device))
+        size = config.extractor_size or partition.encoder_size
+        return vision_encoder(partition.encoder, size, str(self.device))  # as the partition saw pictures
+
+    def _features(
+        self, encoder: VisionEncoder, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Features of rows' pictures in parts: from the column, where this encoder made one."""
+        name = features_column(encoder.name)
+        kept = self.dataset.column(name) if self.dataset.has_column(name) else None
+        if kept is not None and kept.meta.producer != encoder.producer():
+            kept = None
+        for first in range(0, len(rows), _CHUNK):
+            part = rows[first : first + _CHUNK]
+            if kept is not None:
+                yield part, kept.read(part).float().numpy()
+            else:
+                yield part, encoder.encode([self.dataset.image(int(row)) for row in part]).numpy()
+
+    def _show(self, named: Table, pictures: list[Image.Image], folder: str) -> list[dict[str, Any]]:
+        """Write the samples of a table and their nearest training pictures; their keys and the caption."""
+        shown = []
+        for number, record in enumerate(named.records()):
+            sample, row = record["sample"], record["row"]
+            assert isinstance(sample, int) and isinstance(row, int)
+            keys = {name: f"{FOLDER}/{folder}/{number:02d}-{name}.png" for name in ("sample", "training")}
+            self.campaign.store.put(keys["sample"], png(pictures[sample]))
+            self.campaign.store.put(keys["training"], png(self.dataset.image(row)))
+            caption = self.dataset.take([row]).column("caption").to_pylist()[0]
+            shown.append({**keys, "caption": caption, "id": self.dataset.ids[row]})
+        return shown
+
+
+def _summarise(tables: dict[str, Table]) -> None:
+    """A few lines for whoever waits."""
+    first = tables["router"].records()[0]["split"]
+    for record in tables["router"].records():
+        if record["split"] == first:
+            say(
+                f"  t = {record['t']:<7g} router: accuracy {_f(record['accuracy'])}, NLL {_f(record['nll'])}"
+                f" (prior {_f(record['prior_nll'])}), calibration error {_f(record['ece'])}"
+            )
+    for record in tables["errors"].records():
+        if (record["split"], record["t"], record["cluster"]) == (first, "mean", "all"):
+            say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
+
+
+def _f(value: float | int | str | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -1,0 +1,120 @@
+"""Fréchet distance between two sets of features, in float64.
+
+`d^2 = |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))` (Dowson and Landau 1982; Heusel et al. 2017). With few
+samples for many dimensions the covariances are singular, so features are projected on fixed principal
+components first; the result is then named after its extractor and never called FID.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.base.errors import DataError
+from atoll.measure.features import Features
+from atoll.measure.metrics.metric import How, Metric, Value
+from atoll.measure.metrics.projection import F64, Moments, Projection
+
+ENOUGH = 10
+"""Pictures per dimension, below which the bias of a Fréchet distance is said: it falls with their number."""
+
+
+class Frechet(Metric):
+    """Distance of Gaussians fitted to both sets, on some or all principal components."""
+
+    names = ("frechet",)
+
+    def label(self, name: str, how: How) -> str:
+        """FID on all of Inception's features, and nowhere else."""
+        if how.components < how.width:
+            return f"Fréchet distance on {how.components} components of {how.extractor}"
+        return "FID" if how.kind == "inception" else f"Fréchet distance on {how.extractor}"
+
+    def settings(self, name: str, how: How) -> dict[str, Any]:
+        """The components, and which pictures fix them if they are not the reference's."""
+        return {"components": how.components, **(how.axes.about if how.axes else {})}
+
+    def check(self, how: How) -> None:
+        """Refuse so few pictures that a covariance must be singular."""
+        for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
+            must_be_regular(count, how.components, what, "fewer components: --set evaluate.components=N")
+
+    def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
+        """The distance, with a note where a set is small or flat."""
+        sets = samples.rows, reference.rows
+        if how.components == how.width:
+            moments = [Moments.of(rows) for rows in sets]
+        else:
+            axes = how.axes.projection() if how.axes else Projection.fit(reference.rows, how.components)
+            moments = [Moments.of(axes.first(how.components)(rows)) for rows in sets]
+        return {"frechet": Value(frechet_between(*moments), None, _note(*moments))}
+
+
+METRICS = (Frechet(),)
+
+
+def _note(samples: Moments, reference: Moments) -> str | None:
+    named = (("samples", samples), ("reference pictures", reference))
+    flat = [
+        f"the covariance of the {name} is singular: they fill {rank(moments)} of {moments.width} dimensions"
+        for name, moments in named
+        if rank(moments) < moments.width
+    ]
+    few = [
+        f"{moments.count} {name} for {moments.width} dimensions: so few make the distance larger by"
+        " themselves (compare it with one of as many, or take KID)"
+        for name, moments in named
+        if moments.count < ENOUGH * moments.width
+    ]
+    return "; ".join(flat + few) or None
+
+
+def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
+    """Squared distance between Gaussians fitted to features `(N, D)` and `(M, D)`.
+
+    Raises:
+        DataError: NaN, or fewer samples than dimensions (a singular covariance).
+    """
+    return frechet_between(Moments.of(first), Moments.of(second))
+
+
+def frechet_between(first: Moments, second: Moments) -> float:
+    """The same from moments; `DataError` where a covariance is singular."""
+    for moments in (first, second):
+        must_be_regular(moments.count, moments.width)
+    return frechet_of_moments(first.mean, first.covariance, second.mean, second.covariance)
+
+
+def must_be_regular(
+    count: int, dimensions: int, what: str = "samples", fewer: str = "project on fewer components"
+) -> None:
+    """Refuse so few samples that their covariance must be singular."""
+    if count <= dimensions:
+        raise DataError(
+            f"{count} {what} for {dimensions} dimensions: the covariance is singular",
+            f"give more samples, or {fewer}",
+        )
+
+
+def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
+    """Squared Fréchet distance between two Gaussians of known mean `(D,)` and covariance `(D, D)`.
+
+    Covariances may be singular. Equal ones give 0 up to rounding, which never makes it negative.
+
+    Raises:
+        DataError: NaN or infinity.
+    """
+    if not all(np.isfinite(values).all() for values in (m1, c1, m2, c2)):
+        raise DataError("the moments hold NaN or infinity", "make them again from the pictures")
+    # tr (C1 C2)^(1/2) through the symmetric A C2 A with A = C1^(1/2): real and stable.
+    values, vectors = np.linalg.eigh(c1)
+    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    middle = np.linalg.eigvalsh(root @ c2 @ root)
+    trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
+    return max(0.0, float(((m1 - m2) ** 2).sum() + trace))
+
+
+def rank(moments: Moments) -> int:
+    """How many dimensions the features fill: fewer than they have if their covariance is singular."""
+    return int(np.linalg.matrix_rank(moments.covariance, hermitian=True))

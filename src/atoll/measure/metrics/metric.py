@@ -1,0 +1,178 @@
+"""What a metric is, and how the metrics of this package are found: each module lists its own in `METRICS`."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+import atoll.measure.metrics as package
+from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.encoders.vision import VisionEncoder
+from atoll.measure.features import F32, F64, Features, Scorer
+from atoll.measure.metrics.projection import Axes
+
+
+@dataclass(frozen=True)
+class How:
+    """What metrics know before anything is computed.
+
+    Attributes:
+        extractor: name of the network that gives the features.
+        kind: of that network; FID is Inception's alone, and the CLIP score CLIP's.
+        width: D of the features.
+        samples: number of the pictures that are measured.
+        references: number of those that they are held against.
+        components: principal components that a Fréchet distance is taken in.
+        axes: the components, where they are fixed by other pictures than the reference's.
+        subsets: random subsets of KID.
+        subset: pictures of a subset, at most.
+        seed: of the subsets.
+        device: where kernels and neighbours are computed.
+    """
+
+    extractor: str
+    kind: str
+    width: int
+    samples: int
+    references: int
+    components: int
+    axes: Axes | None = None
+    subsets: int = 100
+    subset: int = 1000
+    seed: int = 0
+    device: torch.device | str = "cpu"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One number.
+
+    Attributes:
+        value: the number.
+        deviation: standard deviation over subsets or pictures; None for a single number.
+        note: what a reader of the number must know beside it.
+    """
+
+    value: float
+    deviation: float | None = None
+    note: str | None = None
+
+
+class Metric:
+    """One way to hold features against others; it may give several numbers at once."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """Of the numbers that it gives."""
+    only: ClassVar[str | None] = None
+    """Kind of the extractor without which there is no such number."""
+    captions: ClassVar[bool] = False
+    """Whether pictures need captions."""
+
+    def label(self, name: str, how: How) -> str:
+        """What the number may be called."""
+        return name
+
+    def settings(self, name: str, how: How) -> dict[str, Any]:
+        """What decides the number beside the protocol."""
+        return {}
+
+    def check(self, how: How) -> None:
+        """Refuse too few pictures before the work; `DataError`."""
+
+    def score(self, encoder: VisionEncoder, features: F32, captions: list[str]) -> F64:
+        """Scores of pictures and captions `(N,)`, where `captions` is set; kept in `Features.scores`."""
+        raise NotImplementedError
+
+    def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
+        """All of its numbers, by name."""
+        raise NotImplementedError
+
+
+@cache
+def metrics() -> dict[str, Metric]:
+    """Every metric by the names of its numbers."""
+    names = [one.name for one in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    entries = [metric for module in modules for metric in getattr(module, "METRICS", ())]
+    return {name: metric for metric in entries for name in metric.names}
+
+
+def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
+    """Metrics out of `frechet,kid,...`.
+
+    Args:
+        names: separated by commas; `all` is every one that the extractor's kind allows.
+        kind: of the extractor.
+        captioned: whether the pictures have captions.
+
+    Raises:
+        ConfigError: an unknown metric, one of another extractor, or one that captions are missing for.
+    """
+    known = metrics()
+    if names.strip() == "all":
+        return [n for n, m in known.items() if m.only in (None, kind) and (captioned or not m.captions)]
+    chosen = []
+    for name in (part.strip().lower() for part in names.split(",")):
+        if name == "fid" and kind != "inception":
+            fix = "use frechet, or --extractor inception"
+            raise ConfigError("FID is the distance on Inception's features", fix)
+        name = {"fid": "frechet"}.get(name, name)
+        if name not in known:
+            raise ConfigError(f"unknown metric {name!r}", nearest(name, list(known)))
+        metric = known[name]
+        if metric.only not in (None, kind):
+            raise ConfigError(f"{name} needs {metric.only} as its extractor", "give it: --extractor NAME")
+        if metric.captions and not captioned:
+            raise ConfigError(f"{name} needs captions, and a folder of pictures has none", "leave it out")
+        chosen.append(name)
+    return list(dict.fromkeys(chosen))
+
+
+def of_names(names: Sequence[str]) -> list[Metric]:
+    """The metrics that give these numbers, each once."""
+    return list(dict.fromkeys(metrics()[name] for name in names))
+
+
+def scorers(names: Sequence[str]) -> dict[str, Scorer]:
+    """Those of these metrics that score pictures and captions."""
+    return {metric.names[0]: metric.score for metric in of_names(names) if metric.captions}
+
+
+def settings_of(names: Sequence[str], how: How) -> dict[str, dict[str, Any]]:
+    """What decides each number beside the protocol, known before anything is computed.
+
+    Raises:
+        DataError: too few pictures.
+    """
+    for metric in of_names(names):
+        metric.check(how)
+    return {name: metrics()[name].settings(name, how) for name in names}
+
+
+def compute(names: Sequence[str], how: How, samples: Features, reference: Features) -> dict[str, Any]:
+    """Numbers by name, as they stand in a point."""
+    numbers = dict[str, Value]()
+    for metric in of_names(names):
+        numbers |= metric.compute(how, samples, reference)
+    settings = settings_of(names, how)
+    return {
+        name: {
+            "label": metrics()[name].label(name, how),
+            "value": numbers[name].value,
+            "deviation": numbers[name].deviation,
+            "settings": settings[name],
+            "note": numbers[name].note,
+        }
+        for name in names
+    }
+
+
+def enough(how: How, least: int) -> None:
+    """Refuse sets of so few pictures or fewer."""
+    for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
+        if count <= least:
+            raise DataError(f"{count} {what} are too few", f"give more than {least}")

@@ -1,0 +1,167 @@
+"""Whether two models that start from the same noise draw similar pictures: correlations of pairs.
+
+The paper observes that a monolith and a decentralized model, sampled with the same noise by a deterministic
+sampler, give visibly similar pictures. A pair is a sample of each model. Those of one number share noise and
+condition; they are held against pairs of different samples, of one cluster and of any.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from atoll.base.rng import generator
+from atoll.measure.table import Cell, Table, finite
+
+MOST = 500
+"""Most samples of a model that are kept and paired, its first ones."""
+SIDE = 64
+"""Pictures with a longer side are reduced to it, pixels averaged, before they are kept."""
+COLUMNS = ("strategy", "space", "partner", "pairs", "mean", "deviation", "low", "high", "effect", "higher")
+Z95 = 1.959964  # the normal distribution's 97.5 % point
+
+F64 = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a model's first samples, P of them.
+
+    Attributes:
+        pixels: `(P, V)` uint8, a picture's values one after the other.
+        features: `(P, D)` float32, of the judge's extractor.
+    """
+
+    pixels: NDArray[np.uint8]
+    features: NDArray[np.float32]
+
+    @classmethod
+    def pixels_of(cls, numbers: Sequence[int], pictures: Sequence[Image.Image]) -> dict[int, Any]:
+        """Values of those pictures of a batch that are among the first, by number."""
+        pairs = zip(numbers, pictures, strict=True)
+        return {number: np.asarray(_small(picture)).ravel() for number, picture in pairs if number < MOST}
+
+    @classmethod
+    def of(cls, pixels: Mapping[int, Any], features: NDArray[np.float32]) -> "Kept":
+        """The first samples, from their values by number and the features `(N, D)` of all."""
+        few = [pixels[number] for number in range(min(MOST, len(features)))]
+        return cls(np.stack(few), np.array(features[:MOST]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a file."""
+        return {"pixels": torch.from_numpy(self.pixels), "features": torch.from_numpy(self.features)}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor]) -> "Kept":
+        """What `tensors` gave."""
+        return cls(tensors["pixels"].numpy(), tensors["features"].numpy())
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    side = max(picture.size)
+    if side <= SIDE:
+        return picture
+    width, height = (max(1, round(edge * SIDE / side)) for edge in picture.size)
+    return picture.resize((width, height), Image.Resampling.BOX)
+
+
+def correlations(one: NDArray[np.generic], other: NDArray[np.generic]) -> F64:
+    """Pearson correlation of each row of one with the same row of the other.
+
+    Args:
+        one: `(N, V)`.
+        other: `(N, V)`.
+
+    Returns:
+        `(N,)`, in [-1, 1]; NaN where a row is constant.
+    """
+    first, second = (np.asarray(rows, dtype=np.float64) for rows in (one, other))
+    first, second = (rows - rows.mean(axis=1, keepdims=True) for rows in (first, second))
+    scale = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: F64 = np.where(scale > 0, (first * second).sum(axis=1) / scale, np.nan)
+    return found.clip(-1, 1)
+
+
+def partners(groups: Index, seed: int) -> Index:
+    """For each sample another one of its group, drawn so that nobody is chosen twice; -1 for who is alone.
+
+    Args:
+        groups: of each sample `(N,)`.
+        seed: of the order within each group, in which everybody gets the next one.
+    """
+    order = torch.randperm(len(groups), generator=generator(seed, "pairs")).numpy()
+    found = np.full(len(groups), -1, dtype=np.int64)
+    for group in np.unique(groups):
+        own = order[groups[order] == group]
+        if len(own) > 1:
+            found[own] = np.roll(own, -1)
+    return found
+
+
+def pair_table(
+    base: Kept, others: Mapping[str, Kept], clusters: Index, conditions: Index, seed: int
+) -> Table:
+    """Correlations with the base's samples: of the same noise, of the same cluster, of any other sample.
+
+    The same noise comes with the same condition, so a part of what it adds to the others is the condition's.
+
+    Args:
+        base: samples of the monolith.
+        others: of each strategy, drawn with the same noise at the same conditions.
+        clusters: of each sample's condition, `(P,)` or longer.
+        conditions: number of each sample's condition, `(P,)` or longer; partners of equal ones do not count.
+        seed: of the partners.
+
+    Returns:
+        `mean` and sample standard `deviation` of the correlations, the ends `low` and `high` of the mean's
+        95 % interval (normal); and beside each other partner `effect`, how far the same noise is above it in
+        standard deviations (Cohen's d, pooled), and `higher`, the share of samples whose partner of the same
+        noise correlates more than this one.
+    """
+    count = len(base.pixels)
+    clusters, conditions, numbers = clusters[:count], conditions[:count], np.arange(count)
+    chosen = {
+        "same cluster": partners(clusters, seed),
+        "any": partners(np.zeros(count, dtype=np.int64), seed),
+    }
+    rows: list[list[Cell]] = []
+    for name, other in others.items():
+        for space in ("pixels", "features"):
+            mine, theirs = getattr(base, space), getattr(other, space)
+            same = correlations(mine, theirs[numbers])
+            rows.append([name, space, "same noise", *_summary(same), None, None])
+            for partner, index in chosen.items():
+                apart = correlations(mine, theirs[index])
+                apart[(index < 0) | (conditions == conditions[index])] = np.nan
+                rows.append([name, space, partner, *_summary(apart), *_contrast(same, apart)])
+    return Table(COLUMNS, rows)
+
+
+def _summary(values: F64) -> list[Cell]:
+    """Number, mean, deviation, ends of the interval."""
+    there = values[~np.isnan(values)]
+    if len(there) < 2:
+        mean = finite(there.mean()) if len(there) else None
+        return [len(there), mean, None, None, None]
+    mean, deviation = float(there.mean()), float(there.std(ddof=1))
+    half = Z95 * deviation / math.sqrt(len(there))
+    return [len(there), mean, deviation, mean - half, mean + half]
+
+
+def _contrast(same: F64, apart: F64) -> list[Cell]:
+    """Effect size, and the share of samples where the same noise correlates more."""
+    both = ~np.isnan(same) & ~np.isnan(apart)
+    if both.sum() < 2:
+        return [None, None]
+    first, second = same[both], apart[both]
+    pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
+    effect = finite((first.mean() - second.mean()) / pooled) if pooled else None
+    return [effect, float((first > second).mean())]

@@ -1,0 +1,613 @@
+"""Diagnostics: constructed cases whose answers are known."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.base.condition import Condition
+from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.settings.measure import DiagnoseConfig
+from atoll.ensemble.ensemble import Ensemble
+from atoll.flow.objective import noisy
+from atoll.flow.schedule import RectifiedFlow
+from atoll.measure.diagnosis.alignment import Alignment
+from atoll.measure.diagnosis.calibration import TEMPERATURES, Calibration
+from atoll.measure.diagnosis.labelled_rows import Rows, measure
+from atoll.measure.diagnosis.memorization import Copies, Nearest, leaders, two_nearest
+from atoll.measure.diagnosis.running_stats import Means
+from atoll.measure.diagnosis.usage import switched, switches, usage
+from atoll.measure.table import Table
+
+SHAPE = (1, 2, 2)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def found(table: Table, **where: object) -> dict[str, float]:
+    """The one row of a table that these columns pick."""
+    (record,) = [r for r in table.records() if all(r[name] == value for name, value in where.items())]
+    return record
+
+
+class Constant:
+    """An expert that always says the same."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return torch.full_like(x_t, self.value)
+
+
+class Fixed:
+    """A router that knows the same whatever it sees; or the answer by the label of a row."""
+
+    def __init__(self, p: Sequence[float] | Tensor) -> None:
+        self.p = torch.as_tensor(p, dtype=torch.float64)
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if self.p.ndim == 1:
+            return self.p.log().expand(len(x_t), -1)
+        assert cond.labels is not None
+        return self.p[cond.labels].log()
+
+
+def rows(clusters: Sequence[int], target: Sequence[float], batch: int = 3) -> list[Rows]:
+    """Rows whose eps - x0 is one value everywhere, their number as their label."""
+    own, wanted = torch.tensor(clusters), torch.tensor(target).view(-1, 1, 1, 1).expand(-1, *SHAPE)
+    parts = torch.arange(len(own)).split(batch)
+    return [Rows(-wanted[i], Condition(labels=i), torch.zeros(len(i), *SHAPE), own[i]) for i in parts]
+
+
+def config(**settings: object) -> DiagnoseConfig:
+    return DiagnoseConfig.parse({"times": [0.25, 0.75, 1.0], **settings}, "a test")
+
+
+# Means.
+
+
+@pytest.mark.parametrize("batch", [1, 7, 100])
+def test_means_and_standard_errors_are_those_of_all_rows_at_once(batch: int) -> None:
+    values = torch.randn(100, 3, generator=seeded(), dtype=torch.float64) + 1e6
+    groups = torch.randint(0, 4, (100,), generator=seeded(1))
+    values[::5, 1] = torch.nan
+    means = Means(5, (3,))
+    for part in torch.arange(100).split(batch):
+        means.add(values[part], groups[part])
+    for group, column in itertools.product(range(4), range(3)):
+        mine = values[groups == group, column]
+        mine = mine[~mine.isnan()]
+        count, mean, se = means.of(group).cells(column)
+        assert (count, mean) == (len(mine), pytest.approx(float(mine.mean()), rel=1e-14))
+        assert se == pytest.approx(float(mine.std() / math.sqrt(len(mine))), rel=1e-6)
+    assert means.of(4).cells(0) == (0, None, None)
+    both = values[(groups == 1) | (groups == 3), 2]
+    count, mean, se = means.pooled([1, 3]).cells(2)
+    assert (count, mean) == (len(both), pytest.approx(float(both.mean()), rel=1e-14))
+    assert se == pytest.approx(float(both.std() / math.sqrt(len(both))), rel=1e-6)
+
+
+def test_one_row_has_no_standard_error() -> None:
+    means = Means(1, (1,))
+    means.add(torch.tensor([[2.5]]), torch.tensor([0]))
+    assert means.of(0).cells(0) == (1, 2.5, None)
+
+
+# The router.
+
+
+def test_a_uniform_router_has_the_likelihood_of_a_guess() -> None:
+    calibration = Calibration([0.5, 1.0], torch.tensor([30, 10, 10]), bins=10)
+    clusters = torch.arange(50) % 3
+    calibration.add(torch.zeros(2, 50, 3), clusters)
+    one = found(calibration.by_time(), t=1.0)
+    assert one["nll"] == pytest.approx(math.log(3), abs=1e-12) and one["nll_se"] == pytest.approx(0, abs=1e-9)
+    assert one["confidence"] == pytest.approx(1 / 3)
+    assert one["accuracy"] == pytest.approx(17 / 50)  # the first of equals
+    shares, asked = np.array([0.6, 0.2, 0.2]), np.bincount(clusters, minlength=3) / 50
+    assert one["prior_nll"] == pytest.approx(-(asked * np.log(shares)).sum())
+    assert one["prior_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
+    assert one["prior_accuracy"] == pytest.approx(17 / 50)
+
+
+def drawn_from(p: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
+    """Every posterior `(N, K)` with clusters in exactly its proportions: `per_row` rows each."""
+    counts = (p * per_row).round().long()
+    assert torch.equal(counts.double() / per_row, p)
+    return p.repeat_interleave(per_row, 0), torch.cat(
+        [torch.arange(p.shape[1]).repeat_interleave(c) for c in counts]
+    )
+
+
+POSTERIORS = torch.tensor(
+    [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5], [0.0, 0.05, 0.95]], dtype=torch.float64
+)
+
+
+def test_the_exact_posterior_is_calibrated() -> None:
+    """Clusters in exactly the proportions that the router says: all numbers are those of the formulas."""
+    p, clusters = drawn_from(POSTERIORS, 20)
+    calibration = Calibration([1.0], torch.bincount(clusters), bins=15)
+    for part in torch.arange(len(p)).split(13):
+        calibration.add(p[part].log()[None], clusters[part])
+    one = found(calibration.by_time(), t=1.0)
+    entropy = -torch.special.xlogy(POSTERIORS, POSTERIORS).sum(1).mean()
+    assert one["nll"] == pytest.approx(float(entropy), abs=1e-12)
+    assert one["accuracy"] == pytest.approx(float(POSTERIORS.max(1).values.mean()), abs=1e-12)
+    assert one["ece"] == pytest.approx(0, abs=1e-12) and one["ece_chance"] > 0.03
+    assert one["temperature"] == 1 and one["nll_tempered"] == pytest.approx(one["nll"], abs=1e-12)
+    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in calibration.reliability().records())
+    third = found(calibration.by_cluster(), cluster=0)
+    assert third["rows"] == 21 and third["accuracy"] == pytest.approx(14 / 21)
+
+
+def test_a_router_that_is_too_sure_has_the_error_that_was_put_in() -> None:
+    """It says 0.9 and is right in 0.6 of the cases; and 0.8 where it is right in 0.7."""
+    sure = torch.tensor([[0.9, 0.1]] * 30 + [[0.2, 0.8]] * 10, dtype=torch.float64)
+    clusters = torch.tensor([0] * 18 + [1] * 12 + [1] * 7 + [0] * 3)
+    calibration = Calibration([0.5], torch.tensor([1, 1]), bins=15)
+    calibration.add(sure.log()[None], clusters)
+    one = found(calibration.by_time())
+    assert one["ece"] == pytest.approx(0.75 * 0.3 + 0.25 * 0.1)
+    assert one["confidence"] - one["accuracy"] == pytest.approx(one["ece"])
+    first, second = calibration.reliability().records()
+    assert (first["rows"], first["accuracy"], first["confidence"]) == (
+        10,
+        pytest.approx(0.7),
+        pytest.approx(0.8),
+    )
+    assert (second["rows"], second["accuracy"]) == (30, pytest.approx(0.6))
+
+
+def test_a_router_that_is_too_sure_by_a_temperature_is_told_which() -> None:
+    p, clusters = drawn_from(POSTERIORS[:3], 20)
+    calibration = Calibration([0.5], torch.ones(3), bins=15)
+    calibration.add(4 * p.log()[None], clusters)
+    one = found(calibration.by_time())
+    exact = -torch.special.xlogy(POSTERIORS[:3], POSTERIORS[:3]).sum(1).mean()
+    assert one["temperature"] == 4 and 4 in TEMPERATURES
+    assert one["nll_tempered"] == pytest.approx(float(exact), abs=1e-12) and one["nll"] > one["nll_tempered"]
+
+
+def test_the_error_of_chance_is_what_calibrated_answers_get() -> None:
+    """Drawn by the router's own posterior, the calibration error is on average `ece_chance`."""
+    source, errors, chances = seeded(3), [], []
+    for _ in range(200):
+        p = torch.softmax(2 * torch.randn(300, 4, generator=source, dtype=torch.float64), 1)
+        clusters = torch.multinomial(p, 1, generator=source)[:, 0]
+        calibration = Calibration([0.5], torch.ones(4), bins=10)
+        calibration.add(p.log()[None], clusters)
+        one = found(calibration.by_time())
+        errors.append(one["ece"])
+        chances.append(one["ece_chance"])
+    assert np.mean(errors) == pytest.approx(np.mean(chances), rel=0.05)
+
+
+def test_an_infinite_likelihood_is_null() -> None:
+    calibration = Calibration([0.5], torch.tensor([1, 0]), bins=5)
+    calibration.add(torch.tensor([[[0.0, 0.0]]]), torch.tensor([1]))
+    assert found(calibration.by_time())["prior_nll"] is None
+
+
+# Errors of experts.
+
+
+def test_constant_experts_have_the_errors_of_arithmetic() -> None:
+    """Targets 1 and 2 and 0.5; experts that say 1, 2 and 4; a router that knows the same of all."""
+    p = [0.5, 0.3, 0.2]
+    ensemble = Ensemble([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed(p))
+    tables = measure(ensemble, Constant(0.0), rows([0, 1, 0, 1], [1.0, 2.0, 1.0, 2.0]), [2, 2, 1], config())
+    for expert, cluster, error in ((0, 0, 0), (1, 0, 1), (2, 0, 9), (0, 1, 1), (1, 1, 0), (2, 1, 4)):
+        for t in (0.25, 1.0, "mean"):
+            one = found(tables["experts"], t=t, expert=expert, cluster=cluster)
+            assert (one["rows"], one["error"], one["se"]) == (2, pytest.approx(error), pytest.approx(0))
+    everything = {"t": "mean", "cluster": "all"}
+    mixture = 0.5 * 1 + 0.3 * 2 + 0.2 * 4
+    expected = {
+        "own": 0.0,
+        "selected": (0 + 1) / 2,
+        "others": ((1 + 9) / 2 + (0 + 4) / 2) / 2,
+        "mixture": ((mixture - 1) ** 2 + (mixture - 2) ** 2) / 2,
+        "monolith": (1 + 4) / 2,
+    }
+    for model, error in expected.items():
+        assert found(tables["errors"], model=model, **everything)["error"] == pytest.approx(error), model
+    gap = found(tables["differences"], gap="selected-own", **everything)
+    assert gap["difference"] == pytest.approx(0.5) and gap["se"] == pytest.approx(math.sqrt(1 / 3 / 4))
+    for gone, left in ((0, (0.3 * 2 + 0.2 * 4) / 0.5), (1, (0.5 + 0.8) / 0.7), (2, (0.5 + 0.6) / 0.8)):
+        one = found(tables["missing"], t="mean", expert=gone, cluster=1)
+        assert one["loss"] == pytest.approx((left - 2) ** 2 - (mixture - 2) ** 2)
+    one = found(tables["disagreement"], **everything)
+    assert one["angle"] == pytest.approx(0, abs=1e-6)
+    variance = 0.5 * 1 + 0.3 * 4 + 0.2 * 16 - mixture**2
+    assert one["spread"] == pytest.approx(variance) and one["spread_se"] == pytest.approx(0, abs=1e-7)
+    assert found(tables["experts"], t=1.0, expert=0, cluster=2) == {
+        "t": 1.0, "cluster": 2, "expert": 0, "rows": 0, "error": None, "se": None
+    }  # fmt: skip
+
+
+def test_the_router_decides_row_by_row() -> None:
+    p = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+    ensemble = Ensemble([Constant(0.0), Constant(1.0)], Fixed(p))
+    tables = measure(ensemble, None, rows([0, 1, 1], [0.0, 1.0, 1.0], batch=2), [1, 2], config())
+    one = found(tables["errors"], t=0.25, cluster=1, model="selected")
+    assert (one["rows"], one["error"]) == (2, pytest.approx(0.5))
+    one = found(tables["errors"], t=0.25, cluster=1, model="others")
+    assert one["error"] == pytest.approx(0.5)
+    one = found(tables["errors"], t="mean", cluster="all", model="mixture")
+    assert one["error"] == pytest.approx((0.1**2 + 0.2**2 + 0.6**2) / 3, rel=1e-6)
+    assert {r["model"] for r in tables["errors"].records()} == {"own", "selected", "others", "mixture"}
+    assert found(tables["router"], t=0.25)["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_means_over_time_leave_out_pure_noise() -> None:
+    class Clock:
+        def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return t.view(-1, 1, 1, 1).expand_as(x_t)
+
+    ensemble = Ensemble([Clock()], Fixed([1.0]))
+    tables = measure(ensemble, None, rows([0], [0.0]), [1], config())
+    errors = [r["error"] for r in tables["errors"].records() if (r["model"], r["cluster"]) == ("own", 0)]
+    assert errors == pytest.approx([0.25**2, 0.75**2, 1.0, (0.25**2 + 0.75**2) / 2])
+    alone = measure(ensemble, None, rows([0], [0.0]), [1], config(times=[1.0]))
+    assert {r["t"] for r in alone["errors"].records()} == {1.0}
+
+
+def test_the_angle_between_experts() -> None:
+    """Orthogonal, opposite, equal: 90, 180 and 0 degrees."""
+    east, north = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 3.0, 0.0, 0.0])
+
+    def between(*v: Tensor) -> float:
+        alignment = Alignment([0.5], len(v), range(len(v)), monolith=False)
+        each = torch.stack(v)[:, None, None]
+        alignment.add(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0]))
+        return found(alignment.disagreement(), t=0.5, cluster="all")["angle"]
+
+    assert between(east, north) == pytest.approx(90)
+    assert between(east, -2 * east) == pytest.approx(180)
+    assert between(east, 5 * east) == pytest.approx(0, abs=1e-9)
+    assert between(east, north, -east) == pytest.approx((90 + 180 + 90) / 3)
+    tilted = torch.tensor([1.0, 1e-6, 0.0, 0.0])
+    assert between(east, tilted) == pytest.approx(math.degrees(1e-6), rel=1e-3)
+
+
+def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
+    ensemble = Ensemble([Constant(0.0), None, Constant(2.0)], Fixed([0.2, 0.6, 0.2]))
+    tables = measure(
+        ensemble, Constant(1.0), rows([0, 1, 2, 2], [0.0, 1.0, 2.0, 2.0]), [1, 1, 2], config(times=[0.5])
+    )
+    assert {r["expert"] for r in tables["experts"].records()} == {0, 2}
+    assert {r["expert"] for r in tables["missing"].records()} == {0, 2}
+    one = found(tables["errors"], t=0.5, cluster=1, model="own")
+    assert (one["rows"], one["error"]) == (0, None)
+    assert found(tables["errors"], t=0.5, cluster=1, model="mixture")["error"] == pytest.approx(0)
+    # Means over all rows count those that every model has.
+    assert {r["rows"] for r in tables["errors"].records() if (r["t"], r["cluster"]) == (0.5, "all")} == {3}
+    # The router is judged on all clusters, missing or not.
+    one = found(tables["router"], t=0.5)
+    assert (one["rows"], one["accuracy"]) == (4, pytest.approx(0.25))
+
+
+def test_an_expert_that_is_broken_is_named() -> None:
+    ensemble = Ensemble([Constant(0.0), Constant(float("nan"))], Fixed([0.5, 0.5]))
+    with pytest.raises(DataError, match="expert 1 gives NaN or infinity"):
+        measure(ensemble, None, rows([0], [0.0]), [1, 1], config())
+
+
+def test_one_expert_has_nobody_to_differ_from() -> None:
+    tables = measure(Ensemble([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
+    assert found(tables["errors"], t=1.0, cluster="all", model="others")["error"] is None
+    assert found(tables["disagreement"], t=1.0, cluster="all")["angle"] is None
+    assert found(tables["missing"], t=1.0, cluster="all", expert=0)["loss"] is None
+    assert found(tables["router"], t=1.0)["nll"] == 0
+
+
+def test_a_sure_router_without_its_choice_still_tells_the_others_apart() -> None:
+    """Its weights round to 1 and 0; the logits of the others differ all the same."""
+
+    class Sure:
+        def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return torch.tensor([[1000.0, 0.0, math.log(3)]]).expand(len(x_t), -1)
+
+    ensemble = Ensemble([Constant(0.0), Constant(4.0), Constant(8.0)], Sure())
+    tables = measure(ensemble, None, rows([0], [0.0]), [1, 1, 1], config())
+    assert found(tables["missing"], t=1.0, cluster=0, expert=0)["loss"] == pytest.approx(7.0**2)
+
+
+# Exact parts: a small world in which everything is known.
+
+
+class World:
+    """Points with a cluster each; the exact flow of any part of them, and the exact posterior."""
+
+    def __init__(self) -> None:
+        draws = torch.randn(12, *SHAPE, generator=seeded(5))
+        self.cluster = torch.arange(12) % 3
+        self.points = draws + 1.5 * self.cluster.view(-1, 1, 1, 1)
+
+    def log_joint(self, x: Tensor, t: Tensor) -> Tensor:
+        t = t.double()
+        away = x.double().flatten(1)[:, None] - (1 - t)[:, None, None] * self.points.double().flatten(1)
+        return -away.square().sum(-1) / (2 * t.square()[:, None])
+
+    def flow(self, x: Tensor, t: Tensor, mine: Tensor) -> Tensor:
+        weights = self.log_joint(x, t)[:, mine].softmax(1)
+        x0 = torch.einsum("bn,nchw->bchw", weights, self.points[mine].double())
+        return (x.double() - x0) / t.double().view(-1, 1, 1, 1)
+
+
+class Exact:
+    def __init__(self, world: World, mine: Tensor) -> None:
+        self.world, self.mine = world, mine
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return self.world.flow(x_t, t, self.mine)
+
+
+class Bayes:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        joint = self.world.log_joint(x_t, t)
+        return torch.stack([joint[:, self.world.cluster == k].logsumexp(1) for k in range(3)], 1)
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[World, dict[str, Table]]:
+    world, source = World(), seeded(7)
+    parts = [Exact(world, world.cluster == k) for k in range(3)]
+    picked = torch.randint(0, 12, (4000,), generator=source)
+    eps = torch.randn(4000, *SHAPE, generator=source)
+    batches = [
+        Rows(world.points[picked[i]], Condition(), eps[i], world.cluster[picked[i]])
+        for i in torch.arange(4000).split(500)
+    ]
+    whole = Exact(world, torch.full((12,), True))
+    times = [0.3, 0.6, 0.9]
+    return world, measure(Ensemble(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
+
+
+def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Table]]) -> None:
+    _, tables = exact
+    for record in tables["differences"].records():
+        if record["gap"] == "mixture-monolith":
+            assert abs(record["difference"]) < 1e-7
+
+
+def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[str, Table]]) -> None:
+    """And nobody beats the exact mixture but he who is told the cluster."""
+    _, tables = exact
+    for cluster in range(3):
+        errors = [found(tables["experts"], t="mean", cluster=cluster, expert=k)["error"] for k in range(3)]
+        assert np.argmin(errors) == cluster
+    for t in (0.3, 0.6, 0.9):
+        of = {
+            m: found(tables["errors"], t=t, cluster="all", model=m)["error"]
+            for m in ("own", "mixture", "selected", "others")
+        }
+        assert of["own"] < of["mixture"] < of["selected"] < of["others"]
+        for k in range(3):
+            one = found(tables["missing"], t=t, cluster=k, expert=k)
+            assert one["loss"] > 0, "its own cluster misses it"
+
+
+def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
+    exact: tuple[World, dict[str, Table]],
+) -> None:
+    """Accuracy and likelihood are the means of max p and of the posterior's entropy, but for sampling."""
+    world, tables = exact
+    source = seeded(11)
+    picked = torch.randint(0, 12, (20000,), generator=source)
+    eps = torch.randn(20000, *SHAPE, generator=source)
+    for time in (0.3, 0.6, 0.9):
+        t = torch.full((20000,), time)
+        p = (
+            Bayes(world)
+            .logits(noisy(world.points[picked], eps, t, RectifiedFlow()), t, Condition())
+            .softmax(1)
+        )
+        entropy = -torch.special.xlogy(p, p).sum(1)
+        one = found(tables["router"], t=time)
+        assert abs(one["nll"] - float(entropy.mean())) < 4 * one["nll_se"]
+        assert abs(one["accuracy"] - float(p.max(1).values.mean())) < 4 * one["accuracy_se"] + 0.005
+        assert one["ece"] < 2.5 * one["ece_chance"] and one["temperature"] in (2 ** (-1 / 8), 1, 2 ** (1 / 8))
+        assert one["nll"] < one["prior_nll"] == pytest.approx(math.log(3), abs=1e-9)
+
+
+def test_the_selected_expert_loses_where_clusters_cannot_be_told_apart(
+    exact: tuple[World, dict[str, Table]],
+) -> None:
+    """Near noise the best single expert is not the marginal flow, however exact it is."""
+    _, tables = exact
+    near, far = (
+        found(tables["differences"], t=t, cluster="all", gap="selected-monolith") for t in (0.9, 0.3)
+    )
+    assert near["difference"] > 4 * near["se"]
+    assert near["difference"] > far["difference"]
+
+
+# Usage and switches.
+
+
+def test_the_switch_rate_of_a_trace_made_by_hand() -> None:
+    leaders_by_step = torch.tensor([[0, 1, 2], [0, 2, 2], [1, 1, 2], [1, 2, 2], [1, 2, 2]])
+    weights = torch.nn.functional.one_hot(leaders_by_step, 3) * 0.6 + 0.2 / 3
+    assert switched(weights).int().tolist() == [[0, 1, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]]
+    table = switches(weights, [1.0, 0.8, 0.6, 0.4, 0.2])
+    whole = found(table, step="all")
+    rates = np.array([1 / 4, 3 / 4, 0])
+    assert whole["rate"] == pytest.approx(rates.mean()) and whole["ever"] == pytest.approx(2 / 3)
+    assert whole["se"] == pytest.approx(rates.std(ddof=1) / math.sqrt(3))
+    assert [r["rate"] for r in table.records()[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
+    assert [r["ever"] for r in table.records()[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
+    assert [r["t"] for r in table.records()[1:]] == [0.8, 0.6, 0.4, 0.2]
+
+
+def test_one_step_cannot_switch() -> None:
+    assert switches(torch.ones(1, 4, 2), [1.0]).rows == []
+
+
+def test_usage_counts_samples_and_steps() -> None:
+    weights = torch.zeros(2, 4, 3)
+    weights[0, :, 0] = 1
+    weights[1, 0, 0] = weights[1, 1:, 2] = 1
+    table = usage(weights, torch.tensor([0, 0, 1, 1]), [6, 3, 1])
+    assert [r["size"] for r in table.records()] == pytest.approx([0.6, 0.3, 0.1])
+    assert [r["asked"] for r in table.records()] == pytest.approx([0.5, 0.5, 0.0])
+    assert [r["used"] for r in table.records()] == pytest.approx([5 / 8, 0, 3 / 8])
+    assert [r["first"] for r in table.records()] == pytest.approx([1, 0, 0])
+    assert table.records()[0]["used_se"] == pytest.approx(np.std([1, 0.5, 0.5, 0.5], ddof=1) / 2)
+
+
+# Copies.
+
+
+def parts(features: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    numbers = np.arange(len(features), dtype=np.int64) + 100
+    return [(numbers[i : i + size], features[i : i + size]) for i in range(0, len(features), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_two_nearest_are_those_of_a_full_search(size: int) -> None:
+    draws = np.random.default_rng(0)
+    train, queries = draws.normal(size=(60, 5)), draws.normal(size=(20, 5))
+    near = two_nearest(queries, parts(train, size))
+    full = np.linalg.norm(queries[:, None] - train, axis=2)
+    np.testing.assert_allclose(near.distances, np.sort(full, axis=1)[:, :2], rtol=1e-12)
+    np.testing.assert_array_equal(near.rows, np.argsort(full, axis=1)[:, :2] + 100)
+    np.testing.assert_allclose(near.ratio, near.distances[:, 0] / near.distances[:, 1])
+
+
+def check(samples: np.ndarray, train: np.ndarray, seed: int = 1) -> Copies:
+    heldout = np.random.default_rng(seed).normal(size=(200, train.shape[1]))
+    served = np.arange(len(samples)) % 2
+    near = (two_nearest(values, parts(train, 64)) for values in (samples, heldout))
+    return Copies(*near, served, np.arange(200) % 2, 0.01)
+
+
+def test_a_copied_training_picture_is_found() -> None:
+    draws = np.random.default_rng(0)
+    train = draws.normal(size=(300, 8))
+    samples = draws.normal(size=(50, 8))
+    samples[13], samples[20] = train[77], train[5] + 1e-2 * draws.normal(size=8)
+    copies = check(samples, train)
+    records = copies.suspicious(10).records()
+    assert [(r["sample"], r["row"], r["cluster"]) for r in records[:2]] == [(13, 177, 1), (20, 105, 0)]
+    assert records[0]["why"] == "copy, ratio, distance" and records[0]["ratio"] == 0
+    assert records[1]["why"] == "ratio, distance" and records[1]["ratio"] < 0.05
+    whole = found(copies.by_cluster(2), cluster="all")
+    assert whole["memorised"] == pytest.approx(2 / 50) and whole["memorised_heldout"] == 0
+    assert copies.suspicious(1).records() == records[:1]
+    assert copies.closest().records() == [records[1], records[0]], "of cluster 0 and of cluster 1"
+    assert found(copies.by_cluster(2), cluster=1)["memorised"] == pytest.approx(1 / 25)
+
+
+def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
+    """The ratio of the two distances would be one."""
+    draws = np.random.default_rng(0)
+    train = draws.normal(size=(300, 8))
+    train[1] = train[0]
+    samples = draws.normal(size=(5, 8))
+    samples[2] = train[0]
+    assert check(samples, train).suspicious(5).records()[0]["sample"] == 2
+    samples[2] += 1e-2 * draws.normal(size=8)  # a near copy: the ratio is no help, the distance is
+    records = check(samples, train).suspicious(5).records()
+    assert [(r["sample"], r["why"]) for r in records] == [(2, "distance")]
+
+
+def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() -> None:
+    draws = np.random.default_rng(0)
+    train, samples = draws.normal(size=(300, 8)), draws.normal(size=(50, 8))
+    samples[13] = train[77]
+    clean = check(samples, train)
+    near = [two_nearest(values, parts(train, 64)) for values in (samples, train[:100])]
+    dirty = Copies(
+        near[0],
+        Nearest(
+            *(
+                np.concatenate(pair)
+                for pair in zip(vars(clean.heldout).values(), vars(near[1]).values(), strict=True)
+            )
+        ),
+        clean.served,
+        np.concatenate([clean.clusters, np.zeros(100, dtype=np.int64)]),
+        0.01,
+    )
+    assert dirty.limits == clean.limits and dirty.suspicious(5) == clean.suspicious(5)
+    assert found(dirty.by_cluster(2), cluster="all")["leaked"] == pytest.approx(1 / 3)
+    assert found(dirty.by_cluster(2), cluster=0)["leaked"] == pytest.approx(1 / 2)
+    assert found(dirty.by_cluster(2), cluster="all")["memorised_heldout"] == 0
+    only = Copies(near[0], near[1], clean.served, np.zeros(100, dtype=np.int64), 0.01)
+    assert only.limits is None
+    assert [(r["sample"], r["why"]) for r in only.suspicious(5).records()] == [(13, "copy")]
+
+
+def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
+    draws = np.random.default_rng(2)
+    train, samples = draws.normal(size=(300, 8)), draws.normal(size=(4000, 8))
+    whole = found(check(samples, train).by_cluster(2), cluster="all")
+    assert 0 < whole["suspicious"] < 0.06 and whole["memorised"] < 0.01
+    near = check(samples[:9], train)
+    ratios = near.samples.ratio
+    assert [r["sample"] for r in near.closest().records()] == [
+        2 * ratios[::2].argmin(),
+        2 * ratios[1::2].argmin() + 1,
+    ]
+    assert whole["ratio"] == pytest.approx(whole["ratio_heldout"], rel=0.1)
+    assert whole["distance"] == pytest.approx(whole["distance_heldout"], rel=0.1)
+
+
+def test_an_expert_that_served_nobody_has_no_numbers() -> None:
+    draws = np.random.default_rng(0)
+    one = found(check(draws.normal(size=(4, 8)), draws.normal(size=(30, 8))).by_cluster(3), cluster=2)
+    assert (one["samples"], one["suspicious"], one["ratio"], one["heldout"]) == (0, None, None, 0)
+
+
+def test_one_training_picture_has_no_second_nearest() -> None:
+    near = two_nearest(np.ones((1, 3)), parts(np.zeros((1, 3)), 5))
+    assert near.ratio.tolist() == [0.0] and near.distances[0, 1] == np.inf
+    copies = Copies(near, near, np.array([0]), np.array([0]), 0.5)
+    assert copies.suspicious(5).rows == [] and copies.by_cluster(1).rows[0][0] == "all"
+
+
+def test_features_that_are_none_are_refused() -> None:
+    with pytest.raises(DataError, match="NaN or infinity"):
+        two_nearest(np.full((2, 3), np.nan), parts(np.zeros((4, 3)), 2))
+    with pytest.raises(DataError, match="no training picture"):
+        two_nearest(np.zeros((2, 3)), [])
+
+
+def test_the_expert_that_served_most_steps_served_the_sample() -> None:
+    weights = np.zeros((3, 2, 2))
+    weights[:, 0] = [[1, 0], [0, 1], [0, 1]]
+    weights[:, 1] = [[0.9, 0.1], [0.9, 0.1], [0.1, 0.9]]
+    assert leaders(weights).tolist() == [1, 0]
+    assert isinstance(Nearest(np.ones((1, 2)), np.ones((1, 2), dtype=np.int64), np.ones(1)).ratio, np.ndarray)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"times": [0.0, 0.5]}, "t = 0"),
+        ({"times": [0.5, 1.2]}, "t = 1.2"),
+        ({"times": [0.5, 0.25]}, "do not rise"),
+        ({"splits": ["train", "train"]}, "twice"),
+        ({"strategies": ["oracle"]}, "nothing to trace"),
+        ({"strategies": ["best"]}, "there is no routing"),
+        ({"splits": []}, "splits"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(**settings)

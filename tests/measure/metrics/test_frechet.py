@@ -1,0 +1,159 @@
+"""Fréchet distance: closed forms, a reference, and what it refuses."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+from atoll.base.errors import DataError
+from atoll.measure.metrics.frechet import frechet_distance, frechet_of_moments, rank
+from atoll.measure.metrics.projection import Moments, Projection
+
+F64 = np.ndarray
+
+
+def covariance(seed: int, d: int, condition: float = 10.0) -> F64:
+    draws = np.random.default_rng(seed)
+    basis = np.linalg.qr(draws.normal(size=(d, d)))[0]
+    return (basis * np.geomspace(1.0, condition, d)) @ basis.T
+
+
+def samples(seed: int, n: int, d: int) -> F64:
+    draws = np.random.default_rng(seed)
+    return draws.normal(size=(n, d)) @ np.linalg.cholesky(covariance(seed, d)).T + draws.normal(size=d)
+
+
+def reference(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
+    """As it is usually written, with scipy's root of a matrix that is not symmetric."""
+    root = scipy.linalg.sqrtm(c1 @ c2)
+    return float(((m1 - m2) ** 2).sum() + np.trace(c1 + c2 - 2 * np.real(root)))
+
+
+def test_diagonal_covariances() -> None:
+    draws = np.random.default_rng(0)
+    m1, m2, s1, s2 = (draws.uniform(0.1, 3, 7) for _ in range(4))
+    expected = ((m1 - m2) ** 2).sum() + ((s1 - s2) ** 2).sum()
+    assert frechet_of_moments(m1, np.diag(s1**2), m2, np.diag(s2**2)) == pytest.approx(expected, abs=1e-8)
+
+
+def test_covariances_that_commute() -> None:
+    draws = np.random.default_rng(1)
+    basis = np.linalg.qr(draws.normal(size=(12, 12)))[0]
+    a, b = draws.uniform(0.1, 4, 12), draws.uniform(0.1, 4, 12)
+    m = np.zeros(12)
+    found = frechet_of_moments(m, (basis * a) @ basis.T, m, (basis * b) @ basis.T)
+    assert found == pytest.approx(((a**0.5 - b**0.5) ** 2).sum(), abs=1e-8)
+
+
+@pytest.mark.parametrize("d", [1, 2, 16, 64])
+def test_it_agrees_with_scipy(d: int) -> None:
+    draws = np.random.default_rng(d)
+    m1, m2, c1, c2 = draws.normal(size=d), draws.normal(size=d), covariance(1, d), covariance(2, d, 50.0)
+    assert frechet_of_moments(m1, c1, m2, c2) == pytest.approx(reference(m1, c1, m2, c2), rel=1e-8, abs=1e-8)
+
+
+def test_it_is_symmetric() -> None:
+    m1, m2, c1, c2 = np.zeros(9), np.ones(9), covariance(1, 9), covariance(2, 9, 1e4)
+    there, back = frechet_of_moments(m1, c1, m2, c2), frechet_of_moments(m2, c2, m1, c1)
+    assert there == pytest.approx(back, rel=1e-10) and there > 9
+
+
+def test_a_covariance_without_full_rank_is_no_trouble_here() -> None:
+    flat = np.diag([4.0, 0.0, 0.0])
+    assert frechet_of_moments(np.zeros(3), flat, np.zeros(3), np.eye(3)) == pytest.approx(1 + 1 + 1, abs=1e-8)
+
+
+@pytest.mark.parametrize("d", [1, 8, 32])
+def test_identical_sets_are_at_zero(d: int) -> None:
+    """Up to rounding: 1e-9 where traces are some tens."""
+    x = samples(0, 200, d)
+    assert frechet_distance(x, x) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance(x, x[::-1]) == pytest.approx(0, abs=1e-9)
+
+
+def test_rounding_makes_no_distance_negative() -> None:
+    """300 rows that fill 5 of 64 dimensions: the roots of what should be 0 add up to more than rounding."""
+    x = samples(0, 300, 5) @ samples(1, 5, 64)
+    assert 0 <= frechet_distance(x, x) < 1e-3
+    assert rank(Moments.of(x)) == 5 and rank(Moments.of(samples(0, 300, 8))) == 8
+    assert rank(Moments.of(np.ones((300, 4)))) == 0
+
+
+def test_a_set_that_is_stretched() -> None:
+    x = samples(0, 300, 6)
+    x = x - x.mean(0)
+    assert frechet_distance(x, 3 * x) == pytest.approx(4 * np.trace(np.cov(x, rowvar=False)), rel=1e-9)
+
+
+def test_sets_agree_with_scipy_on_their_moments() -> None:
+    x, y = samples(1, 150, 5), samples(2, 90, 5)
+    moments = [f(v) for v in (x, y) for f in (lambda v: v.mean(0), lambda v: np.cov(v, rowvar=False))]
+    assert frechet_distance(x, y) == pytest.approx(reference(*moments), rel=1e-9)
+    assert frechet_distance(x.astype(np.float32), y.astype(np.float32)) == pytest.approx(
+        reference(*moments), rel=1e-4
+    )
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(DataError, match="5 samples for 5 dimensions: the covariance is singular"):
+        frechet_distance(samples(0, 50, 5), samples(1, 5, 5))
+    frechet_distance(samples(0, 50, 5), samples(1, 6, 5))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_none_are_refused(bad: float) -> None:
+    x = samples(0, 50, 5)
+    y = x.copy()
+    y[3, 2] = bad
+    for pair in ((x, y), (y, x)):
+        with pytest.raises(DataError, match="NaN or infinity"):
+            frechet_distance(*pair)
+    with pytest.raises(DataError, match="NaN or infinity"):
+        Projection.fit(y, 2)
+
+
+def test_moments_that_are_no_numbers_are_refused() -> None:
+    """Of saved statistics: their features are not at hand, so nobody has looked at them."""
+    good = np.zeros(2), np.eye(2)
+    for bad in ((np.array([np.nan, 0]), np.eye(2)), (np.zeros(2), np.full((2, 2), np.inf))):
+        for pair in ((*good, *bad), (*bad, *good)):
+            with pytest.raises(DataError, match="the moments hold NaN"):
+                frechet_of_moments(*pair)
+
+
+# Principal components.
+
+
+def test_components_are_those_of_largest_variance() -> None:
+    draws = np.random.default_rng(0)
+    scales = np.array([0.1, 5.0, 0.5, 2.0])
+    x = draws.normal(size=(5000, 4)) * scales + 7
+    projection = Projection.fit(x, 2)
+    assert projection.axes.shape == (4, 2)
+    np.testing.assert_allclose(np.abs(projection.axes.T), [[0, 1, 0, 0], [0, 0, 0, 1]], atol=0.05)
+    np.testing.assert_allclose(projection.axes.T @ projection.axes, np.eye(2), atol=1e-12)
+    np.testing.assert_allclose(projection(x).mean(0), 0, atol=1e-10)
+    np.testing.assert_allclose(projection(x).std(0), [5, 2], rtol=0.05)
+
+
+def test_more_components_than_pictures_are_refused() -> None:
+    with pytest.raises(DataError, match="5 pictures cannot fix 5 components"):
+        Projection.fit(samples(0, 5, 9), 5)
+
+
+# Moments.
+
+
+@pytest.mark.parametrize("count", [500, 10_000])
+def test_moments_are_those_of_numpy_however_many_rows(count: int) -> None:
+    x = samples(0, count, 12)
+    moments = Moments.of(x)
+    assert moments.count == count and np.array_equal(moments.scatter, moments.scatter.T)
+    np.testing.assert_allclose(moments.mean, x.mean(0), rtol=1e-11)
+    np.testing.assert_allclose(moments.covariance, np.cov(x, rowvar=False), rtol=1e-10, atol=1e-10)
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    """Sums of squares would lose all of them: 1e8 squared leaves nothing of a variance of 1."""
+    x = np.random.default_rng(0).normal(size=(9000, 2))
+    moments = Moments.of(x + 1e8)
+    np.testing.assert_allclose(moments.covariance, np.cov(x, rowvar=False), rtol=1e-6, atol=1e-7)
