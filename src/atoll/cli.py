@@ -357,21 +357,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.option("--out", default=".", show_default=True, help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
-def evaluate(
-    campaign: str | None,
-    listed: bool,
-    processes: int,
-    sets: tuple[str, ...],
-    metrics: str | None,
-    extractor: str | None,
-    samples: int | None,
-    images: Path | None,
-    model: str | None,
-    reference: str | None,
-    split: str,
-    out: str,
-    **generation: Any,
-) -> None:
+def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
     from atoll.measure import evaluation
 
@@ -380,16 +366,10 @@ def evaluate(
             raise AtollError("--list needs a campaign", "name it")
         say(evaluation.show_all(_open(campaign).store))
         return
-    given = {name: value for name, value in generation.items() if value is not None}
-    of_model = {**({"model": model} if model else {}), **given, **({"samples": samples} if samples else {})}
-    if images is not None and of_model:
-        raise AtollError(f"--{next(iter(of_model))} is for a model, and --images is none", "leave one out")
+    request, sets = evaluation.requested(options)
     if evaluation.spread(processes):
         return
-    settings = {"metrics": metrics, "extractor": extractor, "samples": samples}
-    sets += tuple(f"evaluate.{name}={json.dumps(v)}" for name, v in settings.items() if v is not None)
     opened = _open(campaign, sets) if campaign is not None else None
-    request = evaluation.Request(model or "ensemble", given, images, reference, split, out)
     evaluation.evaluate(opened, request, evaluation.alone(sets) if opened is None else None)
 
 

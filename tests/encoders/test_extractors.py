@@ -116,8 +116,8 @@ def test_inception_agrees_with_torch_fidelity(tmp_path: Path) -> None:
     """The same distance as the whole program of torch-fidelity finds on the same files."""
     import torch_fidelity
 
-    from atoll.measure.frechet import frechet_of_moments
-    from atoll.measure.moments import Moments
+    from atoll.measure.metrics.frechet import frechet_of_moments
+    from atoll.measure.metrics.projection import Moments
     from helpers_extractors import save_pictures
 
     try:

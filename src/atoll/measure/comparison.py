@@ -14,6 +14,7 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
@@ -184,8 +185,7 @@ class Bench:
     def _fitted(self) -> Projection:
         name = "training pictures of the campaign"
         fit = Reference.of_pictures(self._fit, name, self.encoder, self.campaign.store)
-        judge = self.judge(self.config.samples)
-        features = fit.features(self.encoder, self.config.batch, judge.world)
+        features = fit.features(self.encoder, self.config.batch, ProcessGroup())
         assert features is not None
         return Projection.fit(features.rows, self.components)
 

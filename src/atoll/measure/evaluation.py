@@ -1,9 +1,10 @@
 """The evaluate stage: one point, of a model or of a folder of pictures, with its protocol."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ class Request:
     reference: str | None = None
     split: str = "heldout"
     out: str = "."
+
+
+def requested(options: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
+    """The request that options of the command make, and the settings that they replace.
+
+    Raises:
+        ConfigError: options of a model beside a folder of pictures.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    generation = {name: given[name] for name in ("routing", "guidance", "steps", "seed") if name in given}
+    of_model = [name for name in ("model", *generation, "samples") if name in given]
+    if "images" in given and of_model:
+        raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
+    own = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
+    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in own.items()))
+    rest = {name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given}
+    return Request(generation=generation, **rest), sets
 
 
 def evaluate(

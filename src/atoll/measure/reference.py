@@ -27,7 +27,7 @@ FOLDER = "reports/references"
 
 @dataclass
 class Reference:
-    """Features of the pictures that others are held against, read or made when they are first needed.
+    """Features of the pictures that others are held against, read or made once, when they are needed.
 
     Attributes:
         about: which pictures they are, and which extractor sees them.
@@ -40,6 +40,7 @@ class Reference:
     store: Store
     key: str
     pictures: Folder | Rows | None = None
+    _known: Features | None = None
 
     @classmethod
     def of_pictures(
@@ -72,17 +73,21 @@ class Reference:
         Raises:
             StoreError: a file is missing or damaged.
         """
+        if self._known is not None and world.size == 1:
+            return self._known
         there = world.once(lambda: self.store.exists(self.key))
         if not there:
             assert self.pictures is not None
             made = extract(self.pictures, encoder, "reference", batch, world)
-            return made if made is None else self._save(made)
+            self._known = made if made is None else self._save(made)
+            return self._known
         if not world.first:
             return None
         about = Statistics.read(self.store, self.key)
         folder = self.key.rpartition("/")[0] or "."
         data = read_file(self.store, folder, FileEntry.parse(about.files[0], self.store.name(self.key)))
-        return Features(load_tensors(data)["rows"].numpy())
+        self._known = Features(load_tensors(data)["rows"].numpy())
+        return self._known
 
     def _save(self, made: Features) -> Features:
         """Write the features and, last, what they are of."""
