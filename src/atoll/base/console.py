@@ -4,28 +4,12 @@ import sys
 import time
 from collections.abc import Callable
 
+from atoll.base.text import duration
+
 
 def say(message: str) -> None:
     """One line, at once, and in one piece whatever other threads say."""
     print(f"{message}\n", end="", flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `42 s`, `3 min 05 s` or `2 h 07 min`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def size(number: float) -> str:
-    """Bytes in decimal units."""
-    for unit, name in ((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:g} B"
 
 
 class Progress:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from atoll.base.console import size
+from atoll.base.text import size
 from atoll.campaign.plan import OVERHEAD, Plan, RunCost
 
 

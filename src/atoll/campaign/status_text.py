@@ -6,8 +6,9 @@ import sys
 import textwrap
 import time
 
-from atoll.base.console import say, size
+from atoll.base.console import say
 from atoll.base.errors import StoreError
+from atoll.base.text import size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
 

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from atoll.base.console import duration, say
+from atoll.base.console import say
 from atoll.base.errors import AtollError
+from atoll.base.text import duration
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 

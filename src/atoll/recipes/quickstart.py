@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 
-from atoll.base.console import duration, say
+from atoll.base.console import say
 from atoll.base.errors import ConfigError
+from atoll.base.text import duration
 from atoll.campaign.folder import Campaign
 from atoll.store.store import Store
 

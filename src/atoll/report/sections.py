@@ -5,8 +5,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from atoll.base.console import duration
 from atoll.base.errors import ConfigError
+from atoll.base.text import duration
 from atoll.campaign.results import ComparedModel, Comparison
 from atoll.ensemble.routing import Routing
 from atoll.report import figures, timed

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from atoll.base.console import duration
+from atoll.base.text import duration
 
 NONE = "–"
 LONGEST = 240

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.base.console import Progress, duration, say
+from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.processes import ProcessGroup, joined
+from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle, tidy
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.train import Recipe

@@ -1,0 +1,80 @@
+"""Numbers as a person reads them, written in one way everywhere."""
+
+import math
+
+NONE = "–"
+"""What stands where there is no number."""
+_SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+_DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def count(value: float | None) -> str:
+    """Thousands, millions, billions: `12.3 k`, `1.2 M`; `999`."""
+    if value is None:
+        return NONE
+    unit, name = next(((unit, name) for unit, name in _SHORT if value >= unit), (1.0, ""))
+    return f"{value / unit:.3g} {name}".rstrip()
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units: `1.54 kB`, `3 GB`."""
+    if value is None:
+        return NONE
+    units = (*_DECIMAL, (1e3, "k"))
+    unit, name = next(((unit, name) for unit, name in units if value >= unit), (1.0, ""))
+    return f"{value / unit:.3g} {name}B"
+
+
+def flops(value: float | None, like: float | None = None) -> str:
+    """Operations in all, not per second: `1.27 TFLOPs`.
+
+    Args:
+        value: the number of operations.
+        like: a number whose unit is used instead, so that a column has one unit.
+    """
+    if value is None:
+        return NONE
+    scale = value if like is None else like
+    for unit, name in _DECIMAL:
+        if scale >= unit:
+            return f"{significant(value / unit)} {name}FLOPs"
+    return f"{value:,.0f} FLOPs"
+
+
+def duration(seconds: float | None) -> str:
+    """`1.6 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `4 d 03 h`."""
+    if seconds is None:
+        return NONE
+    if 0 < seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """So many significant digits, and no exponent where it can be helped: `0.0616`, `617`, `12,300`."""
+    if value is None:
+        return NONE
+    if value == 0:
+        return "0"
+    value = float(f"{value:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(value)))
+    if not -4 <= exponent < 7:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share: `33.5%`."""
+    return NONE if value is None else f"{100 * value:.{digits}f}%"
+
+
+def ratio(value: float | None) -> str:
+    """`0.87×`."""
+    return NONE if value is None else f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"

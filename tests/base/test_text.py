@@ -1,0 +1,43 @@
+"""Numbers for people: one spelling for each kind."""
+
+from collections.abc import Callable
+
+import pytest
+
+from atoll.base.text import NONE, count, duration, flops, percent, ratio, significant, size
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (count, 999, "999"),
+        (count, 12_345, "12.3 k"),
+        (count, 2_980_000_000, "2.98 B"),
+        (size, 12, "12 B"),
+        (size, 1_536, "1.54 kB"),
+        (size, 3e9, "3 GB"),
+        (flops, 1.274e12, "1.27 TFLOPs"),
+        (flops, 5_000, "5,000 FLOPs"),
+        (duration, 0, "0 s"),
+        (duration, 1.62, "1.6 s"),
+        (duration, 59.4, "59 s"),
+        (duration, 185, "3 min 05 s"),
+        (duration, 7_620, "2 h 07 min"),
+        (duration, 4 * 86_400 + 3 * 3_600, "4 d 03 h"),
+        (significant, 0.06161, "0.0616"),
+        (significant, 12_345, "12,300"),
+        (significant, 1.5e-7, "1.50e-07"),
+        (percent, 0.3351, "33.5%"),
+        (ratio, 0.8712, "0.87×"),
+        (ratio, 1_234, "1,234×"),
+        *((write, None, NONE) for write in (count, size, flops, duration, significant, percent, ratio)),
+    ],
+)
+def test_a_number_is_written_as_people_read_it(
+    write: Callable[[float | None], str], value: float | None, text: str
+) -> None:
+    assert write(value) == text
+
+
+def test_a_column_of_operations_has_one_unit() -> None:
+    assert flops(5e9, like=1e12) == "0.00500 TFLOPs"
