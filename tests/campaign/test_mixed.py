@@ -19,7 +19,7 @@ from atoll.ensemble.settings import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
-from atoll.measure.comparison import compare_campaign
+from atoll.measure.comparison import compare
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.campaign import open_campaign
@@ -193,7 +193,7 @@ def test_from_one_place_in_memory_it_gives_the_same(mixed: Path) -> None:
 @pytest.mark.slow
 def test_it_is_compared_and_costs_are_those_of_each_expert(mixed: Path) -> None:
     campaign = Campaign.open(mixed, ["compare.strategies=[top-1, full]"])
-    compare_campaign(campaign)
+    compare(campaign)
     found = campaign.store.get_json("reports/compare.json")
     rows = {row["name"]: row for row in found["rows"]}
     cards = [read_card(campaign.store, f"islands/{k}/expert") for k in range(4)]
