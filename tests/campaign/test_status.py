@@ -248,8 +248,8 @@ def test_a_long_log_is_not_read_whole(starts: int, tmp_path: Path) -> None:
     Counting.reads = 0
     history.refresh()
     assert Counting.reads < 25 * starts
-    events = [entry for entry in whole if entry["kind"] != "commit"]
-    assert [entry for entry in history.entries() if entry["kind"] != "commit"] == events
+    events = [entry for entry in whole if entry.kind != "commit"]
+    assert [entry for entry in history.entries() if entry.kind != "commit"] == events
     assert history.last_commit() == (whole[-1], f"run/log/{len(whole) - 1:06d}.json")
     Counting.reads = 0
     log.append("release", reason="left", step=1)
@@ -332,5 +332,5 @@ def test_watching_ends_with_ctrl_c(copy: Path) -> None:
 def test_the_own_process_is_alive(copy: Path) -> None:
     log = Log(Store.open(copy).sub("islands/0/run"), "me")
     assert acquire(log, LeaseConfig())
-    assert log.entries()[0]["process"] == process()
+    assert log.entries()[0].process == process()
     assert look(copy)["expert 0"].state == "training"

@@ -8,9 +8,11 @@ import pytest
 
 from atoll.base.errors import StoreError
 from atoll.store import cache
-from atoll.store.log import Fenced, Log
+from atoll.store.log import Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Conflict, Store, check_conditional_create
+
+COMMIT = Commit(samples=8, step=1, seconds=0.5, recipe="r", guard={}, tracker="t")
 
 
 @pytest.fixture
@@ -129,10 +131,10 @@ def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
 
 
 def test_publishing_and_the_log(store: Store) -> None:
-    publish(store, "p", {"a.bin": b"abc", "b/c.bin": b""}, "M.json", {"step": 3})
-    assert read_published(store, "p", "M.json")[1] == {"a.bin": b"abc", "b/c.bin": b""}
+    publish(store, "p", {"a.bin": b"abc", "b/c.bin": b""}, "M.json", COMMIT)
+    assert read_published(store, "p", "M.json", Commit)[1] == {"a.bin": b"abc", "b/c.bin": b""}
     with pytest.raises(Conflict):
-        publish(store, "p", {"a.bin": b"abc"}, "M.json", {})
+        publish(store, "p", {"a.bin": b"abc"}, "M.json", COMMIT)
     first = Log(store, "first")
     first.acquire()
     Log(store, "second").acquire()

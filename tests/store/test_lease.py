@@ -37,7 +37,7 @@ def test_a_living_holder_keeps_the_run(store: Store) -> None:
     ) as held:
         acquire(Log(store, "b"), LONG)
     assert held.value.exit_code == HELD
-    assert [e["kind"] for e in Log(store, "c").entries()] == ["acquire"]
+    assert [e.kind for e in Log(store, "c").entries()] == ["acquire"]
 
 
 def test_a_silent_holder_is_taken_over(store: Store, elsewhere: None) -> None:
@@ -60,7 +60,7 @@ def test_heartbeats_keep_it(store: Store, elsewhere: None) -> None:
         with pytest.raises(Held):
             acquire(Log(store, "b"), SHORT)
         beat = read_heartbeat(store)
-    assert beat is not None and (beat["holder"], beat["step"]) == ("a", 7) and beat["beat"] > 5
+    assert beat is not None and (beat.holder, beat.step) == ("a", 7) and beat.beat > 5
 
 
 def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:
@@ -74,7 +74,7 @@ def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:
     with Heart(log, SHORT, signs):
         time.sleep(1.0)
     beat = read_heartbeat(store)
-    assert beat is not None and beat["loss"] == 1.0 and len(beats) > 3
+    assert beat is not None and beat.loss == 1.0 and len(beats) > 3
 
 
 def test_heartbeats_of_somebody_else_do_not(store: Store, elsewhere: None) -> None:
@@ -155,6 +155,6 @@ def test_a_damaged_log_gives_its_writer_the_doubt(store: Store, elsewhere: None)
 
 def test_this_process_is_alive() -> None:
     assert not lease.has_ended(lease.process())
-    assert lease.has_ended({**lease.process(), "started": 1})
-    assert not lease.has_ended({**lease.process(), "machine": "another", "started": 1})
+    assert lease.has_ended(lease.process().model_copy(update={"started": 1}))
+    assert not lease.has_ended(lease.process().model_copy(update={"machine": "another", "started": 1}))
     assert lease._started(os.getpid()) is not None and lease._started(2**22 + 1) is None

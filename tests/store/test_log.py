@@ -24,7 +24,7 @@ def take(log: Log) -> None:
 
 
 def kinds(store: Store) -> list[tuple[str, str]]:
-    return [(e["holder"], e["kind"]) for e in Log(store, "reader").entries()]
+    return [(e.holder, e.kind) for e in Log(store, "reader").entries()]
 
 
 def test_entries_are_numbered_and_kept(store: Store) -> None:
@@ -33,10 +33,11 @@ def test_entries_are_numbered_and_kept(store: Store) -> None:
     log.append("commit", step=1)
     assert log.publication() is None
     log.append("publish")
-    assert (log.publication() or {})["kind"] == "publish"
+    published = log.publication()
+    assert published is not None and published.kind == "publish"
     assert store.list("log") == [f"log/{n:06d}.json" for n in range(3)]
     assert kinds(store) == [("a", "acquire"), ("a", "commit"), ("a", "publish")]
-    assert log.entries()[0]["host"] == "here" and log.entries()[1]["step"] == 1
+    assert log.entries()[0].host == "here" and log.entries()[1].step == 1
 
 
 def test_commits_are_those_that_were_not_set_aside(store: Store) -> None:
@@ -46,9 +47,9 @@ def test_commits_are_those_that_were_not_set_aside(store: Store) -> None:
         log.append("commit", checkpoint=name)
     log.append("set_aside", checkpoint="two", reason="torn")
     log.append("commit", checkpoint="three")
-    assert [entry["checkpoint"] for entry in log.commits()] == ["one", "one", "three"]
+    assert [entry.checkpoint for entry in log.commits()] == ["one", "one", "three"]
     log.append("set_aside", checkpoint="one", reason="torn")
-    assert [entry["checkpoint"] for entry in Log(store, "reader").commits()] == ["three"]
+    assert [entry.checkpoint for entry in Log(store, "reader").commits()] == ["three"]
 
 
 def test_a_second_holder_fences_the_first(store: Store) -> None:
@@ -176,7 +177,7 @@ def test_a_damaged_entry_says_nothing_and_is_told(store: Store, capsys: pytest.C
     log.append("commit", step=1)
     path = store.path("log/000001.json")
     path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
-    assert [entry["kind"] for entry in Log(store, "b").entries()] == ["acquire", "damaged"]
+    assert [entry.kind for entry in Log(store, "b").entries()] == ["acquire", "damaged"]
     assert "log/000001.json is damaged" in capsys.readouterr().out
 
 
@@ -196,4 +197,4 @@ def test_who_holds_it(store: Store, kinds: list[str], holder: str | None) -> Non
     for kind in kinds:
         log.append(kind)
     holding = Log(store, "b").holding()
-    assert (holding[0]["holder"] if holding else None) == holder
+    assert (holding[0].holder if holding else None) == holder

@@ -6,8 +6,15 @@ import pytest
 
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
-from atoll.store.manifest import FileEntry, publish, read_file, read_published, write_file
+from atoll.store.manifest import FileEntry, Published, publish, read_file, read_published, write_file
 from atoll.store.store import Conflict, Store
+
+
+class Manifest(Published):
+    FORMAT = "test/manifest"
+
+    step: int = 0
+
 
 BLOBS = {"a.bin": b"abc" * 100, "b/c.bin": b"", "d.bin": bytes(range(256))}
 
@@ -18,24 +25,24 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_what_is_published_is_read_back(store: Store) -> None:
-    publish(store, "p", BLOBS, "M.json", {"step": 3})
-    content, blobs = read_published(store, "p", "M.json")
-    assert content["step"] == 3 and blobs == BLOBS
-    assert [e["sha256"] for e in content["files"]] == [sha256(b) for b in BLOBS.values()]
+    publish(store, "p", BLOBS, "M.json", Manifest(step=3))
+    manifest, blobs = read_published(store, "p", "M.json", Manifest)
+    assert manifest.step == 3 and blobs == BLOBS
+    assert [entry.sha256 for entry in manifest.files] == [sha256(b) for b in BLOBS.values()]
 
 
 def test_without_a_manifest_there_is_nothing(store: Store) -> None:
     for path, data in BLOBS.items():
         write_file(store, "p", path, data)
     with pytest.raises(StoreError, match=r"M\.json is missing"):
-        read_published(store, "p", "M.json")
+        read_published(store, "p", "M.json", Manifest)
 
 
 def test_nothing_is_published_twice(store: Store) -> None:
-    publish(store, "p", BLOBS, "M.json", {"step": 1})
+    publish(store, "p", BLOBS, "M.json", Manifest(step=1))
     with pytest.raises(Conflict):
-        publish(store, "p", BLOBS, "M.json", {"step": 2})
-    assert read_published(store, "p", "M.json")[0]["step"] == 1
+        publish(store, "p", BLOBS, "M.json", Manifest(step=2))
+    assert read_published(store, "p", "M.json", Manifest)[0].step == 1
 
 
 @pytest.mark.parametrize("name", ["a.bin", "d.bin"])
@@ -50,11 +57,11 @@ def test_nothing_is_published_twice(store: Store) -> None:
     ids=["torn", "longer", "empty", "flipped"],
 )
 def test_damage_is_told_with_the_name_of_the_file(store: Store, name, harm, message: str) -> None:
-    publish(store, "p", BLOBS, "M.json", {})
+    publish(store, "p", BLOBS, "M.json", Manifest())
     path = store.path(f"p/{name}")
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StoreError, match=message) as caught:
-        read_published(store, "p", "M.json")
+        read_published(store, "p", "M.json", Manifest)
     assert str(path) in str(caught.value)
 
 
@@ -69,10 +76,10 @@ def test_every_single_flipped_bit_is_seen(store: Store) -> None:
 
 
 def test_a_missing_file(store: Store) -> None:
-    publish(store, "p", BLOBS, "M.json", {})
+    publish(store, "p", BLOBS, "M.json", Manifest())
     store.delete("p/d.bin")
     with pytest.raises(StoreError, match=r"d\.bin is missing"):
-        read_published(store, "p", "M.json")
+        read_published(store, "p", "M.json", Manifest)
 
 
 def test_a_manifest_cannot_name_files_outside(store: Store) -> None:
@@ -87,5 +94,5 @@ def test_a_disk_that_lies_is_found_out_before_the_manifest(tmp_path: Path) -> No
             super().put(key, data[:-1] if key.endswith("d.bin") else data)
 
     with pytest.raises(StoreError, match="is torn"):
-        publish(Lying.open(tmp_path), "p", BLOBS, "M.json", {})
+        publish(Lying.open(tmp_path), "p", BLOBS, "M.json", Manifest())
     assert not Store.open(tmp_path).exists("p/M.json")

@@ -10,7 +10,7 @@ from atoll.campaign.settings.train import GuardConfig
 from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.networks.settings import NetworkConfig
-from atoll.store.log import Fenced, Log
+from atoll.store.log import Commit, Fenced, Log
 from atoll.store.store import Store
 from atoll.train.ema import Ema
 from atoll.train.spike_guard import Guard
@@ -91,7 +91,7 @@ def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
     state, back = fresh(), fresh()
     steps(state, 5)
     back.restore(
-        {**state.counters(), "guard": state.guard.counters(), "tracker": ""},
+        Commit(**state.counters(), recipe="", guard=state.guard.counters(), tracker=""),
         {**state.blobs(), "optimizer.safetensors": fresh().blobs()["optimizer.safetensors"]},
     )
     assert back.blobs()["weights.safetensors"] == state.blobs()["weights.safetensors"]
@@ -138,8 +138,8 @@ def test_what_was_set_aside_is_said_in_the_log_and_not_tried_again(
     second = held(store, "b")
     back = fresh()
     assert resume(store, second, back, LEARNED) and back.step == 1
-    (aside,) = [entry for entry in second.entries() if entry["kind"] == "set_aside"]
-    assert aside["checkpoint"] == "checkpoints/00000002-a" and "COMMIT.json is not what" in aside["reason"]
+    (aside,) = [entry for entry in second.entries() if entry.kind == "set_aside"]
+    assert aside.checkpoint == "checkpoints/00000002-a" and "COMMIT.json is not what" in aside.reason
     capsys.readouterr()
     assert resume(store, held(store, "c"), fresh(), LEARNED)
     assert "set aside" not in capsys.readouterr().out

@@ -111,7 +111,7 @@ def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
     fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
     if published(store, "expert"):
         raise PartitionError(f"there is an expert {number} already", fix)
-    if any(entry["kind"] == "commit" for entry in Log(store.sub("run"), "").entries()):
+    if any(entry.kind == "commit" for entry in Log(store.sub("run"), "").entries()):
         raise PartitionError(f"expert {number} has begun to train", fix)
     return store, RunPlan.read(campaign.store, key)
 

@@ -1,6 +1,5 @@
 """What a run was on its way: the checkpoints that `train.milestones` kept, and their averaged weights."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from safetensors.torch import load as load_tensors
@@ -8,8 +7,8 @@ from torch import Tensor
 
 from atoll.base.hashing import sha256
 from atoll.campaign.publication import CARD
-from atoll.store.log import COMMIT, Log
-from atoll.store.manifest import FileEntry, read_file
+from atoll.store.log import COMMIT, Commit, Entry, Log
+from atoll.store.manifest import read_file
 from atoll.store.store import Damaged, Store
 
 AVERAGE = "ema.safetensors"
@@ -44,18 +43,16 @@ def milestones(run: Store, part: Store) -> list[Milestone]:
     if published is None or not _is_of(published, part):
         return []
     kept = {
-        entry["step"]: Milestone(entry["step"], entry["checkpoint"], entry["sha256"])
+        entry.step: Milestone(entry.step, entry.checkpoint, entry.sha256)
         for entry in log.commits()
-        if entry["milestone"]
+        if entry.milestone
     }
     return [kept[step] for step in sorted(kept) if run.exists(f"{kept[step].folder}/{COMMIT}")]
 
 
-def _is_of(published: Mapping[str, object], part: Store) -> bool:
+def _is_of(published: Entry, part: Store) -> bool:
     """Whether the part's card is the one that the run published."""
-    files = published["files"]
-    assert isinstance(files, list)
-    return any(file["path"] == CARD and file["sha256"] == sha256(part.get(CARD)) for file in files)
+    return any(file.path == CARD and file.sha256 == sha256(part.get(CARD)) for file in published.files)
 
 
 def averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
@@ -68,6 +65,5 @@ def averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
     name = f"{milestone.folder}/{COMMIT}"
     if sha256(run.get(name)) != milestone.sha256:
         raise Damaged(f"{run.name(name)} is not what the log says", "restore it, or leave out compare.curve")
-    entries = [FileEntry.parse(tree, run.name(name)) for tree in run.get_json(name)["files"]]
-    (entry,) = (entry for entry in entries if entry.path == AVERAGE)
+    (entry,) = (entry for entry in Commit.read(run, name).files if entry.path == AVERAGE)
     return load_tensors(read_file(run, milestone.folder, entry))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from atoll.base.errors import StoreError
 from atoll.store.log import Fenced, Log
-from atoll.store.manifest import FileEntry, entry_of, read_file
+from atoll.store.manifest import entry_of, read_file
 from atoll.store.store import Conflict, Store
 
 CARD = "card.json"
@@ -26,7 +26,7 @@ def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], None
         write(run, prefix)
     files = [entry_of(run, prefix, key[len(prefix) + 1 :]) for key in run.list(prefix)]
     try:
-        log.append("publish", step=step, export=prefix, files=[file.model_dump() for file in files])
+        log.append("publish", step=step, export=prefix, files=files)
     except Fenced:
         run.delete(*run.list(prefix))  # the taker may have finished and tidied up already
         raise
@@ -36,15 +36,14 @@ def settle(store: Store, log: Log) -> None:
     """Copy what the log says was published to `expert/`, its card last; nothing to do if it is there."""
     entry = log.publication()
     assert entry is not None
-    source = f"run/{entry['export']}"
-    files = [FileEntry.parse(file, "the log's publish entry") for file in entry["files"]]
+    source = f"run/{entry.export}"
     try:
         if not store.exists(f"expert/{CARD}"):
-            for file in files:
+            for file in entry.files:
                 if file.path != CARD:
                     store.copy(f"{source}/{file.path}", f"expert/{file.path}")
                     read_file(store, "expert", file)
-            card = next(file for file in files if file.path == CARD)
+            card = next(file for file in entry.files if file.path == CARD)
             store.create(f"expert/{CARD}", read_file(store, source, card))
     except Conflict:
         pass  # another process copied the same bytes meanwhile

@@ -4,7 +4,6 @@ What happened is in a run's log; what happens now is in its heartbeat. Ages are 
 the store gave, as in `store/lease.py`.
 """
 
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import run_folder, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
-from atoll.store.lease import LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
+from atoll.store.lease import Heartbeat, LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import Entry
 
 SCHEMA = 1
@@ -248,7 +247,7 @@ class _Observed:
             status = replace(status, state="published")  # trained in a copy of the island
         if status.state == "published":
             size, said = self._published_bytes(), self.history.last("publish")
-            step = status.steps if said is None else _count(said[0], "step")  # 0 if it was adopted
+            step = status.steps if said is None else said[0].step  # 0 if it was adopted
             return replace(status, step=step, phase=None, error=None, published_bytes=size)
         return status
 
@@ -258,29 +257,27 @@ class _Observed:
         if acquired is None:
             return status
         folder, store = f"{self.folder}/run", self.campaign.store
-        beat = read_heartbeat(store, folder) or {}
-        if beat.get("holder") != status.holder:
-            beat = {}
+        beat = read_heartbeat(store, folder)
+        if beat is None or beat.holder != status.holder:
+            beat = Heartbeat(holder="")
         status = replace(
             status,
-            step=_latest(status.step, _count(beat, "step")),
-            loss=_number(beat, "loss"),
-            skipped=_count(beat, "skipped"),
-            ranks=_count(beat, "ranks") or status.ranks,
+            step=_latest(status.step, beat.step),
+            loss=beat.loss,
+            skipped=beat.skipped,
+            ranks=beat.ranks or status.ranks,
         )
         if status.state != "training":
             return status
-        age = max(0.0, now - last_sign(store, {"holder": "?", **acquired[0]}, acquired[1], folder))
-        ended = has_ended(acquired[0].get("process"))
+        age = max(0.0, now - last_sign(store, *acquired, folder))
+        ended = has_ended(acquired[0].process)
         status = replace(status, heartbeat_age=age, ended=ended)
         if ended or age > self._lease().expiry_seconds:
             return replace(status, state="stale")
-        speed = _number(beat, "speed") or None
         left = None
-        if speed and status.steps and status.batch:
-            left = max(0, status.steps - (status.step or 0)) * status.batch / speed
-        phase = str(beat["phase"]) if "phase" in beat else "starting"
-        return replace(status, phase=phase, speed=speed, seconds_left=left)
+        if beat.speed and status.steps and status.batch:
+            left = max(0, status.steps - (status.step or 0)) * status.batch / beat.speed
+        return replace(status, phase=beat.phase, speed=beat.speed or None, seconds_left=left)
 
     def _lease(self) -> LeaseConfig:
         return self.campaign.config.training(self.role, self.island).lease
@@ -288,7 +285,7 @@ class _Observed:
     def _published_bytes(self) -> int | None:
         found = self.history.last("publish")
         if found is not None:
-            return sum(int(file["bytes"]) for file in found[0]["files"])
+            return sum(file.bytes for file in found[0].files)
         store, folder = self.campaign.store, f"{self.folder}/expert"
         return sum(store.size(key) for key in store.list(folder))
 
@@ -296,9 +293,9 @@ class _Observed:
 def _of_log(status: RunStatus, history: History) -> RunStatus:
     """Add what the log tells, but for commits."""
     entries = history.entries()
-    starts = [entry for entry in entries if entry["kind"] == "acquire"]
-    lost = sum(_count(entry, "lost") or 0 for entry in entries if entry["kind"] == "resume")
-    kinds = [entry["kind"] for entry in entries]
+    starts = [entry for entry in entries if entry.kind == "acquire"]
+    lost = sum(entry.lost for entry in entries)
+    kinds = [entry.kind for entry in entries]
     status = replace(
         status,
         restarts=max(0, len(starts) - 1),
@@ -310,9 +307,9 @@ def _of_log(status: RunStatus, history: History) -> RunStatus:
         holder = starts[-1]
         status = replace(
             status,
-            holder=str(holder.get("holder")),
-            host=str(holder.get("host") or holder.get("holder")),
-            ranks=_count(holder, "ranks"),
+            holder=holder.holder,
+            host=holder.host or holder.holder,
+            ranks=holder.ranks,
         )
     found = history.last("acquire", "damaged", "release", "publish")
     return status if found is None else _of_last(status, found[0])
@@ -320,14 +317,11 @@ def _of_log(status: RunStatus, history: History) -> RunStatus:
 
 def _of_last(status: RunStatus, last: Entry) -> RunStatus:
     """Add how the log ends; an entry that is damaged may be an acquire."""
-    if last["kind"] == "publish":
+    if last.kind == "publish":
         return replace(status, state="published")
-    if last["kind"] == "release":
-        state: State = "failed" if last.get("reason") == "failed" else "left"
-        error = last.get("error")
-        return replace(
-            status, state=state, step=_count(last, "step"), error=None if error is None else str(error)
-        )
+    if last.kind == "release":
+        state: State = "failed" if last.reason == "failed" else "left"
+        return replace(status, state=state, step=last.step, error=last.error)
     return replace(status, state="training")
 
 
@@ -337,23 +331,9 @@ def _of_commit(status: RunStatus, history: History, now: float) -> RunStatus:
         return status
     entry, key = found
     age = max(0.0, now - history.store.modified(key))
-    step = _count(entry, "step")
-    return replace(status, committed=step, commit_age=age, step=_latest(status.step, step))
+    return replace(status, committed=entry.step, commit_age=age, step=_latest(status.step, entry.step))
 
 
 def _latest(one: int | None, other: int | None) -> int | None:
     known = [step for step in (one, other) if step is not None]
     return max(known) if known else None
-
-
-def _number(entry: Entry, key: str) -> float | None:
-    """A number that another program wrote, if it is one."""
-    value = entry.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _count(entry: Entry, key: str) -> int | None:
-    value = _number(entry, key)
-    return None if value is None else int(value)

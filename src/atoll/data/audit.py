@@ -8,9 +8,9 @@ import safetensors.torch
 from atoll.base.errors import AtollError, DataError
 from atoll.data.columns import Column, describe
 from atoll.data.dataset import SPLITS, DataSet
-from atoll.data.files import join, verified
+from atoll.data.files import join
 from atoll.data.images import ImageReader
-from atoll.store.manifest import FileEntry
+from atoll.store.manifest import FileEntry, check_file
 
 
 def audit(dataset: DataSet, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -57,7 +57,7 @@ def _shard(dataset: DataSet, shard: int) -> Iterator[str]:
     entry = dataset.shards[shard]
     for kind, file in entry.files.items():
         try:
-            path = verified(dataset.store, dataset.prefix, file)
+            path = check_file(dataset.store, dataset.prefix, file)
             rows = len(ImageReader(path)) if kind == "images" else dataset.shard_table(shard, ["id"]).num_rows
         except AtollError as error:
             yield str(error)
@@ -70,7 +70,7 @@ def _shard(dataset: DataSet, shard: int) -> Iterator[str]:
 def _column_shard(column: Column, shard: int, rows: int) -> Iterator[str]:
     entry = column.meta.shards[shard]
     try:
-        path = verified(column.store, column.folder, entry)
+        path = check_file(column.store, column.folder, entry)
     except AtollError as error:
         yield str(error)
         return
@@ -89,7 +89,7 @@ def _column_shard(column: Column, shard: int, rows: int) -> Iterator[str]:
 
 def _file(column: Column, entry: FileEntry) -> Iterator[str]:
     try:
-        verified(column.store, column.folder, entry)
+        check_file(column.store, column.folder, entry)
     except AtollError as error:
         yield str(error)
 

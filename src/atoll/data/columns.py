@@ -22,8 +22,8 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest
-from atoll.data.files import Shard, is_valid, join, read_verified, read_versioned, verified, versioned
-from atoll.store.manifest import FileEntry, write_file
+from atoll.data.files import Shard, is_valid, join, read_versioned, versioned
+from atoll.store.manifest import FileEntry, check_file, read_file, write_file
 from atoll.store.store import Store
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Column:
             what = f"column {self.meta.name!r} in {self.store.name(self.folder)} has no {name!r}"
             raise DataError(what, "write the column again with the encoder that provides it")
         if name not in self._extras:
-            data = read_verified(self.store, self.folder, self.meta.extras[name])
+            data = read_file(self.store, self.folder, self.meta.extras[name])
             self._extras[name] = safetensors.torch.load(data)
         return self._extras[name]
 
@@ -170,7 +170,7 @@ class Column:
     def _path(self, shard: int) -> Path:
         """Local file of a shard; its hash is checked the first time."""
         if shard not in self._paths:
-            self._paths[shard] = verified(self.store, self.folder, self.meta.shards[shard])
+            self._paths[shard] = check_file(self.store, self.folder, self.meta.shards[shard])
         return self._paths[shard]
 
     def _locate(self, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:

@@ -23,14 +23,12 @@ from atoll.data.files import (
     Shard,
     is_there,
     join,
-    read_verified,
     read_versioned,
     relative,
-    verified,
     versioned,
 )
 from atoll.data.images import ImageReader
-from atoll.store.manifest import FileEntry, write_file
+from atoll.store.manifest import FileEntry, check_file, read_file, write_file
 from atoll.store.store import Store
 
 Rows = NDArray[np.int64]
@@ -121,7 +119,7 @@ class DataSet:
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The same for one shard."""
         names = None if columns is None else list(columns)
-        data = read_verified(self.store, self.prefix, self.shards[shard].files["rows"])
+        data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
         # Not through a file object of Python's: Arrow's threads may still hold one when Python takes itself
         # down, which aborts the process (apache/arrow#34314).
         return pq.read_table(pa.BufferReader(data), columns=names)
@@ -233,7 +231,7 @@ class DataSet:
                     f"{self.store.name(self.prefix)} has no pictures", "use the one it was made from"
                 )
             if entry.path not in self._pictures:
-                self._pictures[entry.path] = verified(self.store, self.prefix, entry)
+                self._pictures[entry.path] = check_file(self.store, self.prefix, entry)
             path = self._pictures[entry.path]
             reader = ImageReader(path)
             if len(reader) != self.shards[shard].rows:

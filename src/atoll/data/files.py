@@ -8,7 +8,6 @@ Files of a remote store are read from copies in the cache, which the main proces
 
 import json
 import posixpath
-from pathlib import Path
 from typing import TypeVar
 
 from pydantic import Field
@@ -16,7 +15,7 @@ from pydantic import Field
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, StoreError
 from atoll.base.hashing import digest
-from atoll.store.manifest import FileEntry, check, verify
+from atoll.store.manifest import FileEntry, check_file
 from atoll.store.store import Store
 
 SCHEMA = 1
@@ -48,36 +47,10 @@ def relative(prefix: str, key: str) -> str:
     return posixpath.relpath(join("/", key), join("/", prefix))
 
 
-def verified(store: Store, prefix: str, entry: FileEntry) -> Path:
-    """Local path of a file whose size and SHA-256 were just found right.
-
-    Raises:
-        StoreError: the file is missing, torn or damaged.
-    """
-    key = join(prefix, entry.path)
-    path = store.path(key)
-    try:
-        verify(path, entry, store.name(key))
-    except StoreError:
-        if store.local is not None:
-            raise
-        path.unlink(missing_ok=True)  # perhaps the copy is damaged and the object is not
-        path = store.path(key)
-        verify(path, entry, store.name(key))
-    return path
-
-
-def read_verified(store: Store, prefix: str, entry: FileEntry) -> bytes:
-    """Bytes of a file that a manifest names; `StoreError` if it is missing, torn or damaged."""
-    data = _read(store, join(prefix, entry.path))
-    check(data, entry, store, prefix or ".")
-    return data
-
-
 def is_valid(store: Store, prefix: str, entry: FileEntry) -> bool:
     """Whether the file of an entry is there, whole and undamaged."""
     try:
-        verified(store, prefix, entry)
+        check_file(store, prefix, entry)
     except StoreError:
         return False
     return True

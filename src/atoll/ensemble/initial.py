@@ -8,18 +8,17 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from atoll.base.errors import PartitionError, StoreError
-from atoll.base.format import File
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.expert import settings_of
 from atoll.networks.checkpoint import WEIGHTS, Fit, take_over
-from atoll.store.manifest import FileEntry, publish, read_published
+from atoll.store.manifest import Published, publish, read_published
 from atoll.store.store import Conflict, Store, to_json
 
 FOLDER, MANIFEST = "init", "init.json"
 Kind = Literal["checkpoint", "pretrain", "experts"]
 
 
-class Initial(File):
+class Initial(Published):
     """`init/init.json`: where the initial weights come from and what they are for."""
 
     FORMAT, PLACE = "atoll/initial-weights", "ROLE/init/init.json"
@@ -40,8 +39,6 @@ class Initial(File):
     """Names of the others, which were drawn, and why."""
     unused: list[str]
     """Names of the origin's tensors that have no place in the network."""
-    files: list[FileEntry] = []
-    """`config.json` and the weights."""
 
 
 def describe(network: nn.Module, kind: Kind, origin: dict[str, Any], partition: str, fit: Fit) -> Initial:
@@ -84,9 +81,7 @@ def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
             WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
         }
         with suppress(Conflict):  # somebody did the same at the same time
-            publish(
-                store, FOLDER, blobs, MANIFEST, {k: v for k, v in initial.to_json().items() if k != "files"}
-            )
+            publish(store, FOLDER, blobs, MANIFEST, initial)
     found = read_manifest(store)
     if found.model_copy(update={"files": []}) != initial:
         raise StoreError(
@@ -121,7 +116,7 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
     for field, value in wanted.items():
         if getattr(found, field) != value:
             raise PartitionError(f"{where} was made for another {_FIELDS[field]} than this run's", _OTHER)
-    weights = load_tensors(read_published(store, FOLDER, MANIFEST)[1][WEIGHTS])
+    weights = load_tensors(read_published(store, FOLDER, MANIFEST, Initial)[1][WEIGHTS])
     if digest_tensors(weights) != found.weights_sha256:
         raise StoreError(f"{where}/{WEIGHTS} is not what {MANIFEST} says", _OTHER)
     take_over(network, weights, str(where))

@@ -1,6 +1,6 @@
 """The log of a run as somebody else reads it: few reads however long it is, and nothing written."""
 
-from atoll.store.log import Entry, read_entry
+from atoll.store.log import Entry, EntryKind, read_entry
 from atoll.store.store import Store
 
 
@@ -28,29 +28,29 @@ class History:
             self._fill(seen, len(self._keys) - 1)
 
     def entries(self) -> list[Entry]:
-        """The entries that tell something, in order; commits between commits are left out."""
+        """The entries in order; commits between commits are left out."""
         return [self._read[number] for number in sorted(self._read)]
 
-    def last(self, *kinds: str) -> tuple[Entry, str] | None:
+    def last(self, *kinds: EntryKind) -> tuple[Entry, str] | None:
         """The last entry of these kinds (not of commits) and its key."""
         for number in sorted(self._read, reverse=True):
-            if self._read[number]["kind"] in kinds:
+            if self._read[number].kind in kinds:
                 return self._read[number], self._keys[number]
         return None
 
     def last_commit(self) -> tuple[Entry, str] | None:
         """The newest commit that was not set aside, and its key; whether it is whole is not looked at."""
-        aside = {entry.get("checkpoint") for entry in self.entries() if entry["kind"] == "set_aside"}
+        aside = {entry.checkpoint for entry in self.entries() if entry.kind == "set_aside"}
         for number in range(len(self._keys) - 1, -1, -1):
             entry = self._entry(number)
-            if entry["kind"] == "commit" and entry.get("checkpoint") not in aside:
+            if entry.kind == "commit" and entry.checkpoint not in aside:
                 return entry, self._keys[number]
         return None
 
     def _fill(self, low: int, high: int) -> None:
         """Read the ends of a stretch, and what lies between unless it can only be commits."""
         first, last = self._entry(low), self._entry(high)
-        if high - low < 2 or (first["kind"] == "commit" and first.get("holder") == last.get("holder")):
+        if high - low < 2 or (first.kind == "commit" and first.holder == last.holder):
             return
         middle = (low + high) // 2
         self._fill(low, middle)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from posixpath import join
 from typing import Any
 
 from pydantic import Field
@@ -18,7 +19,8 @@ from pydantic import Field
 from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import StoreError
-from atoll.store.log import Entry, Fenced, Log
+from atoll.base.format import File
+from atoll.store.log import Entry, Fenced, Log, Process
 from atoll.store.store import Conflict, Store, check_conditional_create
 
 HEARTBEAT = "heartbeat.json"
@@ -35,15 +37,48 @@ class LeaseConfig(Config):
     """Seconds of silence after which another process may take the run over."""
 
 
+class Heartbeat(File):
+    """What a holder says of itself every `train.lease.heartbeat_seconds`. It decides nothing but liveness."""
+
+    FORMAT, PLACE, BARE = "atoll/heartbeat", "ROLE/run/heartbeat.json", True
+
+    holder: str
+    """Who, as in the log."""
+    host: str = ""
+    """Where."""
+    beat: int = 0
+    """Number of this beat."""
+    time: float = 0.0
+    """Seconds since 1970 by that machine's clock; for people only."""
+    phase: str = "starting"
+    """`starting`, `training`, `validating`, `saving` or `publishing`."""
+    step: int | None = None
+    """Optimizer steps done."""
+    steps: int | None = None
+    """Steps of the whole run."""
+    samples: int | None = None
+    """Samples consumed."""
+    loss: float | None = None
+    """The last one."""
+    speed: float | None = None
+    """Images per second since this start."""
+    skipped: int | None = None
+    """Steps that the guard left out."""
+    committed: int | None = None
+    """Step of the last commit."""
+    ranks: int | None = None
+    """Processes."""
+
+
 class Held(StoreError):
     """Another living process holds the run."""
 
     exit_code = HELD
 
 
-def process() -> dict[str, Any]:
-    """This process, so that another one on the same machine can tell whether it has ended."""
-    return {"pid": os.getpid(), "machine": _machine(), "started": _started(os.getpid())}
+def process() -> Process:
+    """This process."""
+    return Process(pid=os.getpid(), machine=_machine(), started=_started(os.getpid()))
 
 
 def new_holder() -> str:
@@ -75,7 +110,7 @@ def acquire(
         Held: a living process holds it; says which and how to go on.
     """
     check_conditional_create(log.store, "log")
-    told = ""
+    announced = ""
     while True:
         log.refresh()
         if log.publication() is not None:
@@ -87,20 +122,20 @@ def acquire(
                 return True
             except Conflict:
                 continue  # somebody was faster: look who
-        holder = holding[0]["holder"]
+        holder = holding[0].holder
         what = f"{holder} holds this run; its last sign of life was {silence:.0f} s ago"
         if not wait:
             fix = f"it can be taken over after {lease.expiry_seconds:.0f} s of silence: try again then"
             raise Held(what, fix)
-        if holder != told:
+        if holder != announced:
             say(f"waiting: {what}")
-            told = holder
+            announced = holder
         pause(min(2.0, max(0.05, lease.expiry_seconds / 10)))
 
 
 def _silence(store: Store, holder: Entry, key: str) -> float:
     """Seconds since a holder's last sign of life; infinite if its process is known to have ended."""
-    if has_ended(holder.get("process")):
+    if has_ended(holder.process):
         return float("inf")
     sign = last_sign(store, holder, key)
     return max(0.0, store_time(store, "clock/") - sign)
@@ -116,22 +151,17 @@ def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
         folder: of the run within the store.
     """
     signs, beat = [store.modified(key)], read_heartbeat(store, folder)
-    if beat is not None and beat.get("holder") == holder.get("holder"):
-        signs.append(store.modified(_beats(folder)))
+    if beat is not None and beat.holder == holder.holder:
+        signs.append(store.modified(join(folder, HEARTBEAT)))
     return max(signs)
 
 
-def read_heartbeat(store: Store, folder: str = "") -> dict[str, Any] | None:
+def read_heartbeat(store: Store, folder: str = "") -> Heartbeat | None:
     """The last heartbeat of a run, whoever's; None if there is none that can be read."""
     try:
-        beat = store.get_json(_beats(folder))
+        return Heartbeat.read(store, join(folder, HEARTBEAT))
     except StoreError:
         return None
-    return beat if isinstance(beat, dict) else None
-
-
-def _beats(folder: str) -> str:
-    return f"{folder}/{HEARTBEAT}" if folder else HEARTBEAT
 
 
 def store_time(store: Store, prefix: str) -> float:
@@ -144,19 +174,14 @@ def store_time(store: Store, prefix: str) -> float:
         store.delete(key)
 
 
-def has_ended(known: Any) -> bool:
-    """Whether a process of this machine is gone for sure; False where that cannot be known.
-
-    Args:
-        known: its `process()`, as its log entry holds it.
-    """
-    if not isinstance(known, dict) or known.get("machine") in (None, "") or known["machine"] != _machine():
+def has_ended(known: Process | None) -> bool:
+    """Whether a process of this machine is gone for sure; False where that cannot be known."""
+    if known is None or not known.machine or known.machine != _machine():
         return False
-    return bool(_started(int(known["pid"])) != known["started"])
+    return _started(known.pid) != known.started
 
 
 def _machine() -> str:
-    """Boot and process namespace: where process ids mean the same; empty where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -179,7 +204,7 @@ class Heart:
     Args:
         log: of the run, acquired.
         lease: how often.
-        read: what to write besides holder and host: step, loss, speed.
+        read: fields of the `Heartbeat` besides who, where and when.
     """
 
     def __init__(self, log: Log, lease: LeaseConfig, read: Callable[[], dict[str, Any]]) -> None:
@@ -212,8 +237,14 @@ class Heart:
         try:
             self.log.check()
             self._beats += 1
-            beat = {"holder": self.log.holder, "host": socket.gethostname(), "beat": self._beats}
-            self.log.store.put_json(HEARTBEAT, {**beat, "time": round(time.time(), 3), **self.read()})
+            beat = Heartbeat(
+                holder=self.log.holder,
+                host=socket.gethostname(),
+                beat=self._beats,
+                time=round(time.time(), 3),
+                **self.read(),
+            )
+            self.log.store.put_json(HEARTBEAT, beat.to_json())
         except Fenced as error:
             self.fenced = error
         except Exception as error:  # the next beat may come through; the log guards what counts

@@ -1,4 +1,4 @@
-"""The log of one island: who holds it, what was committed, what was published.
+"""The log of one run: who holds it, what was committed, what was published.
 
 Entries are `log/NNNNNN.json`, each created if-absent at the next number, so conditional create is all
 that a store must offer. An `acquire` fences every earlier holder: its next append finds the number
@@ -9,30 +9,107 @@ Whether a holder still lives is a question of patience only (`lease.py`); nothin
 import json
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
+from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import StoreError
+from atoll.base.format import File
 from atoll.base.hashing import digest
+from atoll.store.manifest import FileEntry, Published
 from atoll.store.store import Conflict, Store
-
-Entry = dict[str, Any]
-
 
 COMMIT = "COMMIT.json"
 """File of a checkpoint that is written last and makes it real."""
+EntryKind = Literal["acquire", "resume", "commit", "set_aside", "release", "publish", "damaged"]
+
+
+class Commit(Published):
+    """A whole checkpoint of a run: weights, their average and the optimizer's state."""
+
+    FORMAT, VERSION, PLACE = "atoll/checkpoint", 2, "ROLE/run/checkpoints/STEP-HOLDER/COMMIT.json"
+    REMEDY = "use the version of Atoll that wrote it, or remove the run's folder"
+
+    samples: int
+    """Training samples consumed: the cursor."""
+    step: int
+    """Optimizer steps done."""
+    seconds: float
+    """Time spent in steps, over all restarts."""
+    recipe: str
+    """Digest of all settings that decide the weights; a resume with others is refused."""
+    guard: dict[str, Any]
+    """`window` of the last losses, number of steps `skipped` and `in_a_row`."""
+    tracker: str
+    """As in the log."""
+
+
+class Process(Config):
+    """A process, told so that another one on the same machine can tell whether it has ended."""
+
+    pid: int
+    """Its number."""
+    machine: str
+    """Boot and process namespace: where numbers mean the same; empty where there is no /proc."""
+    started: int | None
+    """When it started, in clock ticks since boot."""
+
+
+class Entry(File):
+    """One entry of a run's log, with the fields of its kind and, last, a `digest` of all of them."""
+
+    FORMAT, PLACE, BARE = "atoll/log-entry", "ROLE/run/log/NNNNNN.json", True
+
+    kind: EntryKind
+    """What happened; `damaged` is not written: it stands for an entry that its digest does not fit."""
+    holder: str = "?"
+    """Host, process and six random letters; one for each start of the run."""
+    time: float = 0.0
+    """Seconds since 1970 by that machine's clock; for people only."""
+    host: str = ""
+    """acquire: where."""
+    process: Process | None = None
+    """acquire: which process."""
+    tracker: str = ""
+    """acquire: name of the run in TensorBoard and Weights & Biases, over all restarts."""
+    threads: int | None = None
+    """acquire: CPU threads of a process."""
+    ranks: int | None = None
+    """acquire: processes."""
+    step: int = 0
+    """resume: step that it went on from; commit, release, publish: steps done."""
+    lost: int = 0
+    """resume: steps that the process before had done and not saved."""
+    checkpoint: str = ""
+    """commit, set_aside: folder of the checkpoint, from `run/`."""
+    sha256: str = ""
+    """commit: digest of its `COMMIT.json`."""
+    milestone: bool = False
+    """commit: whether it stays for good."""
+    samples: int = 0
+    """commit: samples consumed."""
+    seconds: float = 0.0
+    """commit: time spent in steps, over all restarts."""
+    reason: str = ""
+    """set_aside: what was wrong with it; release: `left` (it was told to) or `failed`."""
+    error: str | None = None
+    """release: why it failed."""
+    export: str = ""
+    """publish: folder of what was published, from `run/`."""
+    files: list[FileEntry] = []
+    """publish: the files there, which `expert/` must match."""
 
 
 class Fenced(StoreError):
-    """Another process took this island over; what this one does no longer counts."""
+    """Another process took this run over; what this one does no longer counts."""
 
 
 class Log:
     """The append-only log in the folder `log/` of a run.
 
     Args:
-        store: the store, narrowed to the run's folder.
-        holder: name of this process, unique among all that ever run the island.
+        store: narrowed to the run's folder.
+        holder: name of this process, unique among all that ever hold the run.
     """
 
     def __init__(self, store: Store, holder: str) -> None:
@@ -42,7 +119,7 @@ class Log:
         self._next = len(self.entries())
 
     def entries(self) -> list[Entry]:
-        """All entries in order; one that is not what was written has the kind `damaged`."""
+        """All entries in order."""
         with self._lock:
             keys = [key for key in self.store.list("log") if key.endswith(".json")]
             for number, key in enumerate(keys):
@@ -50,28 +127,33 @@ class Log:
                     where = self.store.name(_key(number))
                     raise StoreError(f"{where} is missing, but later entries are there", "put it back")
             for key in keys[len(self._read) :]:
-                self._read.append(self._entry(key))
+                entry = read_entry(self.store, key)
+                if entry.kind == "damaged":
+                    say(f"warning: {key} is damaged; it counts as an entry that says nothing")
+                self._read.append(entry)
             return list(self._read)
 
     def commits(self) -> list[Entry]:
         """The commits in order, without those whose checkpoint was set aside since."""
         entries = self.entries()
-        damaged = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
-        return [e for e in entries if e["kind"] == "commit" and e["checkpoint"] not in damaged]
+        damaged = {entry.checkpoint for entry in entries if entry.kind == "set_aside"}
+        return [entry for entry in entries if entry.kind == "commit" and entry.checkpoint not in damaged]
 
     def publication(self) -> Entry | None:
         """The entry that names what the run published, if it did."""
-        return next((entry for entry in self.entries() if entry["kind"] == "publish"), None)
+        return next((entry for entry in self.entries() if entry.kind == "publish"), None)
 
     def holding(self) -> tuple[Entry, str] | None:
         """The `acquire` of the process that holds the run, with its key; None if none does or it released."""
         entries = self.entries()
         for number in range(len(entries) - 1, -1, -1):
-            kind = entries[number]["kind"]
-            if kind in ("acquire", "damaged"):  # an unreadable entry may be one: its writer gets the doubt
-                known = [e["holder"] for e in entries[:number] if "holder" in e]
-                return {"holder": known[-1] if known else "?", **entries[number]}, _key(number)
-            if kind in ("release", "publish"):
+            entry = entries[number]
+            if entry.kind == "damaged":  # it may be an acquire: the last known writer gets the doubt
+                known = [earlier.holder for earlier in entries[:number] if earlier.kind != "damaged"]
+                entry = entry.model_copy(update={"holder": known[-1] if known else "?"})
+            if entry.kind in ("acquire", "damaged"):
+                return entry, _key(number)
+            if entry.kind in ("release", "publish"):
                 return None
         return None
 
@@ -83,18 +165,18 @@ class Log:
         """
         self._append("acquire", fields)
 
-    def append(self, kind: str, **fields: Any) -> None:
-        """Add an entry as the holder; `Fenced` if somebody else acquired the island since."""
+    def append(self, kind: EntryKind, **fields: Any) -> None:
+        """Add an entry as the holder; `Fenced` if somebody else acquired the run since."""
         try:
             self._append(kind, fields)
         except Conflict:
             raise self._fenced() from None
 
     def check(self) -> None:
-        """`Fenced` if somebody else acquired the island: to be asked before a file that all holders share."""
+        """`Fenced` if somebody else acquired the run: to be asked before a file that all holders share."""
         with self._lock:
             while self.store.exists(_key(self._next)):
-                if not self._is_own():
+                if not self._passes_own():
                     raise self._fenced()
 
     def refresh(self) -> None:
@@ -103,46 +185,40 @@ class Log:
             self._next = len(self.entries())
 
     def _fenced(self) -> Fenced:
-        taker = [e.get("holder", "?") for e in self.entries() if e["kind"] in ("acquire", "damaged")][-1]
-        return Fenced(f"this run was taken over by {taker}", "let that one finish")
+        takers = [entry.holder for entry in self.entries() if entry.kind in ("acquire", "damaged")]
+        return Fenced(f"this run was taken over by {takers[-1]}", "let that one finish")
 
-    def _append(self, kind: str, fields: dict[str, Any]) -> None:
-        entry = {"kind": kind, "holder": self.holder, "time": round(time.time(), 3), **fields}
-        written = {**entry, "digest": digest(entry)}
+    def _append(self, kind: EntryKind, fields: dict[str, Any]) -> None:
+        entry = Entry(kind=kind, holder=self.holder, time=round(time.time(), 3), **fields)
+        content = {**entry.header(), **entry.model_dump(mode="json", exclude_unset=True)}
+        content["digest"] = digest(content)
         with self._lock:
             while True:
                 try:
-                    self.store.create_json(_key(self._next), written)
+                    self.store.create_json(_key(self._next), content)
                     break
                 except Conflict:
-                    if not self._is_own():
+                    if not self._passes_own():
                         raise
             self._next += 1
 
-    def _is_own(self) -> bool:
-        """Whether the next number holds an entry of ours whose answer was lost; it is passed over then."""
-        if self._entry(_key(self._next)).get("holder") != self.holder:
+    def _passes_own(self) -> bool:
+        """Pass over the next number if it holds an entry of ours whose answer was lost."""
+        if read_entry(self.store, _key(self._next)).holder != self.holder:
             return False
         self._next += 1
         return True
 
-    def _entry(self, key: str) -> Entry:
-        entry = read_entry(self.store, key)
-        if entry["kind"] == "damaged":
-            say(f"warning: {key} is damaged; it counts as an entry that says nothing")
-        return entry
-
 
 def read_entry(store: Store, key: str) -> Entry:
-    """One entry; if it is not what was written, one of the kind `damaged` that holds nothing else."""
+    """One entry; if it is not what was written, one of the kind `damaged` that says nothing else."""
     try:
         content = json.loads(store.get(key))
-        claimed = content.pop("digest")
-        if digest(content) == claimed:
-            return dict(content)
-    except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
-        pass
-    return {"kind": "damaged"}
+        if content.pop("digest") != digest(content):
+            return Entry(kind="damaged")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return Entry(kind="damaged")
+    return Entry.of_json(content, store.name(key))
 
 
 def _key(number: int) -> str:

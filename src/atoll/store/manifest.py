@@ -1,12 +1,17 @@
-"""Publishing: blobs first, then the manifest. What has no manifest does not exist."""
+"""Files that a manifest names by size and hash. What has no manifest does not exist.
+
+Large files are read through local paths, a little at a time; a remote store's are copies in `store.cache`.
+"""
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from posixpath import join
+from typing import TypeVar
 
 from atoll.base.config import Config
 from atoll.base.errors import StoreError
+from atoll.base.format import File
 from atoll.base.hashing import sha256
 from atoll.store.store import Absent, Damaged, Store
 
@@ -22,34 +27,62 @@ class FileEntry(Config):
     """Hex digest of the bytes."""
 
 
+class Published(File):
+    """A manifest that is written after the files it names, and never again."""
+
+    files: list[FileEntry] = []
+    """The files, relative to the manifest's folder."""
+
+
+Manifest = TypeVar("Manifest", bound=Published)
+
+
 def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
-    """Write one blob below `prefix` and return the entry that names it."""
-    store.put(f"{prefix}/{path}", data)
+    """Write one file below `prefix` and return the entry that names it."""
+    store.put(join(prefix, path), data)
     return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
 
 
 def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
-    """The entry that names a blob as it is now, read a little at a time."""
-    with store.path(f"{prefix}/{path}").open("rb") as file:
+    """The entry that names a file as it is now, read a little at a time."""
+    with store.path(join(prefix, path)).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(path=path, bytes=file.tell(), sha256=digest)
 
 
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
-    """Read one blob; `Damaged` unless its size and hash are what the entry says."""
-    data = store.get(f"{prefix}/{entry.path}")
-    check(data, entry, store, prefix)
+    """All bytes of a file; `Damaged` unless its size and hash are what the entry says."""
+    data = store.get(join(prefix, entry.path))
+    _check(len(data), sha256(data), entry, store.name(join(prefix, entry.path)))
     return data
 
 
-def check_file(store: Store, prefix: str, entry: FileEntry) -> None:
-    """Read through one blob, a little at a time; `Damaged` unless it is what the entry says."""
-    key = f"{prefix}/{entry.path}"
-    verify(store.path(key), entry, store.name(key))
+def check_file(store: Store, prefix: str, entry: FileEntry) -> Path:
+    """Read through a file; its local path, or `Damaged` unless it is what the entry says."""
+    key = join(prefix, entry.path)
+    path = store.path(key)
+    try:
+        verify(path, entry, store.name(key))
+    except StoreError:
+        if store.local is not None:
+            raise
+        path.unlink(missing_ok=True)  # perhaps the copy is damaged and the object is not
+        path = store.path(key)
+        verify(path, entry, store.name(key))
+    return path
+
+
+def is_whole(store: Store, prefix: str, entry: FileEntry) -> bool:
+    """Whether the file of an entry is there and undamaged."""
+    try:
+        check_file(store, prefix, entry)
+    except StoreError:
+        return False
+    return True
 
 
 def verify(path: Path, entry: FileEntry, name: str) -> None:
-    """Hold a local file against its entry: the size first, then, a little at a time, the digest.
+    """Hold a local file against its entry: the size first, then the digest.
 
     Raises:
         Absent: it is missing.
@@ -57,21 +90,15 @@ def verify(path: Path, entry: FileEntry, name: str) -> None:
         StoreError: it cannot be read.
     """
     try:
-        size = path.stat().st_size
+        size, digest = path.stat().st_size, ""
         if size == entry.bytes:
             with path.open("rb") as file:
-                _check(size, hashlib.file_digest(file, "sha256").hexdigest(), entry, name)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise Absent(f"{name} is missing", "run the stage that writes it") from None
     except OSError as error:
         raise StoreError(f"cannot read {name}: {error.strerror}", "check its permissions") from None
-    if size != entry.bytes:
-        _check(size, "", entry, name)
-
-
-def check(data: bytes, entry: FileEntry, store: Store, prefix: str) -> None:
-    """Raise `Damaged` unless the bytes are those of the entry."""
-    _check(len(data), sha256(data), entry, store.name(f"{prefix}/{entry.path}"))
+    _check(size, digest, entry, name)
 
 
 def _check(size: int, digest: str, entry: FileEntry, name: str) -> None:
@@ -81,32 +108,29 @@ def _check(size: int, digest: str, entry: FileEntry, name: str) -> None:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
 
 
-def publish(
-    store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, content: Mapping[str, Any]
-) -> None:
-    """Write blobs, verify them, then create the manifest `name`, which must not exist yet.
-
-    The manifest is `content` plus `files`, the list of entries.
+def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, manifest: Published) -> None:
+    """Write files, read them back, then create the manifest `name` with their entries.
 
     Raises:
         Conflict: somebody published here before.
-        StoreError: a blob could not be written or reads back differently.
+        StoreError: a file could not be written or reads back differently.
     """
     entries = [write_file(store, prefix, path, data) for path, data in blobs.items()]
     for entry in entries:
-        data = store.get(f"{prefix}/{entry.path}")
+        data = store.get(join(prefix, entry.path))
         if data != blobs[entry.path]:  # a comparison costs a tenth of a hash
-            check(data, entry, store, prefix)
-    store.create_json(f"{prefix}/{name}", {**content, "files": [e.model_dump() for e in entries]})
+            _check(len(data), sha256(data), entry, store.name(join(prefix, entry.path)))
+    store.create_json(join(prefix, name), manifest.model_copy(update={"files": entries}).to_json())
 
 
-def read_published(store: Store, prefix: str, name: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest `name` and all its blobs, verified.
+def read_published(
+    store: Store, prefix: str, name: str, kind: type[Manifest]
+) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest `name` and all its files.
 
     Raises:
-        Absent: there is no manifest, or a blob is missing.
-        Damaged: a blob is not what the manifest says.
+        Absent: there is no manifest, or a file is missing.
+        Damaged: a file is not what the manifest says.
     """
-    content = store.get_json(f"{prefix}/{name}")
-    entries = [FileEntry.parse(e, f"{prefix}/{name}") for e in content.get("files", [])]
-    return content, {entry.path: read_file(store, prefix, entry) for entry in entries}
+    manifest = kind.read(store, join(prefix, name))
+    return manifest, {entry.path: read_file(store, prefix, entry) for entry in manifest.files}

@@ -134,6 +134,8 @@ class Store:
     def get(self, key: str) -> bytes:
         """All bytes of an object; `Absent` if it is missing."""
         try:
+            if self.local is not None:  # forked workers read too, and there obstore would wait for ever
+                return self.path(key).read_bytes()
             return bytes(obstore.get(self._objects, self._full(key)).bytes())
         except _Failure as error:
             raise self._unread(key, error) from None
@@ -195,6 +197,8 @@ class Store:
 
     def exists(self, key: str) -> bool:
         """Whether there is an object under this key."""
+        if self.local is not None:
+            return self.path(key).is_file()
         try:
             self._head(key)
         except Absent:
@@ -330,7 +334,7 @@ def to_json(value: Any) -> bytes:
 
 def _is_absent(error: BaseException) -> bool:
     """Whether there is no such object: no such file, or a file where a folder would have to be."""
-    return isinstance(error, FileNotFoundError) or "os error 20" in str(error)
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or "os error 20" in str(error)
 
 
 def _failed(what: str, error: BaseException, fix: str = "check its permissions") -> StoreError:

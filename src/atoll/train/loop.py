@@ -157,8 +157,8 @@ class _Run:
             if stop_requested:
                 raise Interrupted(f"{self.name} was told to leave while it waited", "run it again to go on")
 
-        first = next((e for e in self.log.entries() if e.get("tracker")), None)
-        self.state.tracker = first["tracker"] if first else uuid.uuid4().hex[:8]
+        first = next((e for e in self.log.entries() if e.tracker), None)
+        self.state.tracker = first.tracker if first else uuid.uuid4().hex[:8]
         own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
         return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **own)
 
@@ -180,7 +180,7 @@ class _Run:
             self.saver.committed = state.step
             _say(self.group, f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
         if self.group.first:
-            reached = int((before or {}).get("step") or 0)
+            reached = (before.step or 0) if before else 0
             if reached or found:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
             state.metrics = _metrics_until(self.run, state.step)
@@ -190,7 +190,7 @@ class _Run:
             id=self.state.tracker,
             name=self.name,
             role=self.plan.role,
-            start=sum(entry["kind"] == "acquire" for entry in self.log.entries()),
+            start=sum(entry.kind == "acquire" for entry in self.log.entries()),
             step=self.state.step,
             settings=self.recipe.model_dump(mode="json"),
         )

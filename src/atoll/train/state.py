@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
-from atoll.store.log import COMMIT, Fenced, Log
+from atoll.store.log import COMMIT, Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Damaged, Store
 from atoll.train.ema import Ema
 from atoll.train.parallel import fill, whole
 from atoll.train.spike_guard import Guard
-
-SCHEMA = 2
 
 
 @dataclass
@@ -71,11 +69,11 @@ class TrainState:
         """The state's plain numbers that everybody may see."""
         return {"samples": self.samples, "step": self.step, "seconds": self.seconds}
 
-    def restore(self, content: dict[str, Any], blobs: dict[str, bytes]) -> None:
+    def restore(self, commit: Commit, blobs: dict[str, bytes]) -> None:
         """Take over a saved state, in place."""
-        self.samples, self.step, self.seconds = content["samples"], content["step"], content["seconds"]
-        self.tracker = content["tracker"]
-        self.guard.restore(content["guard"])
+        self.samples, self.step, self.seconds = commit.samples, commit.step, commit.seconds
+        self.tracker = commit.tracker
+        self.guard.restore(commit.guard)
         weights, average = load_tensors(blobs["weights.safetensors"]), load_tensors(blobs["ema.safetensors"])
         for name, parameter in self.network.named_parameters():
             fill(parameter.detach(), weights[name])
@@ -128,14 +126,13 @@ class Saver:
     def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
         self._settle(fatal=False)
-        content = {
-            "schema": SCHEMA,
+        commit = Commit(
             **state.counters(),
-            "recipe": digest(self.learned),
-            "guard": state.guard.counters(),
-            "tracker": state.tracker,
-        }
-        self._pending = self._thread.submit(self._write, content, tensors, milestone)
+            recipe=digest(self.learned),
+            guard=state.guard.counters(),
+            tracker=state.tracker,
+        )
+        self._pending = self._thread.submit(self._write, commit, tensors, milestone)
 
     def poll(self) -> None:
         """Raise `Fenced` if a finished write found that the run was taken over."""
@@ -167,18 +164,17 @@ class Saver:
                 raise
             say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
 
-    def _write(self, content: dict[str, Any], tensors: dict[str, dict[str, Tensor]], milestone: bool) -> None:
-        step: int = content["step"]
-        name = f"checkpoints/{step:08d}-{self.log.holder}"
-        if self.committed == step:
+    def _write(self, commit: Commit, tensors: dict[str, dict[str, Tensor]], milestone: bool) -> None:
+        name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
+        if self.committed == commit.step:
             return
         if not self.store.exists(f"{name}/{COMMIT}"):
             blobs = {file: save_tensors(parts) for file, parts in tensors.items()}
-            publish(self.store, name, blobs, COMMIT, content)
-        shown = {key: content[key] for key in ("samples", "step", "seconds")}
+            publish(self.store, name, blobs, COMMIT, commit)
+        shown = commit.model_dump(include={"samples", "step", "seconds"})
         hashed = sha256(self.store.get(f"{name}/{COMMIT}"))
         self.log.append("commit", checkpoint=name, sha256=hashed, milestone=milestone, **shown)
-        self.committed = step
+        self.committed = commit.step
         _prune(self.store, self.log, self.keep)
 
 
@@ -189,9 +185,9 @@ def _prune(store: Store, log: Log, keep: int) -> None:
     What was set aside stays for whoever wants to know why.
     """
     entries, commits = log.entries(), log.commits()
-    aside = {entry["checkpoint"] for entry in entries if entry["kind"] == "set_aside"}
-    kept = {e["checkpoint"] for e in commits[-keep:]} | {e["checkpoint"] for e in commits if e["milestone"]}
-    holders = [entry["holder"] for entry in entries if entry["kind"] == "acquire"]
+    aside = {entry.checkpoint for entry in entries if entry.kind == "set_aside"}
+    kept = {e.checkpoint for e in commits[-keep:]} | {e.checkpoint for e in commits if e.milestone}
+    holders = [entry.holder for entry in entries if entry.kind == "acquire"]
     ours = set(holders[: holders.index(log.holder) + 1])
     for key in store.list("checkpoints"):
         folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
@@ -199,14 +195,14 @@ def _prune(store: Store, log: Log, keep: int) -> None:
             store.delete(key)
 
 
-Loaded = tuple[dict[str, Any], dict[str, bytes]]
+Loaded = tuple[Commit, dict[str, bytes]]
 """Content of COMMIT.json and the blobs."""
 
 
 def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
     """Name, hash and content of the newest whole checkpoint; damaged ones on the way are set aside."""
     for entry in reversed(log.commits()):
-        name, hashed = entry["checkpoint"], entry["sha256"]
+        name, hashed = entry.checkpoint, entry.sha256
         if not store.list(name):
             continue  # pruned
         try:
@@ -226,21 +222,19 @@ def load(store: Store, name: str, hashed: str) -> Loaded:
     """
     if sha256(store.get(f"{name}/{COMMIT}")) != hashed:
         raise Damaged(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
-    return read_published(store, name, COMMIT)
+    return read_published(store, name, COMMIT, Commit)
 
 
 def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any]) -> None:
     """Go on from a checkpoint.
 
     Raises:
-        ConfigError: it belongs to other settings or another version.
+        ConfigError: it belongs to other settings.
     """
-    content, blobs = loaded
-    if content.get("schema") != SCHEMA:
-        raise ConfigError(f"{name} has schema {content.get('schema')}", f"this Atoll reads {SCHEMA}")
-    if content["recipe"] != digest(learned):
+    commit, blobs = loaded
+    if commit.recipe != digest(learned):
         raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
-    state.restore(content, blobs)
+    state.restore(commit, blobs)
 
 
 def _apart(tensors: dict[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
