@@ -43,9 +43,8 @@ from atoll.base.device import own_device
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.partition import initial_network
 from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
-from atoll.data.columns import write_column
-from atoll.data.dataset import ROWS, DataSet, Manifest, create_manifest, to_parquet
-from atoll.data.files import Shard
+from atoll.data.dataset import ROWS, DataSet, to_parquet
+from atoll.data.formats import Manifest, Shard
 from atoll.data.samples import data_shape
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
@@ -347,9 +346,9 @@ def synthetic(store: Store, side: int) -> DataSet:
     )
     latents = torch.randn(ROW_COUNT, 4, side, side, generator=source).half()
     split = torch.from_numpy((np.arange(ROW_COUNT) % 16 == 15).astype(np.int8))
-    write_column(dataset, "latents", {"name": "random"}, lambda _: {"values": latents})
-    write_column(dataset, "split", {"name": "random"}, lambda _: {"values": split})
-    return create_manifest(dataset)
+    dataset.write_column("latents", {"name": "random"}, lambda _: {"values": latents})
+    dataset.write_column("split", {"name": "random"}, lambda _: {"values": split})
+    return dataset.finish()
 
 
 Moment = tuple[float, float, float]

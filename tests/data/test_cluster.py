@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import PartitionError
-from atoll.data.cluster import fit, nearest_centroid, normalise, stream
+from atoll.data.cluster import fit, nearest_centroid, normalise
 
 
 def blobs(
@@ -45,15 +45,6 @@ def test_the_seed_decides() -> None:
     features = normalise(np.random.default_rng(0).normal(size=(3000, 8)))
     assert np.array_equal(fit(features, 5, 40, 1), fit(features, 5, 40, 1))
     assert not np.array_equal(fit(features, 5, 40, 1), fit(features, 5, 40, 2))
-
-
-def test_assignment_in_chunks_is_that_of_the_whole() -> None:
-    features, _ = blobs(6, 1000, spread=0.3)
-    centroids = fit(features, 6, 100, 0)
-    whole = nearest_centroid(features, centroids)
-    for size in (1, 7, 1000):
-        chunks = (3.0 * features[i : i + size] for i in range(0, 1000, size))  # lengths do not count
-        assert np.array_equal(np.concatenate(list(stream(chunks, centroids))), whole)
 
 
 def test_assignment_is_to_the_nearest() -> None:

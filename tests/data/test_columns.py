@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import DataError, StoreError
-from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
 
@@ -34,7 +33,7 @@ class Counting:
 
 
 def test_fixed_round_trip(glyphs: DataSet, store: Store) -> None:
-    column = write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    column = glyphs.write_column("x", PRODUCER, Counting(glyphs))
     rows = np.array([39, 0, 17, 17, 15, 16, 31, 32, 3])
     values = column.read(rows)
     assert values.shape == (9, 2, 3)
@@ -59,15 +58,15 @@ def test_wrong_rows(glyphs: DataSet, rows: list[object]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool])
 def test_types_stay(glyphs: DataSet, dtype: torch.dtype) -> None:
-    column = write_column(
-        glyphs, "x", PRODUCER, lambda i: {"values": torch.ones(glyphs.shards[i].rows, 2).to(dtype)}
+    column = glyphs.write_column(
+        "x", PRODUCER, lambda i: {"values": torch.ones(glyphs.shards[i].rows, 2).to(dtype)}
     )
     assert column.read([1, 30]).dtype == dtype
 
 
 def test_ragged_round_trip(glyphs: DataSet) -> None:
     null = {"null": {"values": torch.ones(2, 2)}}
-    column = write_column(glyphs, "text", PRODUCER, Counting(glyphs, ragged=True), null, "ragged")
+    column = glyphs.write_column("text", PRODUCER, Counting(glyphs, ragged=True), null, "ragged")
     rows = np.array([39, 4, 17, 33, 2, 2])
     values, mask = column.read_ragged(rows)
     assert (values.shape, mask.shape, mask.dtype) == ((6, 3, 2), (6, 3), torch.bool)
@@ -75,7 +74,7 @@ def test_ragged_round_trip(glyphs: DataSet) -> None:
     for row, value, real in zip(rows, values, mask, strict=True):
         assert value[real].tolist() == [[row, row + 0.5]] * int(row % 4)
         assert value[~real].abs().sum() == 0
-    assert column.max_length == 3
+    assert column.meta.max_length == 3
     longer, wide = column.read_ragged(rows, 5)
     assert torch.equal(longer[:, :3], values)
     assert not wide[:, 3:].any()
@@ -87,16 +86,16 @@ def test_ragged_round_trip(glyphs: DataSet) -> None:
     assert torch.equal(column.extra("null")["values"], torch.ones(2, 2))
     with pytest.raises(DataError, match="no 'nil'"):
         column.extra("nil")
-    lengths = safetensors.torch.load_file(column.path(column.meta.shards[0]))["lengths"]
+    lengths = safetensors.torch.load_file(glyphs.store.path(f"{column.folder}/00000.safetensors"))["lengths"]
     assert lengths.dtype == torch.int32
 
 
 def test_complete_means_nothing_is_computed(glyphs: DataSet) -> None:
-    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    glyphs.write_column("x", PRODUCER, Counting(glyphs))
     again = Counting(glyphs)
-    write_column(glyphs, "x", dict(reversed(PRODUCER.items())), again, lambda: pytest.fail("called"))
+    glyphs.write_column("x", dict(reversed(PRODUCER.items())), again)
     assert again.calls == []
-    write_column(glyphs, "x", PRODUCER, again, {"null": {"a": torch.ones(1)}})
+    glyphs.write_column("x", PRODUCER, again, {"null": {"a": torch.ones(1)}})
     assert again.calls == []
     assert glyphs.column("x").extra("null")["a"].tolist() == [1]
 
@@ -110,17 +109,17 @@ def test_killed_and_called_again_keeps_what_is_valid(glyphs: DataSet, store: Sto
         return first(shard)
 
     with pytest.raises(KeyboardInterrupt):
-        write_column(glyphs, "x", PRODUCER, killed)
+        glyphs.write_column("x", PRODUCER, killed)
     assert not glyphs.has_column("x")
     store.put("glyphs/columns/x/00000.safetensors", store.get("glyphs/columns/x/00000.safetensors")[:-1])
     second = Counting(glyphs)
-    write_column(glyphs, "x", PRODUCER, second)
+    glyphs.write_column("x", PRODUCER, second)
     assert second.calls == [0, 2]
     assert glyphs.column("x").read(np.arange(40))[:, 0, 0].tolist() == list(range(40))
 
 
 def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:
-    old = write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    old = glyphs.write_column("x", PRODUCER, Counting(glyphs))
     fresh = Counting(glyphs, add=100)
 
     def killed(shard: int) -> Mapping[str, Tensor]:
@@ -129,32 +128,32 @@ def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:
         return fresh(shard)
 
     with pytest.raises(KeyboardInterrupt):
-        write_column(glyphs, "x", {**PRODUCER, "hash": "2"}, killed)
+        glyphs.write_column("x", {**PRODUCER, "hash": "2"}, killed)
     with pytest.raises(DataError, match="no column 'x'"):
         DataSet.open(store, "glyphs").column("x")
-    column = write_column(glyphs, "x", {**PRODUCER, "hash": "2"}, fresh)
+    column = glyphs.write_column("x", {**PRODUCER, "hash": "2"}, fresh)
     assert fresh.calls == [0, 1, 2]
     assert column.read([0, 39])[:, 0, 0].tolist() == [100, 139]
     assert column.meta.producer["hash"] == "2"
     back = Counting(glyphs)
-    write_column(glyphs, "x", PRODUCER, back)
+    glyphs.write_column("x", PRODUCER, back)
     assert back.calls == [0, 1, 2]
     assert old.read([39])[0, 0, 0] == 39
 
 
 def test_a_failing_producer_leaves_the_old_column(glyphs: DataSet) -> None:
-    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    glyphs.write_column("x", PRODUCER, Counting(glyphs))
 
     def fails(shard: int) -> Mapping[str, Tensor]:
         raise DataError("no weights")
 
     with pytest.raises(DataError, match="no weights"):
-        write_column(glyphs, "x", {"name": "other"}, fails)
+        glyphs.write_column("x", {"name": "other"}, fails)
     assert glyphs.column("x").read([7])[0, 0, 0] == 7
 
 
 def test_rows_that_changed_make_a_column_stale(glyphs: DataSet, store: Store) -> None:
-    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    glyphs.write_column("x", PRODUCER, Counting(glyphs))
     shard = glyphs.shards[1]
     changed = shard.files["images"].model_copy(update={"sha256": "0" * 64})
     shards = [*glyphs.shards]
@@ -164,13 +163,13 @@ def test_rows_that_changed_make_a_column_stale(glyphs: DataSet, store: Store) ->
     with pytest.raises(DataError, match="other rows"):
         other.column("x")
     compute = Counting(glyphs)
-    write_column(other, "x", PRODUCER, compute)
+    other.write_column("x", PRODUCER, compute)
     assert compute.calls == [1]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
 def test_damage_is_found_on_read_and_mended_by_the_stage(glyphs: DataSet, store: Store, damage: str) -> None:
-    write_column(glyphs, "x", PRODUCER, Counting(glyphs))
+    glyphs.write_column("x", PRODUCER, Counting(glyphs))
     key = "glyphs/columns/x/00001.safetensors"
     data = bytearray(store.get(key))
     data[-1] ^= 1
@@ -183,7 +182,7 @@ def test_damage_is_found_on_read_and_mended_by_the_stage(glyphs: DataSet, store:
     with pytest.raises(StoreError, match="00001"):
         column.read([20])
     mended = Counting(glyphs)
-    write_column(glyphs, "x", PRODUCER, mended)
+    glyphs.write_column("x", PRODUCER, mended)
     assert mended.calls == [1]
     assert glyphs.column("x").read([20])[0, 0, 0] == 20
 
@@ -199,16 +198,16 @@ def test_damage_is_found_on_read_and_mended_by_the_stage(glyphs: DataSet, store:
 )
 def test_wrong_tensors_are_refused(glyphs: DataSet, tensors: dict[str, Tensor]) -> None:
     with pytest.raises(DataError, match="column 'x', shard 0"):
-        write_column(glyphs, "x", PRODUCER, lambda shard: tensors)
+        glyphs.write_column("x", PRODUCER, lambda shard: tensors)
     assert not glyphs.has_column("x")
 
 
 def test_shards_of_different_form_and_bad_names(glyphs: DataSet) -> None:
     with pytest.raises(DataError, match="different form"):
-        write_column(glyphs, "x", PRODUCER, lambda i: {"values": torch.zeros(glyphs.shards[i].rows, i + 1)})
+        glyphs.write_column("x", PRODUCER, lambda i: {"values": torch.zeros(glyphs.shards[i].rows, i + 1)})
     for name in ["../x", "", "a/b", ".x"]:
         with pytest.raises(DataError, match="cannot name"):
-            write_column(glyphs, name, PRODUCER, Counting(glyphs))
+            glyphs.write_column(name, PRODUCER, Counting(glyphs))
 
 
 def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[float]") -> None:
@@ -222,7 +221,7 @@ def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[float]") -> N
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_workers_can_read(glyphs: DataSet, method: str) -> None:
-    write_column(glyphs, "x", PRODUCER, Counting(glyphs), {"null": {"a": torch.ones(1)}}).read([39])
+    glyphs.write_column("x", PRODUCER, Counting(glyphs), {"null": {"a": torch.ones(1)}}).read([39])
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     target = _read_in_child if method == "fork" else _spawned

@@ -11,8 +11,8 @@ import torch
 from atoll.base.errors import DataError, StoreError
 from atoll.base.hashing import digest_strings
 from atoll.data.audit import audit
-from atoll.data.columns import write_column
-from atoll.data.dataset import DataSet, to_parquet, union, write_subset
+from atoll.data.dataset import DataSet, to_parquet
+from atoll.data.subsets import union, write_subset
 from atoll.store.store import Store
 
 
@@ -27,9 +27,9 @@ def full(glyphs: DataSet) -> DataSet:
         lengths = rows(shard) % 5
         return {"values": torch.repeat_interleave(rows(shard), lengths)[:, None].half(), "lengths": lengths}
 
-    write_column(glyphs, "latents", {"name": "l"}, lambda shard: {"values": rows(shard)[:, None].float()})
+    glyphs.write_column("latents", {"name": "l"}, lambda shard: {"values": rows(shard)[:, None].float()})
     extras = {"null": {"values": torch.full((2, 1), 7.0)}}
-    write_column(glyphs, "text", {"name": "t"}, text, extras, "ragged")
+    glyphs.write_column("text", {"name": "t"}, text, extras, "ragged")
     return glyphs
 
 
@@ -37,11 +37,11 @@ def test_open_says_what_is_wrong(store: Store, glyphs: DataSet) -> None:
     with pytest.raises(DataError, match=r"is not a data set \(no manifest.json\): run `atoll data ingest`"):
         DataSet.open(store, "nothing")
     content = store.get_json("glyphs/manifest.json")
-    store.put_json("new/manifest.json", {**content, "schema": 2})
-    with pytest.raises(DataError, match="schema version 2 instead of 1"):
+    store.put_json("new/manifest.json", {**content, "format": "atoll/dataset 2"})
+    with pytest.raises(DataError, match="is of atoll/dataset 2, this Atoll reads atoll/dataset 1"):
         DataSet.open(store, "new")
     store.put_json("new/manifest.json", [1])
-    with pytest.raises(DataError, match="schema version None"):
+    with pytest.raises(DataError, match="is not what Atoll writes"):
         DataSet.open(store, "new")
     store.put_json("new/manifest.json", {**content, "rows": "many"})
     with pytest.raises(DataError, match="'rows'"):
@@ -59,7 +59,7 @@ def test_a_data_set_may_be_the_root_of_its_store(glyphs: DataSet, store: Store) 
     assert dataset.ids == glyphs.ids
     assert audit(dataset) == []
     assert (
-        write_column(dataset, "n", {}, lambda i: {"values": torch.zeros(dataset.shards[i].rows)}).read([3])
+        dataset.write_column("n", {}, lambda i: {"values": torch.zeros(dataset.shards[i].rows)}).read([3])
         == 0
     )
     assert glyphs.has_column("n")
@@ -71,9 +71,8 @@ def test_rows_and_pictures(glyphs: DataSet) -> None:
     assert glyphs.table().num_rows == 40
     assert glyphs.ids == glyphs.table(["id"]).column("id").to_pylist()
     assert glyphs.id_hash == digest_strings(glyphs.ids)
-    assert [glyphs.shard_of(row) for row in (0, 15, 16, 31, 32, 39)] == [0, 0, 1, 1, 2, 2]
     with pytest.raises(IndexError):
-        glyphs.shard_of(40)
+        glyphs.image(40)
     again = [picture.tobytes() for shard in range(3) for picture in glyphs.iter_images(shard)]
     assert again == [glyphs.image(row).tobytes() for row in range(40)]
     rows = [39, 0, 20, 20, 3]
@@ -200,7 +199,7 @@ def test_union_names_what_lies_elsewhere(full: DataSet, store: Store) -> None:
 def test_union_of_parts_that_do_not_fit(full: DataSet, store: Store, tmp_path: Path) -> None:
     a = write_subset(full, np.arange(5), store, "a", ["latents"])
     b = write_subset(full, np.arange(5, 9), store, "b", ["latents"])
-    write_column(b, "latents", {"name": "other"}, lambda i: {"values": torch.zeros(4, 1)})
+    b.write_column("latents", {"name": "other"}, lambda i: {"values": torch.zeros(4, 1)})
     with pytest.raises(DataError, match="differs"):
         union(store, "u", [a, b], ["latents"])
     assert not store.exists("u/manifest.json")
@@ -249,8 +248,7 @@ def test_audit_finds_contradictions(glyphs: DataSet, store: Store) -> None:
 
 
 def test_audit_finds_groups_in_both_splits(glyphs: DataSet) -> None:
-    write_column(
-        glyphs,
+    glyphs.write_column(
         "split",
         {"name": "wrong"},
         lambda i: {"values": (torch.arange(glyphs.shards[i].rows) % 2).to(torch.int8)},

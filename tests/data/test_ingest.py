@@ -19,10 +19,11 @@ from PIL import Image
 from atoll.base.errors import ConfigError, DataError
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
+from atoll.data.formats import Reject
 from atoll.data.glyphs import GlyphSource
 from atoll.data.images import safe_id
 from atoll.data.ingest import ingest
-from atoll.data.records import Record, Reject
+from atoll.data.records import Record
 from atoll.data.samples import read_labels
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources import open_source
@@ -58,7 +59,12 @@ def test_the_layout(glyphs: DataSet, tmp_path: Path) -> None:
     expected |= {f"columns/split/{n}.safetensors" for n in shards}
     assert set(tree(folder)) == expected | {"columns/split/column.json", "rejects.jsonl", "manifest.json"}
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["rows"], manifest["mode"], manifest["size"]) == (1, 40, "gray", 8)
+    assert (manifest["format"], manifest["rows"], manifest["mode"], manifest["size"]) == (
+        "atoll/dataset 1",
+        40,
+        "gray",
+        8,
+    )
     assert manifest["source"]["name"] == "glyphs"
     assert audit(glyphs) == []
     with tarfile.open(folder / "images/00000.tar") as tar:

@@ -9,12 +9,13 @@ import torch
 
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.data import partition as partitions
-from atoll.data.columns import Column, write_column
-from atoll.data.dataset import DataSet, write_subset
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
 from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
-from atoll.data.partition import Partition, make
+from atoll.data.partition import imbalances, make
 from atoll.data.settings import GlyphOptions, IngestConfig, PartitionConfig
+from atoll.data.subsets import write_subset
 from atoll.store.store import Store
 
 ROWS = 120
@@ -37,7 +38,7 @@ def features(dataset: DataSet, change: np.ndarray | None = None, name: str = "fe
         rows = slice(int(dataset.bounds[shard]), int(dataset.bounds[shard + 1]))
         return {"values": torch.from_numpy(values[rows]).half()}
 
-    return write_column(dataset, name, {"name": "blobs", "hash": name}, compute)
+    return dataset.write_column(name, {"name": "blobs", "hash": name}, compute)
 
 
 KMEANS = PartitionConfig(k=3, fine=3)
@@ -51,8 +52,8 @@ def test_clusters_are_the_blobs(dataset: DataSet) -> None:
     assert len(heldout) > 10
     for k in range(3):
         assert made.sizes[k] == (made.clusters[train] == k).sum()
-        assert made.heldout[k] == (made.clusters[heldout] == k).sum()
-    assert sum(made.sizes) + sum(made.heldout) == ROWS
+        assert made.about.heldout[k] == (made.clusters[heldout] == k).sum()
+    assert sum(made.sizes) + sum(made.about.heldout) == ROWS
 
 
 def test_heldout_rows_do_not_decide(dataset: DataSet) -> None:
@@ -130,13 +131,7 @@ def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
     partitions.save(made, store, dataset)
     back = partitions.load(store)
     assert np.array_equal(back.clusters, made.clusters) and np.array_equal(back.centroids, made.centroids)
-    assert (back.hash, back.sizes, back.heldout, back.about, back.k) == (
-        made.hash,
-        made.sizes,
-        made.heldout,
-        made.about,
-        3,
-    )
+    assert back.about == made.about and back.k == 3
     assert store.list("partition/sheets") == [f"partition/sheets/{k}.png" for k in range(3)]
     store.put_json("partition/partition.json", {**store.get_json("partition/partition.json"), "schema": 5})
     with pytest.raises(PartitionError, match="is of version 5, this Atoll reads atoll/partition 1"):
@@ -177,12 +172,9 @@ def test_damage_is_told_in_one_line(dataset: DataSet, tmp_path: Path, config: Pa
 
 
 def test_odd_balances_are_told() -> None:
-    def of(*sizes: int) -> list[str]:
-        return Partition(np.zeros(0, "i8"), np.zeros((0, 0), "f4"), list(sizes), [], {}, "").warnings()
-
-    assert of(30, 30, 40) == [] and of(90, 10) == []
-    assert of(60, 20, 20) == ["cluster 0 holds 60% of the rows: a catch-all"]
-    assert of(398, 300, 300, 2) == ["cluster 3 holds only 2 rows: under a tenth of an even share"]
+    assert imbalances([30, 30, 40]) == [] and imbalances([90, 10]) == []
+    assert imbalances([60, 20, 20]) == ["cluster 0 holds 60% of the rows: a catch-all"]
+    assert imbalances([398, 300, 300, 2]) == ["cluster 3 holds only 2 rows: under a tenth of an even share"]
 
 
 def test_contact_sheets_show_training_pictures_of_their_cluster(dataset: DataSet) -> None:

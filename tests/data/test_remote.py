@@ -9,7 +9,6 @@ import torch
 
 from atoll.base.errors import StoreError
 from atoll.data.audit import audit
-from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
 from s3 import BUCKET, S3
@@ -29,7 +28,7 @@ def there(glyphs: DataSet, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": torch.arange(*dataset.bounds[shard : shard + 2].tolist()).float()}
 
-    write_column(dataset, "x", {"name": "rows"}, compute, {"null": {"a": torch.ones(1)}})
+    dataset.write_column("x", {"name": "rows"}, compute, {"null": {"a": torch.ones(1)}})
     return DataSet.open(store, "d")
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atoll.base.errors import DataError
-from atoll.data.columns import Column, write_column
+from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.encode import encode_latents, encode_text
 from atoll.data.glyphs import GlyphSource
@@ -31,7 +31,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
 
 
 def test_shapes_are_read_from_the_columns(encoded: DataSet) -> None:
-    longest = encoded.column("text").max_length
+    longest = encoded.column("text").meta.max_length
     assert 5 < longest <= 12
     assert data_shape(encoded, "text") == DataShape(1, 8, 384, longest)
     assert data_shape(encoded, "class") == DataShape(1, 8, classes=8)
@@ -98,6 +98,6 @@ def test_latents_that_are_not_square_are_refused(glyphs: DataSet) -> None:
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": torch.zeros(glyphs.shards[shard].rows, 4, 8, 6)}
 
-    write_column(glyphs, "latents", {"name": "x", "hash": ""}, compute)
+    glyphs.write_column("latents", {"name": "x", "hash": ""}, compute)
     with pytest.raises(DataError, match="latents of 8x6 are not square"):
         data_shape(glyphs, "none")

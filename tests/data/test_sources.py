@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.records import Record, Reject, Source
+from atoll.data.formats import Reject
+from atoll.data.records import Record, Source
 from atoll.data.settings import SourceOptions
 from atoll.data.sources import open_source
 

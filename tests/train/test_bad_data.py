@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll.data.columns import write_column
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
 from helpers import Answer, command, partitioned, refused
@@ -36,8 +35,8 @@ def spoil(folder: Path, count: int) -> None:
     values = dataset.column("latents").read(range(len(dataset)))
     rows = [dataset.bounds[i : i + 2].tolist() for i in range(len(dataset.shards))]
     values[dataset.split("train")[:count]] = torch.nan
-    write_column(
-        dataset, "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]}
+    dataset.write_column(
+        "latents", {"name": "none", "hash": "nan"}, lambda s: {"values": values[slice(*rows[s])]}
     )
 
 

@@ -83,11 +83,11 @@ def test_a_column_of_another_encoder_is_made_again(tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {**text, "partition": {"k": 500}})
     with pytest.raises(PartitionError, match="K = 500"):
         prepare(Campaign.open(folder))
-    assert Campaign.open(folder).dataset().column("text").max_length <= 4
+    assert Campaign.open(folder).dataset().column("text").meta.max_length <= 4
     write_campaign(folder, {**text, "data": {"text_length": 12}})
     prepare(Campaign.open(folder))
     column = Campaign.open(folder).dataset().column("text")
-    assert column.meta.producer["max_length"] == 12 and column.max_length > 4
+    assert column.meta.producer["max_length"] == 12 and column.meta.max_length > 4
 
 
 def test_data_of_other_settings_are_refused(tmp_path: Path) -> None:

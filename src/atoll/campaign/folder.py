@@ -119,7 +119,7 @@ class Campaign:
         from atoll.data import partition as partitions
 
         dataset, made = self.dataset(), partitions.load(self.store)
-        if made.about["data"] != dataset.id_hash:
+        if made.about.data != dataset.id_hash:
             raise PartitionError(
                 f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
             )

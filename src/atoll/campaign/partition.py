@@ -14,11 +14,11 @@ from atoll.campaign.initial import Checkpoints, start_of
 from atoll.campaign.runs import made_by, run_folder, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
-from atoll.data.columns import write_column
-from atoll.data.dataset import DataSet, union, write_subset
+from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import features_column
+from atoll.data.subsets import union, write_subset
 from atoll.networks.checkpoint import compare
 from atoll.networks.families import family, parameter_count
 from atoll.networks.init import initialise
@@ -113,7 +113,7 @@ def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> No
         rows = whole.shards[shard].rows
         return {"values": torch.full((rows,), numbers[shard], dtype=torch.int16)}
 
-    write_column(whole, "clusters", {"name": "partition", "hash": made.hash}, compute)
+    whole.write_column("clusters", {"name": "partition", "hash": made.hash}, compute)
 
 
 @dataclass
@@ -192,7 +192,7 @@ def _tell(made: Partition, budget: Budget) -> None:
     say(f"partition {made.hash[:12]}: {made.k} clusters of {total:,} training rows")
     for number, (size, share) in enumerate(zip(made.sizes, budget.experts, strict=True)):
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
-    for warning in made.warnings():
+    for warning in made.about.warnings:
         say(f"  warning: {warning}")
     if budget.pretrain:
         share = budget.pretrain

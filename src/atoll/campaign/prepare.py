@@ -9,8 +9,7 @@ from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, run_folder, wanted_columns
 from atoll.data.dataset import DataSet
-from atoll.data.embed import embed
-from atoll.data.encode import encode_latents, encode_text
+from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
 from atoll.data.settings import features_column
@@ -72,7 +71,8 @@ def encode_stage(dataset: DataSet, vae: str, text: str | None, length: int) -> N
     if text is not None:
         progress = Progress(f"text by {text}", len(dataset.shards), unit="shards")
         column = encode_text(dataset, text_encoder(text, length), progress)
-        say(f"text: {len(dataset):,} rows of at most {column.max_length} tokens of {column.meta.shape[-1]}")
+        length, width = column.meta.max_length, column.meta.shape[-1]
+        say(f"text: {len(dataset):,} rows of at most {length} tokens of {width}")
 
 
 def prepare(campaign: Campaign) -> Partition:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import AtollError
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.data.formats import ColumnMeta, Manifest
 from atoll.data.settings import features_column
 from atoll.store.store import Store
 
@@ -51,13 +52,13 @@ def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
     """
     folder = f"{run_folder('expert', expert)}/data"
     try:
-        manifest = store.get_json(f"{folder}/manifest.json")
-        entries = [entry for shard in manifest["shards"] for entry in shard["files"].values()]
+        shards = Manifest.read(store, f"{folder}/manifest.json").shards
+        files = [entry for shard in shards for entry in shard.files.values()]
         for key in store.list(f"{folder}/columns"):
             if key.endswith("/column.json"):
-                column = store.get_json(key)
-                entries += [*column["shards"], *column["extras"].values()]
-        sizes = [(int(entry["bytes"]), posixpath.normpath(entry["path"])) for entry in entries]
-    except (AtollError, KeyError, TypeError, ValueError, AttributeError):
+                column = ColumnMeta.read(store, key)
+                files += [*column.shards, *column.extras.values()]
+    except AtollError:
         return None
+    sizes = [(entry.bytes, posixpath.normpath(entry.path)) for entry in files]
     return sum(size for size, _ in sizes), sum(size for size, path in sizes if path.startswith(".."))

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import safetensors.torch
 
-from atoll.base.errors import AtollError, DataError
+from atoll.base.errors import AtollError
 from atoll.data.columns import Column, describe
 from atoll.data.dataset import SPLITS, DataSet
-from atoll.data.files import join
 from atoll.data.images import ImageReader
-from atoll.store.manifest import FileEntry, check_file
+from atoll.store.manifest import check_file
 
 
 def audit(dataset: DataSet, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -20,78 +19,62 @@ def audit(dataset: DataSet, progress: Callable[[int, int], None] | None = None) 
     one split). Damaged files are named and the rest is still checked.
     """
     problems: list[str] = []
-    seen: set[str] = set()
-    side: dict[str, int] = {}
-    columns, broken = _columns(dataset)
-    problems += broken
-    split = next((column for column in columns if column.meta.name == "split"), None)
+    ids: set[str] = set()
+    side_of_group: dict[str, int] = {}
+    columns: list[Column] = []
+    for name in dataset.column_names():
+        try:
+            columns.append(dataset.column(name))
+        except AtollError as error:
+            problems.append(str(error))
     for shard in range(len(dataset.shards)):
-        problems += _shard(dataset, shard)
+        problems += _files(dataset, shard)
         for column in columns:
             problems += _column_shard(column, shard, dataset.shards[shard].rows)
         try:
-            problems += _ids(dataset, shard, seen)
-            problems += _groups(dataset, shard, split, side) if split is not None else []
+            problems += _ids(dataset, shard, ids)
+            if "split" in (column.meta.name for column in columns):
+                problems += _groups(dataset, shard, side_of_group)
         except AtollError:
             pass  # the damaged file was named above
         if progress is not None:
             progress(shard + 1, len(dataset.shards))
     for column in columns:
         for name, entry in column.meta.extras.items():
-            problems += [f"column {column.meta.name!r}, {name}: {text}" for text in _file(column, entry)]
+            try:
+                check_file(column.store, column.folder, entry)
+            except AtollError as error:
+                problems.append(f"column {column.meta.name!r}, {name}: {error}")
     return problems
 
 
-def _columns(dataset: DataSet) -> tuple[list[Column], list[str]]:
-    columns, broken = [], []
-    for name in dataset.column_names():
-        try:
-            columns.append(dataset.column(name))
-        except AtollError as error:
-            broken.append(str(error))
-    return columns, broken
-
-
-def _shard(dataset: DataSet, shard: int) -> Iterator[str]:
+def _files(dataset: DataSet, shard: int) -> Iterator[str]:
     """Files of a shard, and their number of rows."""
-    entry = dataset.shards[shard]
-    for kind, file in entry.files.items():
+    expected = dataset.shards[shard].rows
+    for kind, entry in dataset.shards[shard].files.items():
         try:
-            path = check_file(dataset.store, dataset.prefix, file)
+            path = check_file(dataset.store, dataset.prefix, entry)
             rows = len(ImageReader(path)) if kind == "images" else dataset.shard_table(shard, ["id"]).num_rows
         except AtollError as error:
             yield str(error)
             continue
-        if rows != entry.rows:
-            name = dataset.store.name(join(dataset.prefix, file.path))
-            yield f"{name} holds {rows} rows; the manifest says {entry.rows}"
+        if rows != expected:
+            where = f"{dataset.store.name(dataset.prefix)}/{entry.path}"
+            yield f"{where} holds {rows} rows; the manifest says {expected}"
 
 
 def _column_shard(column: Column, shard: int, rows: int) -> Iterator[str]:
-    entry = column.meta.shards[shard]
-    try:
-        path = check_file(column.store, column.folder, entry)
-    except AtollError as error:
-        yield str(error)
-        return
+    entry, meta = column.meta.shards[shard], column.meta
     where = f"{column.store.name(column.folder)}/{entry.path}"
     try:
-        dtype, shape, _ = describe(safetensors.torch.load_file(path), column.meta.kind, rows, where)
-    except DataError as error:
-        yield error.what
-        return
-    if (dtype, list(shape)) != (column.meta.dtype, column.meta.shape):
-        yield (
-            f"{where} holds {dtype} of shape {list(shape)}; column.json says {column.meta.dtype} of shape "
-            f"{column.meta.shape}"
-        )
-
-
-def _file(column: Column, entry: FileEntry) -> Iterator[str]:
-    try:
-        check_file(column.store, column.folder, entry)
+        tensors = safetensors.torch.load_file(check_file(column.store, column.folder, entry))
+        dtype, shape, _ = describe(tensors, meta.kind, rows, where)
     except AtollError as error:
         yield str(error)
+        return
+    if (dtype, list(shape)) != (meta.dtype, meta.shape):
+        form = f"{dtype} of shape {list(shape)}"
+        yield f"{where} holds {form}; column.json says {meta.dtype} of shape {meta.shape}"
 
 
 def _ids(dataset: DataSet, shard: int, seen: set[str]) -> Iterator[str]:
@@ -101,10 +84,10 @@ def _ids(dataset: DataSet, shard: int, seen: set[str]) -> Iterator[str]:
         seen.add(name)
 
 
-def _groups(dataset: DataSet, shard: int, split: Column, side: dict[str, int]) -> Iterator[str]:
+def _groups(dataset: DataSet, shard: int, side: dict[str, int]) -> Iterator[str]:
     groups = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
     rows = np.arange(dataset.bounds[shard], dataset.bounds[shard + 1])
-    for group, value in zip(groups, split.read(rows).tolist(), strict=True):
+    for group, value in zip(groups, dataset.column("split").read(rows).tolist(), strict=True):
         if value not in range(len(SPLITS)):
             yield f"a row of the group {group!r} has the split {value}"
         elif side.setdefault(group, value) != value:

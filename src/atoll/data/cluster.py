@@ -4,8 +4,6 @@ The fine step sees a seeded sample of the features, so its cost does not grow wi
 assignment streams. faiss does the k-means.
 """
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,18 +63,12 @@ def normalise(features: NDArray[np.floating]) -> Features:
     return scaled
 
 
-def stream(chunks: Iterable[NDArray[np.floating]], centroids: Features) -> Iterator[NDArray[np.int64]]:
-    """Cluster numbers of features that come in chunks; memory does not grow with their number."""
-    for chunk in chunks:
-        yield nearest_centroid(normalise(chunk), centroids)
-
-
 def _kmeans(features: Features, k: int, seed: int, redo: int) -> Features:
     import faiss
 
     points = np.ascontiguousarray(features, dtype=np.float32)
     quiet = max(1, len(points) // k)  # no warning for few points, no silent subsampling of many
-    machine = faiss.Kmeans(
+    kmeans = faiss.Kmeans(
         points.shape[1],
         k,
         niter=25,
@@ -85,8 +77,8 @@ def _kmeans(features: Features, k: int, seed: int, redo: int) -> Features:
         min_points_per_centroid=1,
         max_points_per_centroid=quiet + 1,
     )
-    machine.train(points)
-    centroids: Features = np.array(machine.centroids, dtype=np.float32)
+    kmeans.train(points)
+    centroids: Features = np.array(kmeans.centroids, dtype=np.float32)
     if not np.isfinite(centroids).all():
         raise PartitionError("k-means did not converge to finite centroids", "check the features column")
     return centroids

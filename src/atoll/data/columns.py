@@ -1,17 +1,15 @@
 """Columns: one named array per shard, row-aligned, memory-mapped, and never stale.
 
 A fixed column holds `values (rows, *shape)` per shard. A ragged one (text states) holds `values (sum of
-lengths, *shape)` and `lengths (rows,)`. `column.json` is written last: it exists = the column is complete.
-It names the producer and the content of every shard of rows, so a column made by another encoder, or
-for rows or pictures that have changed since, is recomputed and never read.
+lengths, *shape)` and `lengths (rows,)`. `column.json` names the producer and the content of every shard of
+rows, so a column of another encoder, or of rows or pictures that have changed, is made anew and never read.
 """
 
-import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from posixpath import join
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -19,51 +17,25 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest
-from atoll.data.files import Shard, is_valid, join, read_versioned, versioned
-from atoll.store.manifest import FileEntry, check_file, read_file, write_file
+from atoll.data.formats import ColumnMeta, Shard, ShardNote
+from atoll.store.manifest import FileEntry, check_file, is_whole, read_file, write_file
 from atoll.store.store import Store
-
-if TYPE_CHECKING:
-    from atoll.data.dataset import DataSet
 
 Rows = NDArray[np.int64]
 Kind = Literal["fixed", "ragged"]
 Compute = Callable[[int], Mapping[str, Tensor]]
 Extras = Mapping[str, Mapping[str, Tensor]]
+Progress = Callable[[int, int], None]
 MAPPED_SHARDS = 4096
 """Most shards that one column keeps mapped; Linux allows 65,530 maps a process."""
 
 
-class ColumnMeta(Config):
-    """What `column.json` says besides the schema version."""
-
-    name: str
-    """Name of the column and of its folder."""
-    kind: Kind
-    """`fixed`: one array of `shape` a row. `ragged`: a sequence of them a row."""
-    dtype: str
-    """Name of the torch dtype of `values`."""
-    shape: list[int]
-    """Shape of a row's value, or of one element of its sequence."""
-    max_length: int
-    """Longest sequence of a ragged column; 1 for a fixed one."""
-    producer: dict[str, Any]
-    """What computed the column: name, hash, constants such as the shift and scale of latents."""
-    content: list[str]
-    """Digest of the rows of every shard that the column was computed from."""
-    shards: list[FileEntry]
-    """Files in the order of the data set's shards; paths relative to the column's folder."""
-    extras: dict[str, FileEntry]
-    """Tensors that belong to the column and to no row, such as `null`, the text states of ""."""
-
-
 class _Mapped(NamedTuple):
     values: Tensor
-    lengths: Rows | None
-    starts: Rows | None
+    lengths: Rows  # empty for a fixed column
+    starts: Rows
 
 
 class Column:
@@ -78,7 +50,7 @@ class Column:
 
     def __init__(self, store: Store, folder: str, meta: ColumnMeta, bounds: Rows) -> None:
         self.store, self.folder, self.meta, self.bounds = store, folder, meta, bounds
-        self._mapped: OrderedDict[int, _Mapped] = OrderedDict()
+        self._mapped: dict[int, _Mapped] = {}
         self._paths: dict[int, Path] = {}
         self._extras: dict[str, dict[str, Tensor]] = {}
 
@@ -86,17 +58,16 @@ class Column:
         return int(self.bounds[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": OrderedDict()}
+        return {**self.__dict__, "_mapped": {}}
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the values."""
-        return _dtype(self.meta.dtype)
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence of a ragged column; 1 for a fixed one."""
-        return self.meta.max_length
+        dtype = getattr(torch, self.meta.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            fix = "the column is damaged: write it again"
+            raise DataError(f"{self.meta.dtype!r} is no type of numbers", fix)
+        return dtype
 
     def read(self, rows: ArrayLike) -> Tensor:
         """Values `(n, *shape)` of a fixed column for any row numbers `(n,)`, in their order.
@@ -108,7 +79,7 @@ class Column:
         assert self.meta.kind == "fixed", f"column {self.meta.name} is ragged: use read_ragged"
         rows = _row_numbers(rows, len(self))
         out = torch.empty((len(rows), *self.meta.shape), dtype=self.dtype)
-        for shard, where, local in self._locate(rows):
+        for shard, where, local in by_shard(self.bounds, rows):
             out[torch.from_numpy(where)] = _pick(self._map(shard).values, local)
         return out
 
@@ -128,21 +99,21 @@ class Column:
         """
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
-        parts = list(self._locate(rows))
+        parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
         lengths = np.zeros(len(rows), dtype=np.int64)
-        for shard, where, local in parts:
-            lengths[where] = self._sequences(shard)[0][local]
+        for mapped, where, local in parts:
+            lengths[where] = mapped.lengths[local]
         longest = int(lengths.max(initial=0)) if length is None else length
         lengths = lengths.clip(max=longest)
         mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
         out = torch.zeros((len(rows), longest, *self.meta.shape), dtype=self.dtype)
         flat = out.flatten(0, 1)
-        for shard, where, local in parts:
+        for mapped, where, local in parts:
             counts = lengths[where]
             position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-            taken = np.repeat(self._sequences(shard)[1][local], counts) + position
-            put = np.repeat(where * longest, counts) + position
-            flat[torch.from_numpy(put)] = _pick(self._map(shard).values, taken)
+            source = np.repeat(mapped.starts[local], counts) + position
+            target = np.repeat(where * longest, counts) + position
+            flat[torch.from_numpy(target)] = _pick(mapped.values, source)
         return out, mask
 
     def extra(self, name: str) -> dict[str, Tensor]:
@@ -154,10 +125,6 @@ class Column:
             data = read_file(self.store, self.folder, self.meta.extras[name])
             self._extras[name] = safetensors.torch.load(data)
         return self._extras[name]
-
-    def path(self, entry: FileEntry) -> Path:
-        """Local path of one of the column's files, unchecked."""
-        return self.store.path(join(self.folder, entry.path))
 
     def localise(self) -> None:
         """Verify every file and, of a remote store, fetch it. Then reading needs local files only."""
@@ -173,178 +140,110 @@ class Column:
             self._paths[shard] = check_file(self.store, self.folder, self.meta.shards[shard])
         return self._paths[shard]
 
-    def _locate(self, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:
-        """For every shard concerned: its number, positions within `rows`, and row numbers within it."""
-        shard = np.searchsorted(self.bounds, rows, side="right") - 1
-        order = np.argsort(shard, kind="stable")
-        for where in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1):
-            if len(where):
-                first = int(shard[where[0]])
-                yield first, where, rows[where] - self.bounds[first]
-
-    def _sequences(self, shard: int) -> tuple[Rows, Rows]:
-        mapped = self._map(shard)
-        assert mapped.lengths is not None
-        assert mapped.starts is not None
-        return mapped.lengths, mapped.starts
-
     def _map(self, shard: int) -> _Mapped:
         """Map a shard into memory."""
-        if shard in self._mapped:
-            self._mapped.move_to_end(shard)
-            return self._mapped[shard]
-        tensors = safetensors.torch.load_file(self._path(shard))  # lazy: pages are read when they are indexed
-        lengths = tensors["lengths"].numpy().astype(np.int64) if "lengths" in tensors else None
-        starts = None if lengths is None else lengths.cumsum() - lengths
-        self._mapped[shard] = _Mapped(tensors["values"], lengths, starts)
-        if len(self._mapped) > MAPPED_SHARDS:
-            self._mapped.popitem(last=False)
+        if shard not in self._mapped:
+            if len(self._mapped) == MAPPED_SHARDS:
+                del self._mapped[next(iter(self._mapped))]
+            tensors = safetensors.torch.load_file(self._path(shard))  # pages are read when they are indexed
+            lengths = tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
+            self._mapped[shard] = _Mapped(tensors["values"], lengths, lengths.cumsum() - lengths)
         return self._mapped[shard]
 
 
 def write_column(
-    dataset: "DataSet",
-    name: str,
+    store: Store,
+    folder: str,
+    shards: Sequence[Shard],
     producer: dict[str, Any],
     compute: Compute,
-    extras: Extras | Callable[[], Extras] | None = None,
-    kind: Kind = "fixed",
-) -> Column:
-    """Compute a column, or find it: shards that are valid for this producer and these rows are kept.
-
-    Every shard is followed by a small JSON file that says what it was computed from; when the column is
-    complete, `column.json` says so for all shards and the small files go.
-
-    Args:
-        dataset: the data set; only its column folder is written.
-        name: name of the column.
-        producer: plain data that changes whenever the values would: name, hash, constants.
-        compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
-            column `values (sum of lengths, *shape)` and `lengths (rows,)`.
-        extras: tensors to keep beside the column, or a function that gives them, called only if needed.
-        kind: `fixed` or `ragged`.
-
-    Raises:
-        DataError: the name is no folder name, or `compute` gave something else than promised.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
-        raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
-    writing = _Writing(dataset, name, producer, kind)
-    if not writing.is_complete(() if callable(extras) else tuple(extras or ())):
-        files = [writing.shard(number, compute) for number in range(len(dataset.shards))]
-        writing.finish(files, (extras() if callable(extras) else extras) or {})
-    dataset.forget(name)
-    return dataset.column(name)
-
-
-def read_meta(store: Store, folder: str) -> ColumnMeta:
-    """`column.json` of a folder; `DataError` or `StoreError` if there is no readable one."""
-    return read_versioned(store, f"{folder}/column.json", ColumnMeta)
+    extras: Extras,
+    kind: Kind,
+    progress: Progress | None,
+) -> None:
+    """Compute a column, or find it; see `DataSet.write_column`."""
+    name, content = folder.rpartition("/")[2], [shard.content() for shard in shards]
+    maker = {"kind": kind, "producer": producer}
+    old = _column_of(store, folder, maker)
+    if old is not None and old.content == content and extras.keys() <= old.extras.keys():
+        entries = [*old.shards, *old.extras.values()]
+        if all(is_whole(store, folder, entry) for entry in entries):
+            return
+    files, forms, longest = [], set(), 1
+    for number, shard in enumerate(shards):
+        identity = digest({**maker, "content": content[number]})
+        entry = _kept_shard(store, folder, old, number, content[number], identity)
+        if entry is None:
+            entry = _write_shard(store, folder, number, shard.rows, kind, compute(number))
+            note = ShardNote(identity=identity, rows=shard.rows, files={"values": entry})
+            store.put_json(f"{folder}/{number:05d}.json", note.to_json())
+        tensors = safetensors.torch.load_file(store.path(join(folder, entry.path)))
+        dtype, shape, length = describe(tensors, kind, shard.rows, store.name(join(folder, entry.path)))
+        files.append(entry)
+        forms.add((dtype, shape))
+        longest = max(longest, length)
+        if progress is not None:
+            progress(number + 1, len(shards))
+    if len(forms) != 1:
+        raise DataError(f"column {name!r} has shards of different form: {sorted(forms)}")
+    ((dtype, shape),) = forms
+    meta = ColumnMeta(
+        name=name,
+        kind=kind,
+        dtype=dtype,
+        shape=list(shape),
+        max_length=longest,
+        producer=producer,
+        content=content,
+        shards=files,
+        extras={key: _write_tensors(store, folder, key, tensors) for key, tensors in extras.items()},
+    )
+    finish_column(store, folder, meta)
 
 
 def finish_column(store: Store, folder: str, meta: ColumnMeta) -> None:
     """Declare a column complete, and remove what its folder holds besides."""
-    store.put_json(f"{folder}/column.json", versioned(meta))
-    named = [join(folder, entry.path) for entry in [*meta.shards, *meta.extras.values()]]
-    store.delete(*(set(store.list(folder)) - {*named, join(folder, "column.json")}))
+    store.put_json(f"{folder}/column.json", meta.to_json())
+    named = {store.name(join(folder, entry.path)) for entry in [*meta.shards, *meta.extras.values()]}
+    named.add(store.name(f"{folder}/column.json"))
+    store.delete(*(key for key in store.list(folder) if store.name(key) not in named))
 
 
-class _Part(Config):
-    """The small file beside a shard of an unfinished column."""
+def _column_of(store: Store, folder: str, maker: dict[str, Any]) -> ColumnMeta | None:
+    """The complete column of this maker that is there, if any; its shards may still be stale."""
+    try:
+        meta = ColumnMeta.read(store, f"{folder}/column.json")
+    except AtollError:
+        return None
+    return meta if digest({"kind": meta.kind, "producer": meta.producer}) == digest(maker) else None
 
-    producer: str
-    content: str
-    file: FileEntry
+
+def _kept_shard(
+    store: Store, folder: str, old: ColumnMeta | None, number: int, content: str, identity: str
+) -> FileEntry | None:
+    """The file of a shard that is there already, of this maker and for these rows."""
+    if old is not None and (number, content) in enumerate(old.content):
+        entry = old.shards[number]
+        if is_whole(store, folder, entry):
+            return entry
+    note = ShardNote.find(store, folder, f"{number:05d}.json", identity)
+    return None if note is None else note.files["values"]
 
 
-class _Writing:
-    """A column on its way: what is there and may be kept, and what is written."""
+def _write_shard(
+    store: Store, folder: str, number: int, rows: int, kind: Kind, tensors: Mapping[str, Tensor]
+) -> FileEntry:
+    """Check and write what was computed for a shard."""
+    if "lengths" in tensors:
+        tensors = {**tensors, "lengths": tensors["lengths"].to(torch.int32)}
+    describe(tensors, kind, rows, f"column {folder.rpartition('/')[2]!r}, shard {number}")
+    store.delete(f"{folder}/column.json")  # beside shards that it does not describe it would be a lie
+    return _write_tensors(store, folder, f"{number:05d}", tensors)
 
-    def __init__(self, dataset: "DataSet", name: str, producer: dict[str, Any], kind: Kind) -> None:
-        self.store, self.shards, self.name, self.kind = dataset.store, dataset.shards, name, kind
-        self.producer, self.maker = producer, digest({"kind": kind, "producer": producer})
-        self.folder = join(dataset.prefix, f"columns/{name}")
-        self.old = self._old()
 
-    def _old(self) -> ColumnMeta | None:
-        """The complete column of this producer that is there, if any; its shards may still be stale."""
-        try:
-            meta = read_meta(self.store, self.folder)
-        except AtollError:
-            return None
-        same = digest({"kind": meta.kind, "producer": meta.producer}) == self.maker
-        return meta if same and len(meta.shards) == len(meta.content) else None
-
-    def is_complete(self, extras: tuple[str, ...]) -> bool:
-        """Whether everything is there, valid, of this producer and for these rows."""
-        if self.old is None or self.old.content != [shard.content() for shard in self.shards]:
-            return False
-        files = [*self.old.shards, *self.old.extras.values()]
-        return set(extras) <= set(self.old.extras) and all(
-            is_valid(self.store, self.folder, f) for f in files
-        )
-
-    def shard(self, number: int, compute: Compute) -> FileEntry:
-        """The file of one shard: the one that is there, or a new one."""
-        kept = self._kept(number)
-        if kept is not None:
-            return kept
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in compute(number).items()}
-        if "lengths" in tensors:
-            tensors["lengths"] = tensors["lengths"].to(torch.int32)
-        describe(tensors, self.kind, self.shards[number].rows, f"column {self.name!r}, shard {number}")
-        # A column.json beside shards it does not describe would be a lie: it goes first.
-        self.store.delete(f"{self.folder}/column.json")
-        file = write_file(
-            self.store, self.folder, f"{number:05d}.safetensors", safetensors.torch.save(tensors)
-        )
-        part = _Part(producer=self.maker, content=self.shards[number].content(), file=file)
-        self.store.put_json(self._part_key(number), versioned(part))
-        return file
-
-    def finish(self, files: list[FileEntry], extras: Extras) -> None:
-        """Write the extras, then `column.json`."""
-        described = [self._inspect(number, file) for number, file in enumerate(files)]
-        forms = {(dtype, shape) for dtype, shape, _ in described}
-        if len(forms) != 1:
-            raise DataError(f"column {self.name!r} has shards of different form: {sorted(forms)}")
-        dtype, shape, _ = described[0]
-        meta = ColumnMeta(
-            name=self.name,
-            kind=self.kind,
-            dtype=dtype,
-            shape=list(shape),
-            max_length=max(longest for _, _, longest in described),
-            producer=self.producer,
-            content=[shard.content() for shard in self.shards],
-            shards=files,
-            extras={key: self._write_extra(key, tensors) for key, tensors in extras.items()},
-        )
-        finish_column(self.store, self.folder, meta)
-
-    def _kept(self, number: int) -> FileEntry | None:
-        content, candidates = self.shards[number].content(), []
-        if self.old is not None and number < len(self.old.shards) and self.old.content[number] == content:
-            candidates.append(self.old.shards[number])
-        try:
-            part = read_versioned(self.store, self._part_key(number), _Part)
-            if part.producer == self.maker and part.content == content:
-                candidates.append(part.file)
-        except AtollError:
-            pass
-        return next((file for file in candidates if is_valid(self.store, self.folder, file)), None)
-
-    def _part_key(self, number: int) -> str:
-        return f"{self.folder}/{number:05d}.json"
-
-    def _inspect(self, number: int, file: FileEntry) -> tuple[str, tuple[int, ...], int]:
-        key = join(self.folder, file.path)
-        tensors = safetensors.torch.load_file(self.store.path(key))
-        return describe(tensors, self.kind, self.shards[number].rows, self.store.name(key))
-
-    def _write_extra(self, key: str, tensors: Mapping[str, Tensor]) -> FileEntry:
-        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return write_file(self.store, self.folder, f"{key}.safetensors", safetensors.torch.save(flat))
+def _write_tensors(store: Store, folder: str, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
+    whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    return write_file(store, folder, f"{name}.safetensors", safetensors.torch.save(whole))
 
 
 def describe(
@@ -365,6 +264,16 @@ def describe(
     return str(values.dtype).removeprefix("torch."), tuple(values.shape[1:]), longest
 
 
+def by_shard(bounds: Rows, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:
+    """For every shard concerned: its number, positions within `rows`, and row numbers within it."""
+    shard = np.searchsorted(bounds, rows, side="right") - 1
+    order = np.argsort(shard, kind="stable")
+    for where in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1):
+        if len(where):
+            first = int(shard[where[0]])
+            yield first, where, rows[where] - bounds[first]
+
+
 def _pick(values: Tensor, index: Rows) -> Tensor:
     """`values[index]`; five times as fast on a few rows."""
     return values.index_select(0, torch.from_numpy(index))
@@ -378,15 +287,3 @@ def _row_numbers(rows: ArrayLike, count: int) -> Rows:
     if bad or (array.size and (array.min() < 0 or array.max() >= count)):
         raise IndexError(f"row numbers must be a list of integers between 0 and {count - 1}")
     return array.astype(np.int64, copy=False)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DataError(f"{name!r} is no type of numbers", "the column is damaged: write it again")
-    return dtype
-
-
-def shard_bounds(shards: list[Shard]) -> Rows:
-    """Number of rows before each shard, and of all rows, `(shards + 1,)`."""
-    return np.cumsum([0, *(shard.rows for shard in shards)], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 They stand in `metadata.jsonl` or `metadata.csv` (the layout of Hugging Face's imagefolder, in any
 subfolder, with file names relative to it); where there is no such file, captions stand in `NAME.txt` beside
-`NAME.png`.
+`NAME.png`. Tables are read here and not by a library: one bad line is one reject, never the end.
 """
 
 import csv
@@ -15,7 +15,8 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.data.records import Record, Reject, clean, to_record
+from atoll.data.formats import Reject, clean
+from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -23,13 +24,16 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 LARGEST = 512 * 2**20
 """Bytes above which an image file is not read."""
 
+Row = dict[str, Any] | str
+"""A row of a metadata file by column, or why a line is none."""
+
 
 @dataclass(frozen=True)
 class _Entry:
     path: Path
     key: str
     row: dict[str, Any] | None
-    """Values of the metadata file; None where the caption lies in a text file."""
+    """None where the caption lies in a text file."""
 
 
 class FolderSource:
@@ -61,11 +65,11 @@ class FolderSource:
 
     def describe(self) -> dict[str, Any]:
         """Name, fingerprint (paths, sizes, times of change, captions) and licence."""
-        state = [[entry.key, _stat(entry.path), *_described(entry)] for entry in self._entries_by_key()]
-        named = [self.options.caption, self.options.group, self.options.label, self.options.id]
+        entries = [entry for entry in self._entries if isinstance(entry, _Entry)]
+        state = [[entry.key, _stat(entry.path), *_caption_state(entry)] for entry in entries]
         return {
             "name": clean(f"folder {self.folder.name}"),
-            "fingerprint": digest([state, named]),
+            "fingerprint": digest([state, self.options.columns()]),
             "licence": self.options.licence,
         }
 
@@ -94,14 +98,14 @@ class FolderSource:
         if self.options.group or self.options.label or self.options.id:
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
             raise DataError(what, "leave out group, label and id")
-        entries: list[_Entry | Reject] = []
-        for path in images:
-            has_text = path.with_suffix(".txt").exists()
-            entries.append(_Entry(path, self._key(path), None) if has_text else self._uncaptioned(path))
-        if all(isinstance(entry, Reject) for entry in entries):
+        captioned = {path for path in images if path.with_suffix(".txt").exists()}
+        if not captioned:
             what = f"{self.folder} holds {len(images)} images but no captions"
             raise DataError(what, f"write {METADATA[0]} (file_name, text), or NAME.txt beside each image")
-        return entries
+        return [
+            _Entry(path, self._key(path), None) if path in captioned else self._uncaptioned(path)
+            for path in images
+        ]
 
     def _from_tables(self, tables: list[Path], images: list[Path]) -> list[_Entry | Reject]:
         folders = [table.parent for table in tables]
@@ -111,17 +115,22 @@ class FolderSource:
         columns = []
         for table in tables:
             rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
-            found = _columns(rows, table)
-            if "file_name" not in found:
-                what = f"{table} has the columns {', '.join(found)}, but not file_name"
+            readable = [row for _, row in rows if isinstance(row, dict)][:100]
+            names = list(dict.fromkeys(name for row in readable for name in row))
+            if not readable:
+                raise DataError(
+                    f"{table} holds no readable row", "write one row per image: file_name and text"
+                )
+            if "file_name" not in names:
+                what = f"{table} has the columns {', '.join(names)}, but not file_name"
                 raise DataError(what, "name each row's image in file_name")
-            columns.append((str(table), found))
+            columns.append((str(table), names))
             entries += [self._entry(table, number, row) for number, row in rows]
-        self.options = self.options.resolve_all(columns)
+        self.options = self.options.resolve(columns)
         captioned = {entry.path for entry in entries if isinstance(entry, _Entry)}
         return entries + [self._uncaptioned(path) for path in images if path not in captioned]
 
-    def _entry(self, table: Path, number: int, row: dict[str, Any] | str) -> _Entry | Reject:
+    def _entry(self, table: Path, number: int, row: Row) -> _Entry | Reject:
         where = f"{self._key(table)}, line {number}"
         if isinstance(row, str):
             return Reject(where, "unreadable row", row)
@@ -133,42 +142,39 @@ class FolderSource:
             return Reject(where, "unsafe path", repr(name)[:200])
         path = table.parent.joinpath(*parts)
         try:
-            found = path.is_file()
+            exists = path.is_file()
         except (OSError, ValueError):  # a name that is too long, or that the file system cannot hold
-            found = False
-        return (
-            _Entry(path, self._key(path), row) if found else Reject(where, "missing file", clean(name)[:200])
-        )
+            exists = False
+        return _Entry(path, self._key(path), row) if exists else Reject(where, "missing file", name[:200])
 
     def _uncaptioned(self, path: Path) -> Reject:
-        return Reject(
-            self._key(path), "no caption", "neither a row of a metadata file nor a text file names it"
-        )
+        return Reject(self._key(path), "no caption", "no row of a metadata file and no text file names it")
 
     def _key(self, path: Path) -> str:
         return clean(path.relative_to(self.folder).as_posix())
 
-    def _entries_by_key(self) -> list[_Entry]:
-        return [entry for entry in self._entries if isinstance(entry, _Entry)]
-
 
 def _files(folder: Path) -> list[Path]:
     """All files below a folder, sorted; hidden ones are left out."""
-    found = []
+    files = []
     for base, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(base, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        files += [Path(base, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _unreadable(error: OSError) -> None:
     raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions")
 
 
-def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
-    """Rows by line number; a string says why a line is not one."""
-    rows: list[tuple[int, dict[str, Any] | str]] = []
-    for number, line in enumerate(_lines(path), start=1):
+def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
+    """Rows by line number."""
+    rows: list[tuple[int, Row]] = []
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        _unreadable(error)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -181,47 +187,36 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
     return rows
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        _unreadable(error)
-        raise
-
-
-def _read_csv(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
-    rows: list[tuple[int, dict[str, Any] | str]] = []
+def _read_csv(path: Path) -> list[tuple[int, Row]]:
+    """Rows by line number; values that are not UTF-8 are bytes."""
+    rows: list[tuple[int, Row]] = []
     before = csv.field_size_limit(LARGEST)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file, strict=True)  # a stray quote would swallow the rows after it
             for row in reader:
-                fields = {name: _text(value) for name, value in row.items() if name is not None}
+                fields = {
+                    name: value
+                    if value is None or clean(value) == value
+                    else value.encode("utf-8", "surrogateescape")
+                    for name, value in row.items()
+                    if name is not None
+                }
                 rows.append((reader.line_num, fields if None not in row else "more fields than columns"))
     except OSError as error:
         _unreadable(error)
     except csv.Error as error:
-        raise DataError(
-            f"{path} is not a readable CSV file ({error})", "mend it or write metadata.jsonl"
-        ) from None
+        what = f"{path} is not a readable CSV file ({error})"
+        raise DataError(what, "mend it or write metadata.jsonl") from None
     finally:
         csv.field_size_limit(before)
     return rows
 
 
 def _text(value: str | None) -> str | bytes | None:
-    """The value, or its bytes where they were not UTF-8."""
-    if value is not None and clean(value) != value:
-        return value.encode("utf-8", "surrogateescape")
-    return value
-
-
-def _columns(rows: list[tuple[int, dict[str, Any] | str]], table: Path) -> list[str]:
-    """Column names: those of the first 100 readable rows."""
-    readable = [row for _, row in rows if isinstance(row, dict)][:100]
-    if not readable:
-        raise DataError(f"{table} holds no readable row", "write one row per image: file_name and text")
-    return list(dict.fromkeys(name for row in readable for name in row))
+    if value is None or clean(value) == value:
+        return value
+    return value.encode("utf-8", "surrogateescape")
 
 
 def _stat(path: Path) -> list[int]:
@@ -232,8 +227,8 @@ def _stat(path: Path) -> list[int]:
     return [state.st_size, state.st_mtime_ns]
 
 
-def _described(entry: _Entry) -> list[Any]:
+def _caption_state(entry: _Entry) -> list[Any]:
     """What a caption depends on: the row, or the state of the text file."""
     if entry.row is None:
         return _stat(entry.path.with_suffix(".txt"))
-    return [repr(sorted(entry.row.items())).encode("utf-8", "backslashreplace").decode()]
+    return [clean(repr(sorted(entry.row.items())))]

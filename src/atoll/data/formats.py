@@ -1,11 +1,144 @@
-"""The JSON files of data and partitions, as types; imports nothing that reads pictures or numbers."""
+"""The JSON files of data sets and partitions, as types; imports nothing that reads pictures or numbers."""
 
-from typing import Any, Literal
+from posixpath import join
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from atoll.base.errors import PartitionError
+from atoll.base.config import Config
+from atoll.base.errors import AtollError, DataError, PartitionError
 from atoll.base.format import File
+from atoll.base.hashing import digest
+from atoll.store.manifest import FileEntry, is_whole
+from atoll.store.store import Store
+
+Mode = Literal["rgb", "gray"]
+
+
+def clean(text: str) -> str:
+    """The text with everything that UTF-8 cannot hold written as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class DataFile(File):
+    """A file of a data set."""
+
+    ERROR, REMEDY = DataError, "it is damaged or of another Atoll: write it again"
+
+
+class Reject(DataFile):
+    """Lines of `rejects.jsonl`: a position of the source that gave no row. Reasons are a few fixed words."""
+
+    FORMAT, PLACE, KEEPS = "atoll/reject", "DATASET/rejects.jsonl", None
+
+    key: str
+    """Where the source has it: a path, a row number."""
+    reason: str
+    """Why, in the words by which `manifest.json` counts."""
+    detail: str = ""
+    """What exactly."""
+
+    def __init__(self, key: str, reason: str, detail: str = "") -> None:
+        fields: dict[str, Any] = {"key": clean(key)[:1000], "reason": reason, "detail": clean(detail)[:500]}
+        super().__init__(**fields)
+
+
+class Shard(Config):
+    """Some rows of a data set and the files that hold them."""
+
+    rows: int = Field(ge=1)
+    """Number of rows."""
+    files: dict[str, FileEntry]
+    """`rows` (parquet) and, where the data set has pictures, `images` (tar); paths from the data set."""
+
+    def content(self) -> str:
+        """Digest of what the rows are: changes with any byte of a row or picture, not with their place."""
+        return digest({kind: entry.sha256 for kind, entry in self.files.items()})
+
+
+class Manifest(DataFile):
+    """`manifest.json`: what a data set holds, written when all of it is there."""
+
+    FORMAT, PLACE = "atoll/dataset", "DATASET/manifest.json"
+
+    identity: str
+    """Digest of source and settings. A folder of another one is never overwritten."""
+    source: dict[str, Any]
+    """`name`, `fingerprint` (changes when any row does) and `licence`; of a part also `subset` and `rows`
+    (what it was cut from), of a union also `union` (identities of the parts)."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The settings of the ingest; empty for subsets and unions."""
+    size: int | None = None
+    """Height and width of the pictures in pixels; null where the data set has no pictures."""
+    mode: Mode | None = None
+    """Channels of the pictures."""
+    rejects: dict[str, int] = Field(default_factory=dict)
+    """Number of rows left out, by reason; `rejects.jsonl` names them."""
+    rows: int
+    """Number of rows."""
+    shards: list[Shard] = Field(min_length=1)
+    """Shards in order."""
+
+
+class ColumnMeta(DataFile):
+    """`column.json`: one column of a data set, written last: it exists = the column is complete."""
+
+    FORMAT, PLACE = "atoll/column", "DATASET/columns/NAME/column.json"
+
+    name: str
+    """Name of the column and of its folder."""
+    kind: Literal["fixed", "ragged"]
+    """`fixed`: one array of `shape` a row. `ragged`: a sequence of them a row."""
+    dtype: str
+    """Name of the torch dtype of `values`."""
+    shape: list[int]
+    """Shape of a row's value, or of one element of its sequence."""
+    max_length: int
+    """Longest sequence of a ragged column; 1 for a fixed one."""
+    producer: dict[str, Any]
+    """What computed it: name, hash, constants such as shift and scale. Another producer makes it anew."""
+    content: list[str]
+    """Digest of the rows of every shard that it was computed from. Other rows make it anew."""
+    shards: list[FileEntry]
+    """Files in the order of the data set's shards; paths relative to the column's folder."""
+    extras: dict[str, FileEntry]
+    """Tensors that belong to the column and to no row, such as `null`, the text states of ""."""
+
+
+class IngestNote(DataFile):
+    """`ingest.json`: what is being ingested; gone when it is finished."""
+
+    FORMAT, PLACE = "atoll/ingest", "DATASET/ingest.json"
+
+    identity: str
+    """As the manifest's."""
+    mode: Mode
+    """Channels of the pictures."""
+
+
+class ShardNote(DataFile):
+    """What became of one shard of an ingest or column that is unfinished; gone when it is finished."""
+
+    FORMAT, PLACE = "atoll/shard-note", "DATASET/rows/NNNNN.json, DATASET/columns/NAME/NNNNN.json"
+
+    identity: str
+    """Digest of what the shard is made from."""
+    rows: int
+    """Number of rows."""
+    files: dict[str, FileEntry]
+    """Its files; paths relative to the folder of the data set or column."""
+    rejects: list[Reject] = []
+    """Positions that gave no row."""
+
+    @classmethod
+    def find(cls, store: Store, folder: str, key: str, identity: str) -> Self | None:
+        """The note at this key, if it is of this identity and its files are whole."""
+        try:
+            note = cls.read(store, join(folder, key))
+        except AtollError:
+            return None
+        whole = all(is_whole(store, folder, entry) for entry in note.files.values())
+        return note if note.identity == identity and whole else None
 
 
 class PartitionFile(File):

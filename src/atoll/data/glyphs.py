@@ -18,7 +18,8 @@ from PIL import Image, ImageFont
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.rng import seed_of
-from atoll.data.records import Record, Reject
+from atoll.data.formats import Reject
+from atoll.data.records import Record
 from atoll.data.settings import FACES, PRESETS, GlyphOptions
 
 CANVAS = 64
@@ -76,19 +77,19 @@ class GlyphSource:
     @cached_property
     def _groups(self) -> dict[int, int]:
         """The smallest character of the group of every character."""
-        found = {glyph.code: glyph.code for glyph in self.glyphs}
+        parent = {glyph.code: glyph.code for glyph in self.glyphs}
         first: dict[str, int] = {}
 
         def smallest(code: int) -> int:
-            while found[code] != code:
-                code = found[code]
+            while parent[code] != code:
+                code = parent[code]
             return code
 
         for glyph in self.glyphs:
             alike = first.setdefault(sha256(self._picture(glyph).tobytes()), glyph.code)
             one, other = sorted((smallest(glyph.code), smallest(alike)))
-            found[other] = one
-        return {code: smallest(code) for code in found}
+            parent[other] = one
+        return {code: smallest(code) for code in parent}
 
     @staticmethod
     def _picture(glyph: _Glyph) -> Image.Image:
@@ -150,7 +151,7 @@ def _glyphs(face: str, characters: str) -> list[_Glyph]:
     if not path.exists():
         raise DataError(f"matplotlib has no type face {path}", "install matplotlib 3.9 or newer")
     logging.getLogger("fontTools.ttLib.tables._h_e_a_d").setLevel(logging.ERROR)  # dates before 1970
-    found: dict[int, _Glyph] = {}
+    glyphs: dict[int, _Glyph] = {}
     with TTFont(path, lazy=True) as font:
         places = font["loca"]
         for drawn, name in sorted(font.getBestCmap().items()):
@@ -161,12 +162,12 @@ def _glyphs(face: str, characters: str) -> list[_Glyph]:
             if blank or len(text) != 1:
                 continue
             code = _SAME_LETTER.get(ord(text), ord(text)) if face.startswith("cm") else drawn
-            if _wanted(chr(code), characters):
-                found.setdefault(code, _Glyph(code, face, drawn))
-    return list(found.values())
+            if _is_among(chr(code), characters):
+                glyphs.setdefault(code, _Glyph(code, face, drawn))
+    return list(glyphs.values())
 
 
-def _wanted(character: str, characters: str) -> bool:
+def _is_among(character: str, characters: str) -> bool:
     if characters == "all":
         named = unicodedata.name(character, "")
         return bool(named) and unicodedata.category(character)[0] in "LNPS"

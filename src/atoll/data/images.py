@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from atoll.base.errors import DataError
@@ -66,24 +67,19 @@ class ImageReader:
                 members = [m for m in tar if m.isfile() and m.name.endswith(".png")]
         except (tarfile.TarError, OSError):
             raise DataError(f"{path} is not a readable tar file", "write the data set again") from None
-        self._places = [(m.offset_data, m.size) for m in members]
+        self._places = np.array([(m.offset_data, m.size) for m in members], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def read(self, index: int) -> Image.Image:
         """One picture, decoded."""
+        offset, size = self._places[index].tolist()
         with self.path.open("rb") as file:
-            return self._decode(file, index)
-
-    def __iter__(self) -> Iterator[Image.Image]:
-        with self.path.open("rb") as file:
-            for index in range(len(self)):
-                yield self._decode(file, index)
-
-    def _decode(self, file: io.BufferedIOBase, index: int) -> Image.Image:
-        offset, size = self._places[index]
-        file.seek(offset)
-        image = Image.open(io.BytesIO(file.read(size)), formats=["PNG"])
+            file.seek(offset)
+            image = Image.open(io.BytesIO(file.read(size)), formats=["PNG"])
         image.load()
         return image
+
+    def __iter__(self) -> Iterator[Image.Image]:
+        return (self.read(index) for index in range(len(self)))

@@ -10,10 +10,13 @@ stream may change between versions.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+WINDOW = 4096
+"""Positions that are computed at once: for a batch alone, calls of numpy would cost more than numbers."""
 _ROUNDS = 6
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _U64 = NDArray[np.uint64]
@@ -33,27 +36,36 @@ class Order:
     seed: int
     id_hash: str
 
-    def at(self, positions: Sequence[int] | range) -> NDArray[np.int64]:
-        """Row numbers `(B,)` at positions counted in samples since the start of the run."""
-        where = np.asarray(positions, dtype=np.int64)
-        epochs, offsets = np.divmod(where, self.rows)
-        result = np.empty_like(where)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            result[inside] = self._permute(offsets[inside].astype(np.uint64), int(epoch)).astype(np.int64)
-        return result
+    def at(self, positions: Sequence[int]) -> NDArray[np.int64]:
+        """Row numbers at some positions of the run (numbers of samples consumed before)."""
+        window = min(WINDOW, self.rows)
+        numbers, offsets = np.divmod(np.asarray(positions, dtype=np.int64), window)
+        present, places = np.unique(numbers, return_inverse=True)
+        if not len(present):
+            return numbers
+        rows = np.stack([_window(self, int(number), window) for number in present])
+        return rows[places, offsets]
 
-    def _permute(self, offsets: _U64, epoch: int) -> _U64:
+    def permute(self, offsets: _U64, epoch: int) -> _U64:
+        """Row numbers at some offsets within an epoch."""
         half = max(1, ((self.rows - 1).bit_length() + 1) // 2)
-        keys = self._keys(epoch)
+        text = f"{self.seed}/{epoch}/{self.id_hash}".encode()
+        keys = np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), dtype="<u8")
         values = _feistel(offsets, keys, half)
         while (outside := values >= self.rows).any():
             values[outside] = _feistel(values[outside], keys, half)
         return values
 
-    def _keys(self, epoch: int) -> _U64:
-        text = f"{self.seed}/{epoch}/{self.id_hash}".encode()
-        return np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+
+@lru_cache(maxsize=32)
+def _window(order: Order, number: int, size: int) -> NDArray[np.int64]:
+    """Row numbers of the positions from `number * size` on."""
+    epochs, offsets = np.divmod(np.arange(number * size, (number + 1) * size), order.rows)
+    rows = np.empty(size, dtype=np.int64)
+    for epoch in np.unique(epochs):  # two at most: a window is no longer than an epoch
+        inside = epochs == epoch
+        rows[inside] = order.permute(offsets[inside].astype(np.uint64), int(epoch)).astype(np.int64)
+    return rows
 
 
 def _feistel(values: _U64, keys: _U64, half: int) -> _U64:

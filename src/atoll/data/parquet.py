@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.data.records import Record, Reject, clean, to_record
+from atoll.data.formats import Reject, clean
+from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
 
 _BATCH = 32
@@ -44,40 +45,38 @@ class ParquetSource:
             columns.append((str(file), reader.schema_arrow.names))
             self._images.append(_image_column(reader.schema_arrow, file))
             counts.append(reader.metadata.num_rows)
-        self.options = (options or RowOptions()).resolve_all(columns)
-        self._starts = np.cumsum([0, *counts])
+        self.options = (options or RowOptions()).resolve(columns)
+        self._starts = np.cumsum([0, *counts]).tolist()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def describe(self) -> dict[str, Any]:
         """Name, fingerprint (sizes and footers of the files, the columns' names) and licence."""
-        named = [self.options.caption, self.options.group, self.options.label, self.options.id]
         content = [[file.name, file.stat().st_size, _footer_hash(file)] for file in self.files]
         return {
             "name": clean(f"parquet {self.path.name}"),
-            "fingerprint": digest([content, named]),
+            "fingerprint": digest([content, self.options.columns()]),
             "licence": self.options.licence,
         }
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The rows of some positions."""
         for number, file in enumerate(self.files):
-            first = int(self._starts[number])
-            low, high = max(start - first, 0), min(stop, int(self._starts[number + 1])) - first
+            first, last = self._starts[number], self._starts[number + 1]
+            low, high = max(start, first) - first, min(stop, last) - first
             if low < high:
-                yield from self._file(number, file, low, high)
+                yield from self._file(file, self._images[number], low, high)
 
-    def _file(self, number: int, file: Path, low: int, high: int) -> Iterator[Record | Reject]:
-        options, image = self.options, self._images[number]
-        names = [n for n in (options.caption, options.group, options.label, options.id) if n is not None]
+    def _file(self, file: Path, image: str, low: int, high: int) -> Iterator[Record | Reject]:
+        place = clean(file.relative_to(self.path).as_posix() if self.path != file else file.name)
+        names = [name for name in self.options.columns() if name is not None]
         reader = _open(file)
         try:
             for row, values in _rows(reader, [image, *names], low, high):
-                place = f"{clean(file.relative_to(self.path).as_posix() if self.path != file else file.name)}"
                 picture = values.pop(image)
                 data = picture.get("bytes") if isinstance(picture, dict) else picture
-                yield to_record(values, options, f"{place}, row {row}", data, f"{place}-{row:08d}")
+                yield to_record(values, self.options, f"{place}, row {row}", data, f"{place}-{row:08d}")
         except (pa.ArrowException, OSError) as error:
             what = f"cannot read {file}, rows {low} to {high}: {str(error).strip().splitlines()[0]}"
             raise DataError(what, "the file is damaged: fetch it again") from None
@@ -89,21 +88,18 @@ def _rows(
     reader: pq.ParquetFile, names: list[str], low: int, high: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows `low` up to `high` with their numbers; only row groups that hold them are read."""
-    first = 0
-    for group in range(reader.metadata.num_row_groups):
-        count = reader.metadata.row_group(group).num_rows
-        if first < high and low < first + count:
-            row = first
-            for batch in reader.iter_batches(_BATCH, row_groups=[group], columns=names):
-                skipped = min(max(low - row, 0), batch.num_rows)
-                taken = batch.slice(skipped, max(min(high - row, batch.num_rows) - skipped, 0))
-                columns = {name: _values(taken.column(name)) for name in names}
-                for index in range(taken.num_rows):
-                    yield row + skipped + index, {name: values[index] for name, values in columns.items()}
-                row += batch.num_rows
-                if row >= high:
-                    break
-        first += count
+    counts = [reader.metadata.row_group(group).num_rows for group in range(reader.metadata.num_row_groups)]
+    starts = np.cumsum([0, *counts]).tolist()
+    groups = [group for group in range(len(counts)) if starts[group] < high and low < starts[group + 1]]
+    row = starts[groups[0]]
+    for batch in reader.iter_batches(_BATCH, row_groups=groups, columns=names):
+        columns = {name: _values(batch.column(name)) for name in names}
+        for index in range(batch.num_rows):
+            if low <= row < high:
+                yield row, {name: values[index] for name, values in columns.items()}
+            row += 1
+        if row >= high:
+            return
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -132,15 +128,12 @@ def _open(file: Path) -> pq.ParquetFile:
 
 
 def _image_column(schema: pa.Schema, file: Path) -> str:
+    types = {field.name: field.type for field in schema}
+    binary = [name for name, kind in types.items() if kind in (pa.binary(), pa.large_binary())]
     structs = [
-        field.name
-        for field in schema
-        if pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0
-    ]
-    binary = [
-        field.name
-        for field in schema
-        if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type)
+        name
+        for name, kind in types.items()
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     ]
     if "image" in structs + binary:
         return "image"

@@ -1,11 +1,12 @@
 """What a source of data is: numbered positions, each of which holds a row or says why it does not."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from PIL import Image
 
+from atoll.data.formats import Reject
 from atoll.data.settings import RowOptions
 
 
@@ -30,21 +31,6 @@ class Record:
     group: str | None = None
 
 
-@dataclass(frozen=True)
-class Reject:
-    """A position that holds no usable row.
-
-    Attributes:
-        key: where the source has it.
-        reason: a few fixed words, by which rejects are counted.
-        detail: what exactly.
-    """
-
-    key: str
-    reason: str
-    detail: str = ""
-
-
 class Source(Protocol):
     """Anything that can be ingested."""
 
@@ -61,11 +47,6 @@ class Source(Protocol):
         ...
 
 
-def clean(text: str) -> str:
-    """The text with everything that UTF-8 cannot hold written as an escape."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def to_record(
     row: Mapping[str, Any], options: RowOptions, key: str, image: bytes | None, place: str
 ) -> Record | Reject:
@@ -80,26 +61,30 @@ def to_record(
     """
     if not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
-    label = row.get(options.label) if options.label else None
-    number = _label(label)
-    if options.caption is not None:
-        caption = row.get(options.caption)
-    else:  # the label stands for it; one that is no integer is rejected below
-        caption = None if number == -1 else str(number)
+    value = row.get(options.label) if options.label else None
+    label = _label(value)
+    # Without a caption the label stands for it; one that is no integer is rejected below.
+    instead = None if label == -1 else str(label)
+    caption = instead if options.caption is None else row.get(options.caption)
     if caption is None:
         return Reject(key, "empty caption")
     if isinstance(caption, bytes):
         return Reject(key, "caption is not UTF-8")
     if not isinstance(caption, str):
         return Reject(key, "caption is not text", f"it is of type {type(caption).__name__}")
-    if number is None:
-        return Reject(key, "label is no integer", repr(label)[:100])
+    if label is None:
+        return Reject(key, "label is no integer", repr(value)[:100])
     name = row.get(options.id) if options.id else place
-    group = row.get(options.group) if options.group else None
     if name is None or name == "":
         return Reject(key, "no id", f"column {options.id!r} is empty")
+    group = row.get(options.group) if options.group else None
     return Record(
-        str(name), key, image, caption, number if number >= 0 else None, None if group is None else str(group)
+        id=str(name),
+        key=key,
+        image=image,
+        caption=caption,
+        label=label if label >= 0 else None,
+        group=None if group is None else str(group),
     )
 
 
@@ -113,7 +98,3 @@ def _label(value: Any) -> int | None:
         return None
     exact = not isinstance(value, float) or value == number
     return max(number, -1) if exact and abs(number) < 2**31 else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "") or "no columns"

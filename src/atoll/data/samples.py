@@ -81,7 +81,9 @@ def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
     if condition == "text":
         column = dataset.column("text")
         null = column.extra("null")["values"]
-        return DataShape(channels, height, int(null.shape[-1]), max(column.max_length, int(null.shape[0])))
+        return DataShape(
+            channels, height, int(null.shape[-1]), max(column.meta.max_length, int(null.shape[0]))
+        )
     if condition == "class":
         return DataShape(channels, height, classes=int(read_labels(dataset).max()) + 1)
     return DataShape(channels, height)

@@ -71,27 +71,29 @@ class RowOptions(Config):
     licence: str = "not stated"
     """Licence of the data, written into the manifest."""
 
-    def resolve(self, found: Sequence[str], where: str) -> "RowOptions":
-        """The same with the caption's column filled in; `DataError` if a column is not there.
+    def columns(self) -> list[str | None]:
+        """Names of the columns of caption, group, label and id."""
+        return [self.caption, self.group, self.label, self.id]
+
+    def resolve(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
+        """The same with the caption's column filled in, for tables (name and columns) that are read alike.
 
         It stays None where there is no such column and the label is the caption.
-        """
-        for name in (self.caption, self.group, self.label, self.id):
-            if name is not None and name not in found:
-                raise DataError(f"{where} has no column {name!r}", f"it has {_listed(found)}")
-        caption = self.caption or next((name for name in CAPTIONS if name in found), None)
-        if caption is None and self.label is None:
-            what = f"{where} has the columns {_listed(found)}, but none of {', '.join(CAPTIONS)}"
-            raise DataError(
-                what, "say with `caption` which one holds the captions, or with `label` the class labels"
-            )
-        return self.model_copy(update={"caption": caption})
 
-    def resolve_all(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
-        """Resolved for tables (name and columns) that are read alike; `DataError` if one lacks a column."""
-        options = self
-        for where, found in [*tables, *tables[:1]]:  # the first may lack the caption that a later one has
-            options = options.resolve(found, where)
+        Raises:
+            DataError: a table lacks a column.
+        """
+        usual = (name for _, names in tables for name in CAPTIONS if name in names)
+        options = self.model_copy(update={"caption": self.caption or next(usual, None)})
+        for where, names in tables:
+            for name in options.columns():
+                if name is not None and name not in names:
+                    raise DataError(f"{where} has no column {name!r}", f"it has {_listed(names)}")
+        if options.caption is None and self.label is None:
+            where, names = tables[0]
+            what = f"{where} has the columns {_listed(names)}, but none of {', '.join(CAPTIONS)}"
+            fix = "say with `caption` which one holds the captions, or with `label` the class labels"
+            raise DataError(what, fix)
         return options
 
 

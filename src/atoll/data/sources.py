@@ -26,22 +26,15 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
     if not isinstance(options, SourceOptions):
         options = SourceOptions.parse(options or {}, "the options of the source")
     if text == "glyphs":
-        if options.caption or options.group or options.label or options.id:
+        if any(options.columns()):
             raise DataError("the source glyphs has no columns", "leave out caption, group, label and id")
         return GlyphSource(options.glyphs)
     if "://" in str(text):
         raise DataError(f"the source {text} is a URL", "copy it to a local folder, and give that")
-    path = Path(text).expanduser()
+    path, kinds = Path(text).expanduser(), "a folder of captioned images, a .parquet file or a folder of them"
     if not str(text) or not path.exists():
-        what = f"there is no source {str(text)!r}"
-        raise DataError(
-            what, "give `glyphs`, a folder of captioned images, a .parquet file or a folder of them"
-        )
-    if path.is_dir():
-        has_parquet = next(path.rglob("*.parquet"), None) is not None
-        return ParquetSource(path, options) if has_parquet else FolderSource(path, options)
-    if path.suffix == ".parquet":
-        return ParquetSource(path, options)
-    raise DataError(
-        f"{path} is a file of unknown kind", "give a folder of captioned images or a .parquet file"
-    )
+        raise DataError(f"there is no source {str(text)!r}", f"give `glyphs`, {kinds}")
+    if path.is_file() and path.suffix != ".parquet":
+        raise DataError(f"{path} is a file of unknown kind", f"give {kinds}")
+    is_parquet = path.is_file() or next(path.rglob("*.parquet"), None) is not None
+    return ParquetSource(path, options) if is_parquet else FolderSource(path, options)

@@ -361,7 +361,7 @@ def _metric(bench: Bench) -> dict[str, Any]:
     config, judge = bench.config, bench.judge(bench.config.samples)
     real = judge.measure(bench.training("floor", config.samples))
     assert real is not None
-    partition, generation = bench.partition.about["encoder"] or {}, bench.request.departure.generation
+    partition, generation = bench.partition.about.encoder or {}, bench.request.departure.generation
     return {
         "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",
         **bench.encoder.producer(),  # its name, hash and size

@@ -12,7 +12,6 @@ from PIL import Image
 
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.data.columns import write_column
 from atoll.store.store import Store
 from helpers import Answer, command, refused
 
@@ -139,7 +138,7 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.C
     shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
     dataset.forget("split")
     everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
-    write_column(dataset, "split", {"name": "none held out"}, lambda n: {"values": everything[n]})
+    dataset.write_column("split", {"name": "none held out"}, lambda n: {"values": everything[n]})
     refused(diagnose(capsys, folder), "no held-out rows", "diagnose.splits=[train]")
     said = diagnose(capsys, folder, "diagnose.splits=[train]", "diagnose.conditions=train")
     assert said.code == 0

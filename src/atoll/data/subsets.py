@@ -1,0 +1,163 @@
+"""Data sets cut out of another one, and joined again: an island's rows, and what all islands hold."""
+
+import posixpath
+from collections.abc import Sequence
+from posixpath import join
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from atoll.base.errors import DataError
+from atoll.base.hashing import digest, digest_strings
+from atoll.data.columns import Column, finish_column
+from atoll.data.dataset import DataSet, to_parquet
+from atoll.data.formats import ColumnMeta, Manifest, Shard
+from atoll.store.manifest import FileEntry, write_file
+from atoll.store.store import Store
+
+Key = TypeVar("Key")
+
+
+def write_subset(
+    source: DataSet,
+    rows: ArrayLike,
+    store: Store,
+    prefix: str,
+    columns: Sequence[str],
+    shard_rows: int = 1024,
+) -> DataSet:
+    """Write some rows, in the given order, and some columns as a data set of their own, without pictures.
+
+    Killed and called again it continues; called again when it is finished it only verifies the columns.
+
+    Args:
+        source: where the rows come from.
+        rows: row numbers of `source`.
+        store: where the new data set goes.
+        prefix: its folder there.
+        columns: names of the columns to copy, with their extras.
+        shard_rows: rows of a shard.
+
+    Raises:
+        DataError: there are no rows, a column is missing, or the folder holds a data set of other rows.
+    """
+    numbers = np.asarray(rows, dtype=np.int64)
+    if not len(numbers):
+        raise DataError(f"no rows of {source.store.name(source.prefix)} were chosen", "choose at least one")
+    starts = range(0, len(numbers), shard_rows)
+    copied = [source.column(name) for name in columns]
+    origin = {"subset": source.content, "rows": digest_strings(map(str, numbers.tolist()))}
+    identity = digest({**origin, "shard_rows": shard_rows})
+    finished = DataSet.find(store, prefix, identity, "other rows")
+    if finished is None:
+        table, shards = source.take(numbers), []
+        for number, start in enumerate(starts):
+            part = table.slice(start, shard_rows)
+            entry = write_file(store, prefix, f"rows/{number:05d}.parquet", to_parquet(part))
+            shards.append(Shard(rows=part.num_rows, files={"rows": entry}))
+        about = {**source.manifest.source, **origin}
+        dataset = DataSet(
+            store, prefix, Manifest(identity=identity, source=about, rows=len(numbers), shards=shards)
+        )
+    for column in copied:
+        parts = [numbers[start : start + shard_rows] for start in starts]
+        _copy_column(column, finished or dataset, parts)
+    return finished or dataset.finish()
+
+
+def _copy_column(column: Column, dataset: DataSet, parts: list[np.ndarray]) -> None:
+    """Copy a column for the row numbers of every shard."""
+
+    def compute(shard: int) -> dict[str, Tensor]:
+        if column.meta.kind == "fixed":
+            return {"values": column.read(parts[shard])}
+        values, mask = column.read_ragged(parts[shard])
+        return {"values": values[mask], "lengths": mask.sum(1)}
+
+    extras = {name: column.extra(name) for name in column.meta.extras}
+    dataset.write_column(column.meta.name, column.meta.producer, compute, extras, column.meta.kind)
+
+
+def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence[str]) -> DataSet:
+    """Write a data set that holds no rows itself, but names those of others in the same store, in order.
+
+    Args:
+        store: the store; every part must lie in it.
+        prefix: folder of the new data set.
+        parts: the data sets to join.
+        columns: names of columns that all parts have, from the same producer.
+
+    Raises:
+        DataError: there are no parts, one lies elsewhere, a column is missing or differs between parts,
+            or the folder holds another data set.
+    """
+    if not parts:
+        raise DataError("a union needs at least one data set", "give the islands' data")
+    folders = [_folder_in(store, part) for part in parts]
+    shards = [
+        shard.model_copy(update={"files": _moved(shard.files, folder, prefix)})
+        for part, folder in zip(parts, folders, strict=True)
+        for shard in part.shards
+    ]
+    identity = digest({"union": [shard.model_dump() for shard in shards]})
+    first = parts[0].manifest
+    manifest = Manifest(
+        identity=identity,
+        source={**first.source, "union": [part.manifest.identity for part in parts]},
+        size=first.size,
+        mode=first.mode,
+        rows=sum(map(len, parts)),
+        shards=shards,
+    )
+    finished = DataSet.find(store, prefix, identity, "other parts")
+    for name in columns:
+        _join_column(store, prefix, name, parts, folders)
+    return finished or DataSet(store, prefix, manifest).finish()
+
+
+def _join_column(store: Store, prefix: str, name: str, parts: Sequence[DataSet], folders: list[str]) -> None:
+    """Write a `column.json` that names the shards of all parts."""
+    place, metas = join(prefix, "columns", name), [part.column(name).meta for part in parts]
+    if any(_form(meta) != _form(metas[0]) for meta in metas):
+        raise DataError(f"column {name!r} differs between the data sets", "write it again from one producer")
+    places = [join(folder, "columns", name) for folder in folders]
+    shards = [
+        entry
+        for meta, source in zip(metas, places, strict=True)
+        for entry in _moved(dict(enumerate(meta.shards)), source, place).values()
+    ]
+    joined = metas[0].model_copy(
+        update={
+            "max_length": max(meta.max_length for meta in metas),
+            "content": [content for meta in metas for content in meta.content],
+            "shards": shards,
+            "extras": _moved(metas[0].extras, places[0], place),
+        }
+    )
+    finish_column(store, place, joined)
+
+
+def _form(meta: ColumnMeta) -> str:
+    """What two columns must have in common to be one."""
+    extras = {name: entry.sha256 for name, entry in meta.extras.items()}
+    return digest([meta.kind, meta.dtype, meta.shape, meta.producer, extras])
+
+
+def _moved(entries: dict[Key, FileEntry], source: str, target: str) -> dict[Key, FileEntry]:
+    """Entries of the folder `source`, as the folder `target` names them, climbing where needed."""
+
+    def path(entry: FileEntry) -> str:
+        return posixpath.relpath(join("/", source, entry.path), join("/", target))
+
+    return {key: entry.model_copy(update={"path": path(entry)}) for key, entry in entries.items()}
+
+
+def _folder_in(store: Store, part: DataSet) -> str:
+    """Folder of a data set as a key of `store`, which may be wider than the one it was opened in."""
+    name = part.store.name(part.prefix)
+    folder = store.key_of(name)
+    if folder is None:
+        raise DataError(f"{name} lies outside {store.location}", "join data sets of one store")
+    return folder
