@@ -1,11 +1,9 @@
-import io
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from atoll.base.pictures import grid, png, to_images
+from atoll.base.pictures import grid, to_images
 
 
 def test_to_images_maps_the_range() -> None:
@@ -52,16 +50,3 @@ def test_labels_stay_below_their_cell(label: str) -> None:
         assert top >= 4 + 16
         assert left >= 4 + 36 - 1
         assert right <= 4 + 36 + 32 + 1
-
-
-def test_png_round_trip() -> None:
-    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
-    assert Image.open(io.BytesIO(png(image))).tobytes() == image.tobytes()
-
-
-def test_nonsense_is_refused() -> None:
-    for arguments in ({"columns": 0}, {"columns": 1, "scale": 0}):
-        with pytest.raises(ValueError, match="at least"):
-            grid([Image.new("L", (1, 1))], **arguments)
-    with pytest.raises(ValueError, match="at least one picture"):
-        grid([], columns=1)

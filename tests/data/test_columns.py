@@ -56,14 +56,6 @@ def test_wrong_rows(glyphs: DataSet, rows: list[object]) -> None:
         glyphs.column("split").read(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool])
-def test_types_stay(glyphs: DataSet, dtype: torch.dtype) -> None:
-    column = glyphs.write_column(
-        "x", PRODUCER, lambda i: {"values": torch.ones(glyphs.shards[i].rows, 2).to(dtype)}
-    )
-    assert column.read([1, 30]).dtype == dtype
-
-
 def test_ragged_round_trip(glyphs: DataSet) -> None:
     null = {"null": {"values": torch.ones(2, 2)}}
     column = glyphs.write_column("text", PRODUCER, Counting(glyphs, ragged=True), null, "ragged")

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -254,9 +253,3 @@ def test_audit_finds_groups_in_both_splits(glyphs: DataSet) -> None:
         lambda i: {"values": (torch.arange(glyphs.shards[i].rows) % 2).to(torch.int8)},
     )
     assert any("lies in both splits" in problem for problem in audit(glyphs))
-
-
-def test_manifest_is_readable_json(glyphs: DataSet, store: Store) -> None:
-    text = store.get("glyphs/manifest.json").decode()
-    assert json.loads(text)["source"]["licence"]
-    assert text.count("\n") > 20

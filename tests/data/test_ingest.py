@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import signal
@@ -10,13 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import DataError
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
@@ -344,31 +341,3 @@ def test_modes(store: Store, picture: Callable[..., bytes]) -> None:
     assert dataset.manifest.rejects == {"colour in a gray data set": 1}
     forced = CONFIG.model_copy(update={"mode": "gray"})
     assert len(ingest(Rows(mixed, "mixed"), store, "forced", forced)) == 81
-
-
-def test_config_errors() -> None:
-    with pytest.raises(ConfigError, match="unknown key 'sise'"):
-        IngestConfig.parse({"sise": 3}, "x")
-    with pytest.raises(ConfigError, match="heldout"):
-        IngestConfig.parse({"heldout": 1.0}, "x")
-
-
-def test_emoji(store: Store, shared_data: Path) -> None:
-    path = shared_data / "emoji64" / "google.parquet"
-    if not path.exists():
-        pytest.skip("no data set emoji64 in shared/data")
-    config = IngestConfig(size=16, id="id", group="concept", shard_rows=128, heldout=0.1)
-    full = open_source(path, config)
-
-    class Few(Rows):
-        def __len__(self) -> int:
-            return 300
-
-    dataset = ingest(Few(list(full.records(0, 300)), "few"), store, "emoji", config)
-    assert (len(dataset), dataset.manifest.mode, dataset.manifest.rejects) == (300, "rgb", {})
-    assert audit(dataset) == []
-    record = next(iter(full.records(7, 8)))
-    assert isinstance(record, Record)
-    assert isinstance(record.image, bytes)
-    original = Image.open(io.BytesIO(record.image)).convert("RGB").resize((16, 16), Image.Resampling.BOX)
-    assert np.abs(np.asarray(dataset.image(7), float) - np.asarray(original, float)).mean() < 8

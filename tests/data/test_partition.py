@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.errors import PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
@@ -84,13 +84,6 @@ def test_random_does_not_depend_on_the_order_of_rows(dataset: DataSet, tmp_path:
     assert min(one.sizes) > 15
 
 
-def test_a_sample_is_enough(dataset: DataSet) -> None:
-    whole = make(dataset, features(dataset), KMEANS, 0)
-    part = make(dataset, features(dataset), KMEANS.model_copy(update={"fit_rows": 40}), 0)
-    assert len(set(zip(whole.clusters.tolist(), part.clusters.tolist(), strict=True))) == 3
-    assert not np.array_equal(whole.centroids, part.centroids)
-
-
 def test_the_hash_is_of_what_was_decided(dataset: DataSet) -> None:
     column = features(dataset)
     first = make(dataset, column, KMEANS, 0)
@@ -111,13 +104,6 @@ def test_more_clusters_than_rows_are_refused(dataset: DataSet, method: str) -> N
     count = len(dataset.split("train"))
     with pytest.raises(PartitionError, match=rf"K = {ROWS} clusters for {count} training rows"):
         make(dataset, features(dataset), config, 0)
-
-
-@pytest.mark.parametrize("key", ["k", "fine", "fit_rows"])
-@pytest.mark.parametrize("number", [0, -1])
-def test_numbers_under_one_are_refused_at_once(key: str, number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"'{key}' in x.*greater than or equal to 1"):
-        PartitionConfig.parse({key: number}, "x")
 
 
 def test_clusters_that_stay_empty_are_refused(dataset: DataSet) -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from atoll.base.errors import DataError
-from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.encode import encode_latents, encode_text
 from atoll.data.glyphs import GlyphSource
@@ -62,13 +61,6 @@ def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
     assert null.text is not None and null.mask is not None and null.mask.all()
     assert null.mask.shape == mask.shape
     torch.testing.assert_close(null.text, states, rtol=1e-2, atol=1e-3)
-
-
-def test_the_null_condition_is_read_once(encoded: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = Samples(encoded, encoded.split("train"), "text", data_shape(encoded, "text"))
-    first = samples.null()
-    monkeypatch.setattr(Column, "extra", lambda self, name: pytest.fail("read again"))
-    assert samples.null() is first
 
 
 def test_labels_and_their_null(encoded: DataSet) -> None:

@@ -227,15 +227,3 @@ def test_damaged_parquet_says_where(tmp_path: Path, picture: Callable[..., bytes
     source = open_source(path)
     with pytest.raises(DataError, match=r"cannot read .*x\.parquet"):
         list(source.records(0, 4))
-
-
-def test_emoji(shared_data: Path) -> None:
-    folder = shared_data / "emoji64"
-    if not folder.is_dir():
-        pytest.skip("no data set emoji64 in shared/data")
-    source = open_source(folder, {"id": "id", "group": "concept"})
-    assert len(source) == 15_440
-    first, *_ = source.records(3372, 3374)
-    assert isinstance(first, Record)
-    assert first.id.startswith("fluent3d-")
-    assert first.caption.endswith(", fluent3d style")

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
 from atoll.flow.objective import drop_condition, noisy, per_sample_loss, target
 from atoll.flow.schedule import DDPMLinear, RectifiedFlow, Schedule, VPCosine
-from atoll.flow.settings import ObjectiveConfig
 
 SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear()]
 
@@ -53,20 +51,3 @@ def test_dropped_conditions_are_the_null_one() -> None:
     assert dropped.labels.tolist() == [9, 9, 2, 3]
     assert dropped.text[:, 0, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert dropped.mask.sum(1).tolist() == [1, 1, 3, 3]
-
-
-def test_dropout_of_nothing_and_of_everything() -> None:
-    cond, null = Condition(labels=torch.arange(3)), Condition(labels=torch.tensor([7]))
-    u = torch.tensor([0.0, 0.5, 1 - 2**-24])
-    for probability, expected in ((0.0, [0, 1, 2]), (1.0, [7, 7, 7])):
-        dropped = drop_condition(cond, null, u, probability)
-        assert dropped.labels is not None and dropped.labels.tolist() == expected
-
-
-def test_config_names_what_is_wrong() -> None:
-    config = ObjectiveConfig.parse({"prediction": "eps", "time": {"log_snr_shift": 1}}, "test")
-    assert (config.schedule, config.prediction, config.time.log_snr_shift) == ("rectified-flow", "eps", 1.0)
-    with pytest.raises(ConfigError, match=r"'schedule' in test.*'vp-cosine'"):
-        ObjectiveConfig.parse({"schedule": "vp-cosin"}, "test")
-    with pytest.raises(ConfigError, match="'condition_dropout' in test"):
-        ObjectiveConfig.parse({"condition_dropout": 1.5}, "test")

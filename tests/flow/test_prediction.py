@@ -57,13 +57,6 @@ def test_conversion_is_exact_and_returns(
     assert error(back, given_value) < 1e-12
 
 
-def test_conversion_to_itself_is_the_same_tensor() -> None:
-    value, x_t = draw(0)
-    t = torch.full((4,), 0.3, dtype=torch.float64)
-    for prediction in PREDICTIONS:
-        assert convert(value, x_t, t, VPCosine(), prediction, prediction) is value
-
-
 @each_schedule
 @pytest.mark.parametrize(("source", "goal"), list(itertools.permutations(PREDICTIONS, 2)))
 def test_a_sample_does_not_see_its_batch(curve: Schedule, source: Prediction, goal: Prediction) -> None:
@@ -94,12 +87,6 @@ def test_the_time_of_the_same_snr_on_another_schedule(first: Schedule, second: S
     tau = same_snr_time(t, first, second)
     torch.testing.assert_close(second.log_snr(tau), first.log_snr(t), rtol=1e-12, atol=1e-11)
     assert error(same_snr_time(tau, second, first), t) < 1e-12
-
-
-def test_outside_its_range_a_schedule_is_met_at_its_end() -> None:
-    t = torch.tensor([0.0, 0.004, 0.997, 1.0], dtype=torch.float64)
-    tau = same_snr_time(t, RectifiedFlow(), DDPMLinear())
-    assert torch.equal(tau, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
 
 
 def test_exact_range_is_the_documented_one() -> None:

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from atoll.base.errors import ConfigError
 from atoll.networks.checkpoint import INDEX, WEIGHTS, compare, find, take_over
@@ -167,16 +166,3 @@ def test_a_hub_name_is_read_from_the_hubs_own_cache(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     take_over(network, find("owner/model", tmp_path).weights(), "c")
     assert all(torch.equal(value, tensors(wanted)[name]) for name, value in tensors(network).items())
-
-
-def test_a_shard_of_another_name_is_a_file_of_its_own(tmp_path: Path) -> None:
-    """Tensors spread by hand: the index alone says where they are."""
-    network = denoiser(1)
-    saved(tmp_path, network)
-    (tmp_path / WEIGHTS).unlink()
-    names = sorted(tensors(network))
-    for file, chosen in (("a.safetensors", names[:5]), ("b.safetensors", names[5:])):
-        save_file({name: tensors(network)[name].clone() for name in chosen}, tmp_path / file)
-    places = {name: "a.safetensors" if name in names[:5] else "b.safetensors" for name in names}
-    (tmp_path / INDEX).write_bytes(index(**places))
-    assert find(str(tmp_path), tmp_path).weights().keys() == set(names)

@@ -31,70 +31,6 @@ def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str,
     assert parameter_count(network) / 1e6 == pytest.approx(millions, abs=0.5)
 
 
-def dit_count(depth: int, heads: int, head_width: int) -> int:
-    """By hand: a diffusers DiT with patch 2 on 4 channels and 1000 classes."""
-    d = heads * head_width
-    patch = 4 * 4 * d + d
-    attention, feed = 4 * (d * d + d), 2 * 4 * d * d + 4 * d + d
-    embedders = (256 * d + d) + (d * d + d) + 1001 * d  # time, and labels with the null row
-    modulation = 6 * (d * d + d)
-    out = 2 * (d * d + d) + d * 16 + 16
-    return patch + depth * (attention + feed + embedders + modulation) + out
-
-
-@pytest.mark.parametrize("size", ["S", "B", "XL"])
-def test_dit_counted_by_hand(size: str) -> None:
-    assert parameter_count(built("dit", size)) == dit_count(*SIZES[size])
-
-
-def pixart_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
-    """By hand: a diffusers PixArt with patch 2 on 4 channels."""
-    d = heads * head_width
-    patch = 4 * 4 * d + d
-    block = 2 * 4 * (d * d + d) + (2 * 4 * d * d + 4 * d + d) + 6 * d
-    time = (256 * d + d) + (d * d + d) + 6 * (d * d + d)
-    caption = (text * d + d) + (d * d + d)
-    return patch + depth * block + time + caption + 2 * d + (d * 16 + 16)
-
-
-@pytest.mark.parametrize("size", ["S", "B", "XL"])
-def test_pixart_counted_by_hand(size: str) -> None:
-    assert parameter_count(built("pixart", size)) == pixart_count(*SIZES[size])
-
-
-def test_published_sizes_are_those_of_dit() -> None:
-    assert {name: (d, h * w) for name, (d, h, w) in SIZES.items() if name in ("S", "B", "XL")} == {
-        "S": (12, 384),
-        "B": (12, 768),
-        "XL": (28, 1152),
-    }
-
-
-def flux_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
-    """By hand: a diffusers Flux of single-stream blocks with patch 2 on 4 channels."""
-    d = heads * head_width
-    into = (16 * d + d) + (text * d + d)
-    time = (256 * d + d) + (d * d + d) + (768 * d + d) + (d * d + d)
-    block = 3 * (d * d + d) + (4 * d * d + 4 * d) + (5 * d * d + d) + 3 * (d * d + d) + 2 * head_width
-    return into + time + depth * block + 2 * (d * d + d) + (d * 16 + 16)
-
-
-def sd3_count(depth: int, heads: int, head_width: int, text: int = 4096) -> int:
-    """By hand: a diffusers SD3 with patch 2 on 4 channels and normalised queries and keys."""
-    d = heads * head_width
-    into = (16 * d + d) + (text * d + d)
-    time = (256 * d + d) + (d * d + d) + (2048 * d + d) + (d * d + d)
-    stream = 6 * (d * d + d) + 4 * (d * d + d) + (8 * d * d + 5 * d) + 2 * head_width
-    # In the last block the text is only looked at: no feed-forward, no output, and only shift and scale.
-    unused = (8 * d * d + 5 * d) + (d * d + d) + 4 * (d * d + d)
-    return into + time + depth * 2 * stream - unused + 2 * (d * d + d) + (d * 16 + 16)
-
-
-@pytest.mark.parametrize("size", ["nano", "S", "B", "XL", "2B"])
-def test_sd3_counted_by_hand(size: str) -> None:
-    assert parameter_count(built("sd3", size)) == sd3_count(*SIZES[size])
-
-
 def test_the_2b_size_is_sd3_medium() -> None:
     """Its 2,028,328,000 parameters, and the norms of queries and keys, which came with SD3.5."""
     with torch.device("meta"):
@@ -102,11 +38,6 @@ def test_the_2b_size_is_sd3_medium() -> None:
         ours = family("sd3").build(config, DataShape(channels=16, size=128, text_width=4096, text_length=77))
     depth, _, head_width = SIZES["2B"]
     assert parameter_count(ours) == 2_028_328_000 + depth * 4 * head_width
-
-
-@pytest.mark.parametrize("size", ["nano", "S", "B", "XL", "3B"])
-def test_flux_counted_by_hand(size: str) -> None:
-    assert parameter_count(built("flux", size)) == flux_count(*SIZES[size])
 
 
 def test_parts_of_a_preset_can_be_replaced() -> None:
@@ -152,14 +83,6 @@ def test_without_adapt_labels_would_be_dropped() -> None:
     assert not torch.equal(call(network, CLASSES, cond, x), call(network, CLASSES, cond, x))
 
 
-def test_a_network_that_was_loaded_does_not_drop_either() -> None:
-    network = family("dit").load(denoiser(0, CLASSES).config)
-    network.load_state_dict(denoiser(0, CLASSES).state_dict())
-    x, cond = noise(64, CLASSES), conditions(64, CLASSES)
-    network.train()
-    assert torch.equal(call(network, CLASSES, cond, x), call(denoiser(0, CLASSES), CLASSES, cond, x))
-
-
 def test_no_label_is_the_null_label() -> None:
     network = denoiser(0, CLASSES)
     without = call(network, CLASSES, Condition())
@@ -167,12 +90,6 @@ def test_no_label_is_the_null_label() -> None:
     for label in range(CLASSES.classes):
         given = call(network, CLASSES, Condition(labels=torch.full((B,), label)))
         assert float((given - without).abs().max()) > 1e-3
-
-
-def test_a_network_without_labels() -> None:
-    shape = DataShape(channels=3, size=8)
-    out = call(denoiser(0, shape), shape, Condition())
-    assert out.shape == (B, 3, 8, 8) and float(out.std()) > 0.01
 
 
 def test_text_and_its_mask_count() -> None:
@@ -190,10 +107,11 @@ def test_text_and_its_mask_count() -> None:
     assert float((call(network, TEXT, unmasked) - first).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
-def test_time_is_scaled_by_a_thousand(shape: DataShape) -> None:
-    network, x, cond = denoiser(0, shape), noise(1, shape), conditions(1, shape)
-    name = "pixart" if shape.text_width else "dit"
+@pytest.mark.parametrize("name", ["dit", "pixart", "sd3", "flux"])
+def test_the_time_embedding_is_given_thousandths(name: str) -> None:
+    """Flux takes t as it is and its class scales it; the others are told 1000 t."""
+    shape = CLASSES if name == "dit" else TEXT
+    network, x, cond = denoiser(0, shape, name=name), noise(1, shape), conditions(1, shape)
     seen = {}
     embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
     embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
@@ -216,16 +134,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 JOINT = pytest.mark.parametrize(("name", "pooled"), [("flux", 768), ("sd3", 2048)])
-
-
-@JOINT
-def test_the_time_embedding_is_given_thousandths(name: str, pooled: int) -> None:
-    """Flux takes t as it is and its class scales it; SD3 is told 1000 t."""
-    network, seen = denoiser(0, name=name), {}
-    embedder = next(m for n, m in network.named_modules() if n.endswith("time_proj"))
-    embedder.register_forward_pre_hook(lambda module, args: seen.update(t=args[0].clone()))
-    family(name).predict(network, noise(1), torch.tensor([0.25]), conditions(1))
-    assert seen["t"].tolist() == [250.0]
 
 
 @JOINT

@@ -58,12 +58,6 @@ def test_a_router_that_sees_no_text_ignores_it() -> None:
     assert torch.equal(network(x, T, conditions(B)), network(x, T, Condition()))
 
 
-def test_a_sample_does_not_see_its_batch() -> None:
-    network, x, cond = router(1, 5), noise(B), conditions(B)
-    alone = torch.cat([network(x[i : i + 1], T[i : i + 1], cond.select(slice(i, i + 1))) for i in range(B)])
-    torch.testing.assert_close(network(x, T, cond), alone, rtol=1e-5, atol=1e-5)
-
-
 def test_it_is_a_diffusers_model(tmp_path: Path) -> None:
     network = router(1, 5)
     network.save_pretrained(tmp_path)

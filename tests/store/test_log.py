@@ -101,25 +101,6 @@ def test_an_entry_that_is_gone_is_told(store: Store) -> None:
         Log(store, "b")
 
 
-def test_the_last_taker_is_named(store: Store) -> None:
-    logs = [Log(store, name) for name in "abc"]
-    for log in logs:
-        take(log)
-    logs[2].append("commit")
-    with pytest.raises(Fenced, match="taken over by c"):
-        logs[0].append("commit")
-    assert [k for _, k in kinds(store)] == ["acquire"] * 3 + ["commit"]
-
-
-def test_a_holder_may_take_over_again(store: Store) -> None:
-    first, second = Log(store, "a"), Log(store, "b")
-    for log in (first, second, first):
-        take(log)
-    first.append("commit")
-    with pytest.raises(Fenced, match="taken over by a"):
-        second.append("commit")
-
-
 def test_processes_that_race_leave_one_holder_and_no_gap(store: Store) -> None:
     """Two processes acquire in turn and append in between; entries stay whole and each is its holder's."""
     script = """

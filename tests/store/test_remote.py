@@ -9,7 +9,7 @@ import pytest
 
 from atoll.base.errors import StoreError
 from atoll.store import store as module
-from atoll.store.location import PATIENT
+from atoll.store.location import IMPATIENT, PATIENT
 from atoll.store.store import Conflict, Store, check_conditional_create
 from helpers import command, refused
 from s3 import BUCKET, S3, forgetful, serve
@@ -72,14 +72,15 @@ def test_an_endpoint_that_does_not_answer(s3: S3, monkeypatch, capsys) -> None:
     refused(command(capsys, "report", f"s3://{BUCKET}/c"), "plain http", "AWS_ALLOW_HTTP=true")
 
 
-@pytest.mark.slow
 def test_an_endpoint_that_takes_the_call_and_never_speaks(s3: S3, monkeypatch, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        use(monkeypatch, {**s3.environment(), "AWS_ENDPOINT_URL": url})
+        hurry = {"AWS_READ_TIMEOUT": "500ms", "AWS_TIMEOUT": "1s"}
+        use(monkeypatch, {**s3.environment(), "AWS_ENDPOINT_URL": url, **hurry})
+        monkeypatch.setitem(IMPATIENT, "max_retries", 1)
         start = time.monotonic()
         refused(command(capsys, "report", f"s3://{BUCKET}/c"), f"{url} does not answer")
-        assert time.monotonic() - start < 45
+        assert time.monotonic() - start < 15
 
 
 def test_an_endpoint_that_goes_away(monkeypatch) -> None:

@@ -22,11 +22,6 @@ def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "s", create=True)
 
 
-def test_nothing_lies_below_an_object(store: Store) -> None:
-    store.put("a/b", b"x")
-    assert store.exists("a/b") and not store.exists("a/b/c")
-
-
 def test_a_reader_never_sees_half_an_object(store: Store) -> None:
     """One thread overwrites, another reads: every answer is one of the two values, whole."""
     values = [b"a" * 3_000_000, b"b" * 2_000_000]
@@ -88,31 +83,9 @@ def test_keys_that_lead_out_are_refused(store: Store, key: str) -> None:
     assert (Path(store.location).parent / "x").read_text() == "secret"
 
 
-def test_a_narrowed_store_sees_its_folder_only(store: Store) -> None:
-    store.put("islands/0/a", b"mine")
-    store.put("islands/1/a", b"theirs")
-    island = store.sub("islands/0")
-    assert island.list() == ["a"] and island.get("a") == b"mine"
-    with pytest.raises(StoreError, match="leads out of"):
-        island.get("../1/a")
-    assert island.sub("run").location == f"{store.location}/islands/0/run"
-
-
 def test_paths_inside_may_climb(store: Store) -> None:
     store.put("a/../b/./c", b"1")
     assert store.list() == ["b/c"] and store.list("b") == ["b/c"] and store.list("nothing") == []
-
-
-def test_missing_objects(store: Store) -> None:
-    with pytest.raises(StoreError, match="is missing: run the stage that writes it"):
-        store.get("a")
-    store.put("a", b"")
-    with pytest.raises(StoreError):
-        store.get("a/b")
-    with pytest.raises(StoreError):
-        store.put("a/b", b"")
-    store.delete("nothing", "a", "a")
-    assert store.list() == []
 
 
 def test_folders_that_cannot_be_stores(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""The denoiser families: diffusers classes by name, one adapter each, and their sizes.
+"""The denoiser families: diffusers classes by name, one adapter each.
 
 An adapter knows what its class does not say: the time scale, what stands for "no condition", and
 which shapes it gets silently wrong. Nothing here trains or samples.
 """
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,30 +16,51 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
-from atoll.networks.settings import DataShape, FamilyName, NetworkConfig
+from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig
 
 
 class Family:
     """One diffusers class: how to build it and how to call it with `t` in [0, 1]."""
 
     name: FamilyName
+    class_name: str
+    module: str
     time_scale = 1000.0
-    takes_text = True
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether it is conditioned on text, else on class labels or on nothing."""
+        return TAKES_TEXT[self.name]
+
+    def network_class(self) -> type[nn.Module]:
+        """The diffusers class; imported only here, since each takes its time."""
+        module = importlib.import_module(f"diffusers.models.transformers.{self.module}")
+        return cast(type[nn.Module], getattr(module, self.class_name))
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         """Arguments of the diffusers class."""
-        raise NotImplementedError
-
-    def network_class(self) -> type[nn.Module]:
-        """The diffusers class."""
-        raise NotImplementedError
+        if self.takes_text and not shape.text_width:
+            fix = "set condition: text, or family: dit"
+            raise ConfigError(f"the {self.name} family needs text states", fix)
+        if shape.text_width and not self.takes_text:
+            fix = "set condition: class or none, or family: pixart"
+            raise ConfigError(f"the {self.name} family takes no text", fix)
+        depth, heads, width = config.dimensions()
+        return {
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "num_layers": depth,
+            "in_channels": shape.channels,
+            "out_channels": shape.channels,
+            "sample_size": shape.size,
+            "patch_size": config.patch,
+        }
 
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         """An uninitialised network (the class's own defaults; see `networks/init.py`)."""
         if shape.size % config.patch:
-            raise ConfigError(
-                f"latents of {shape.size} px do not divide into patches of {config.patch}", "change patch"
-            )
+            what = f"latents of {shape.size} px do not divide into patches of {config.patch}"
+            raise ConfigError(what, "change patch")
         return self.adapt(self.network_class()(**self.arguments(config, shape)))
 
     def adapt(self, network: nn.Module) -> nn.Module:
@@ -56,7 +78,13 @@ class Family:
     def predict(
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
-        """The network's output at time `t (B,)` in [0, 1] of its own schedule."""
+        """The network's output at time `t (B,)` in [0, 1] of its own schedule; a variance is cut off."""
+        if self.takes_text and (cond.text is None or cond.mask is None):
+            fix = 'pass the stored encoding of "" for no text'
+            raise ConfigError(f"{type(self).__name__} was called without text states", fix)
+        return self._call(cast(Any, network), x, t * self.time_scale, cond)[:, : x.shape[1]]
+
+    def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         raise NotImplementedError
 
 
@@ -64,29 +92,10 @@ class DiT(Family):
     """`DiTTransformer2DModel`: class labels, square images only; the null label is `num_classes`."""
 
     name: FamilyName = "dit"
-    takes_text = False
-
-    def network_class(self) -> type[nn.Module]:
-        from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-
-        return cast(type[nn.Module], DiTTransformer2DModel)
+    class_name, module = "DiTTransformer2DModel", "dit_transformer_2d"
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
-        if shape.text_width:
-            raise ConfigError(
-                "the dit family takes no text", "set condition: class or none, or family: pixart"
-            )
-        depth, heads, width = config.dimensions()
-        return {
-            "num_attention_heads": heads,
-            "attention_head_dim": width,
-            "num_layers": depth,
-            "in_channels": shape.channels,
-            "out_channels": shape.channels,
-            "sample_size": shape.size,
-            "patch_size": config.patch,
-            "num_embeds_ada_norm": max(shape.classes, 1),
-        }
+        return super().arguments(config, shape) | {"num_embeds_ada_norm": max(shape.classes, 1)}
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         labels, size = settings["num_embeds_ada_norm"], settings["sample_size"]
@@ -101,42 +110,26 @@ class DiT(Family):
                 module.dropout_prob = cast(Any, 0.0)
         return network
 
-    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+    def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         if x.shape[-1] != x.shape[-2]:
-            raise ConfigError(
-                f"DiT takes square images, not {x.shape[-2]}x{x.shape[-1]}", "use the pixart family"
-            )
-        config = cast(Any, network).config
+            what = f"DiT takes square images, not {x.shape[-2]}x{x.shape[-1]}"
+            raise ConfigError(what, "use the pixart family")
         labels = cond.labels
         if labels is None:
-            labels = torch.full((x.shape[0],), config.num_embeds_ada_norm, device=x.device, dtype=torch.long)
-        output = network(x, timestep=t * self.time_scale, class_labels=labels).sample
-        return cast(Tensor, output[:, : config.in_channels])
+            labels = torch.full_like(time, network.config.num_embeds_ada_norm, dtype=torch.long)
+        return cast(Tensor, network(x, timestep=time, class_labels=labels).sample)
 
 
 class PixArt(Family):
     """`PixArtTransformer2DModel`: text through cross-attention (arXiv 2310.00426)."""
 
     name: FamilyName = "pixart"
-
-    def network_class(self) -> type[nn.Module]:
-        from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
-
-        return cast(type[nn.Module], PixArtTransformer2DModel)
+    class_name, module = "PixArtTransformer2DModel", "pixart_transformer_2d"
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
-        if not shape.text_width:
-            raise ConfigError("the pixart family needs text states", "set condition: text, or family: dit")
-        depth, heads, width = config.dimensions()
-        return {
-            "num_attention_heads": heads,
-            "attention_head_dim": width,
-            "num_layers": depth,
+        _, heads, width = config.dimensions()
+        return super().arguments(config, shape) | {
             "cross_attention_dim": heads * width,
-            "in_channels": shape.channels,
-            "out_channels": shape.channels,
-            "sample_size": shape.size,
-            "patch_size": config.patch,
             "caption_channels": shape.text_width,
             "use_additional_conditions": False,
         }
@@ -145,49 +138,56 @@ class PixArt(Family):
         channels, size = settings["in_channels"], settings["sample_size"]
         return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
 
-    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        if cond.text is None or cond.mask is None:
-            raise ConfigError(
-                "PixArt was called without text states", 'pass the stored encoding of "" for no text'
-            )
+    def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         output = network(
             x,
-            encoder_hidden_states=cond.text.to(x.dtype),
+            encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
             encoder_attention_mask=cond.mask,
-            timestep=t * self.time_scale,
-        ).sample
-        return cast(Tensor, output[:, : cast(Any, network).config.in_channels])
+            timestep=time,
+        )
+        return cast(Tensor, output.sample)
 
 
-class SD3(Family):
+class _Joint(Family):
+    """A class whose text runs through the same attention as the picture.
+
+    It takes no mask by itself and would attend to padding, so that a picture would depend on the longest
+    prompt of its batch. Without `pooled` it crashes: zeros.
+    """
+
+    def _joint(
+        self, network: Any, x: Tensor, time: Tensor, cond: Condition, seen: Tensor, **more: Tensor
+    ) -> Tensor:
+        pooled = cond.pooled
+        if pooled is None:
+            pooled = time.new_zeros(len(time), network.config.pooled_projection_dim)
+        output = network(
+            x,
+            encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
+            pooled_projections=pooled.to(x.dtype),
+            timestep=time,
+            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
+            **more,
+        )
+        return cast(Tensor, output.sample)
+
+
+class SD3(_Joint):
     """`SD3Transformer2DModel`: blocks of two streams that attend to each other (arXiv 2403.03206).
 
-    As of SD3.5: queries and keys are normalised, and no block has a second attention. The class takes no
-    mask, so padding would be read: see `MaskedJointAttention`. Without `pooled` it crashes: zeros. Positions
-    are cut out of a square table, so it takes any sides up to those that it was made for.
+    As of SD3.5: queries and keys are normalised, and no block has a second attention. The mask is read by
+    `MaskedJointAttention`. Positions are cut out of a square table, so it takes any sides up to those that it
+    was made for.
     """
 
     name: FamilyName = "sd3"
-
-    def network_class(self) -> type[nn.Module]:
-        from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-
-        return cast(type[nn.Module], SD3Transformer2DModel)
+    class_name, module = "SD3Transformer2DModel", "transformer_sd3"
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
-        if not shape.text_width:
-            raise ConfigError("the sd3 family needs text states", "set condition: text, or family: dit")
-        depth, heads, width = config.dimensions()
-        return {
-            "num_attention_heads": heads,
-            "attention_head_dim": width,
-            "num_layers": depth,
+        _, heads, width = config.dimensions()
+        return super().arguments(config, shape) | {
             "caption_projection_dim": heads * width,
             "joint_attention_dim": shape.text_width,
-            "in_channels": shape.channels,
-            "out_channels": shape.channels,
-            "sample_size": shape.size,
-            "patch_size": config.patch,
             "pos_embed_max_size": shape.size // config.patch,
             "qk_norm": "rms_norm",
         }
@@ -203,57 +203,36 @@ class SD3(Family):
         cast(Any, network).set_attn_processor(MaskedJointAttention())
         return network
 
-    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        if cond.text is None or cond.mask is None:
-            raise ConfigError(
-                "SD3 was called without text states", 'pass the stored encoding of "" for no text'
-            )
-        config, (batch, _, height, width) = cast(Any, network).config, x.shape
-        patch, most = config.patch_size, config.pos_embed_max_size
+    def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+        batch, _, height, width = x.shape
+        patch, most = network.config.patch_size, network.config.pos_embed_max_size
         if height % patch or width % patch or max(height, width) > most * patch:
             sides = f"multiples of {patch} up to {most * patch}"
             raise ConfigError(f"this SD3 takes no latents of {height}x{width}", f"use sides that are {sides}")
-        tokens = (height // patch) * (width // patch)
-        seen = torch.cat([cond.mask.new_ones(batch, tokens, dtype=torch.bool), cond.mask.bool()], dim=1)
-        pooled = cond.pooled if cond.pooled is not None else x.new_zeros(batch, config.pooled_projection_dim)
-        output = network(
-            x,
-            encoder_hidden_states=cond.text.to(x.dtype),
-            pooled_projections=pooled.to(x.dtype),
-            timestep=t * self.time_scale,
-            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
-        ).sample
-        return cast(Tensor, output[:, : config.in_channels])
+        mask = cast(Tensor, cond.mask).bool()
+        seen = torch.cat([mask.new_ones(batch, (height // patch) * (width // patch)), mask], dim=1)
+        return self._joint(network, x, time, cond, seen)
 
 
-class Flux(Family):
-    """`FluxTransformer2DModel` of single-stream blocks: text and picture are one rotary sequence.
-
-    The class takes no mask by itself and would attend to padding, so that a picture would depend on the
-    longest prompt of its batch: the mask goes to the attention. Without `pooled` it crashes: zeros.
-    """
+class Flux(_Joint):
+    """`FluxTransformer2DModel` of single-stream blocks: text and picture are one rotary sequence."""
 
     name: FamilyName = "flux"
+    class_name, module = "FluxTransformer2DModel", "transformer_flux"
     time_scale = 1.0  # the class multiplies by 1000 itself
 
-    def network_class(self) -> type[nn.Module]:
-        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-        return cast(type[nn.Module], FluxTransformer2DModel)
-
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
-        if not shape.text_width:
-            raise ConfigError("the flux family needs text states", "set condition: text, or family: dit")
-        depth, heads, width = config.dimensions()
+        common = super().arguments(config, shape)
+        width = common["attention_head_dim"]
         side = width * 7 // 32 * 2  # of 128: 56 for each side of the picture, 16 for the first axis
         if width % 2 or not side:
             raise ConfigError(f"flux heads are {width} wide", "make head_width even and at least 6")
         return {
-            "patch_size": 1,  # the class leaves patches to its caller: see `predict`
+            "patch_size": 1,  # the class leaves patches to its caller: see `_call`
             "in_channels": shape.channels * config.patch**2,
             "num_layers": 0,
-            "num_single_layers": depth,
-            "num_attention_heads": heads,
+            "num_single_layers": common["num_layers"],
+            "num_attention_heads": common["num_attention_heads"],
             "attention_head_dim": width,
             "joint_attention_dim": shape.text_width,
             "axes_dims_rope": (width - 2 * side, side, side),
@@ -265,59 +244,41 @@ class Flux(Family):
         channels = shape.channels if fits else numbers
         return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
 
-    def predict(self, network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        if cond.text is None or cond.mask is None:
-            raise ConfigError(
-                "Flux was called without text states", 'pass the stored encoding of "" for no text'
-            )
-        config, (batch, channels, height, width) = cast(Any, network).config, x.shape
-        patch = math.isqrt(config.in_channels // channels)
+    def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+        batch, channels, height, width = x.shape
+        patch = math.isqrt(network.config.in_channels // channels)
         rows, columns = height // patch, width // patch
         grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
         places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
-        seen = torch.cat(
-            [cond.mask.bool(), cond.mask.new_ones(batch, rows * columns, dtype=torch.bool)], dim=1
-        )
+        mask = cast(Tensor, cond.mask).bool()
+        seen = torch.cat([mask, mask.new_ones(batch, rows * columns)], dim=1)
         tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
-        pooled = cond.pooled if cond.pooled is not None else x.new_zeros(batch, config.pooled_projection_dim)
-        output = network(
-            tokens.reshape(batch, rows * columns, -1),
-            encoder_hidden_states=cond.text.to(x.dtype),
-            pooled_projections=pooled.to(x.dtype),
-            timestep=t * self.time_scale,
-            img_ids=places,
-            txt_ids=places.new_zeros(cond.text.shape[1], 3),
-            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
-        ).sample
+        tokens = tokens.reshape(batch, rows * columns, -1)
+        text_places = places.new_zeros(mask.shape[1], 3)
+        output = self._joint(network, tokens, time, cond, seen, img_ids=places, txt_ids=text_places)
         output = output.reshape(batch, rows, columns, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
-        return cast(Tensor, output.reshape(x.shape))
+        return output.reshape(x.shape)
 
 
 FAMILIES: dict[str, Family] = {one.name: one for one in (DiT(), PixArt(), SD3(), Flux())}
-_CLASS_NAMES = {
-    "DiTTransformer2DModel": "dit",
-    "PixArtTransformer2DModel": "pixart",
-    "SD3Transformer2DModel": "sd3",
-    "FluxTransformer2DModel": "flux",
-}
 
 
 def family(name: str) -> Family:
     """The adapter of a family by its name or by the name of its diffusers class."""
-    key = _CLASS_NAMES.get(name, name)
-    if key not in FAMILIES:
+    by_class = {one.class_name: one for one in FAMILIES.values()}
+    if name not in by_class | FAMILIES:
         raise ConfigError(f"unknown network family {name!r}", nearest(name, FAMILIES))
-    return FAMILIES[key]
+    return (by_class | FAMILIES)[name]
 
 
 def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
     """The tensors that belong to a network's file beside its parameters: SD3's table of positions."""
-    found = {}
+    buffers = {}
     for prefix, module in network.named_modules():
         for name, value in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}".lstrip(".")] = value.detach()
-    return found
+                buffers[f"{prefix}.{name}".lstrip(".")] = value.detach()
+    return buffers
 
 
 def parameter_count(network: nn.Module) -> int:

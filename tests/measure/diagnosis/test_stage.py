@@ -136,7 +136,6 @@ def test_without_a_router_there_is_no_ensemble(folder: Path, capsys: pytest.Capt
 def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = Campaign.open(folder).dataset()
     shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
-    dataset.forget("split")
     everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
     dataset.write_column("split", {"name": "none held out"}, lambda n: {"values": everything[n]})
     refused(diagnose(capsys, folder), "no held-out rows", "diagnose.splits=[train]")
