@@ -19,6 +19,9 @@ CHANGES: dict[str, Any] = {
     },
 }
 
+SLOWLY: dict[str, list[Any]] = {"linger": ["step", 0.2]}
+"""A fault: a run would take more than a minute, so that it is not over before those who disturb it come."""
+
 
 def island(folder: Path, number: int) -> Path:
     return folder / f"islands/{number}"

@@ -70,7 +70,7 @@ def die(pattern: str, how: str) -> None:
     Store._put, Store.delete = dying_put, dying_delete  # type: ignore[method-assign]
 
 
-def linger(what: str, seconds: float, marker: str, count: int = 1) -> None:
+def linger(what: str, seconds: float, marker: str = "", count: int = 0) -> None:
     """Make a phase last: `batch`, `step`, `validate` or `preview`; `marker` is made when it begins.
 
     The first `count` calls are as quick as ever.
@@ -80,7 +80,8 @@ def linger(what: str, seconds: float, marker: str, count: int = 1) -> None:
     def slow(self: DenoiserTask, *args: Any) -> Any:
         calls[0] += 1
         if calls[0] > count:
-            Path(marker).touch()
+            if marker:
+                Path(marker).touch()
             time.sleep(seconds)
         return real(self, *args)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.campaigns import check_as_if_undisturbed, island, kinds
+from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island, kinds
 from chaos.nursery import Nursery, until
 from chaos.test_kills import train_to_the_end
 from helpers import newest_checkpoint
@@ -27,7 +27,7 @@ def cut(path: Path, chance: random.Random) -> None:
 
 def killed_after_a_commit(nursery: Nursery, folder: Path, number: int, commits: int = 2) -> str:
     """Train until some commits are there, then die; what it said."""
-    run, child = island(folder, number), nursery.train(folder, number)
+    run, child = island(folder, number), nursery.train(folder, number, faults=SLOWLY)
     wanted = len(kinds(run, "commit")) + commits
     until(lambda: len(kinds(run, "commit")) >= wanted, child)
     assert child.kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.store.lease import HELD
-from chaos.campaigns import ISLANDS, check_as_if_undisturbed, files, finished, holds, island, kinds
+from chaos.campaigns import ISLANDS, SLOWLY, check_as_if_undisturbed, files, finished, holds, island, kinds
 from chaos.nursery import Child, Nursery, until
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,8 @@ def test_of_islands_started_twice_one_trains(nursery: Nursery, copy: Path, refer
     """Both at once, over and over; each loser says who holds the run and leaves."""
     run, held = island(copy, 2), 0
     for _ in range(4):
-        both = [nursery.start("train", "expert", copy, "--expert", "2") for _ in range(2)]
+        argv = ("train", "expert", copy, "--expert", "2")
+        both = [nursery.start(*argv, faults=SLOWLY) for _ in range(2)]
         until(lambda both=both: any(holds(run, child.pid) for child in both), both[0])
         one, other = both if holds(run, both[0].pid) else both[::-1]
         assert other.wait() == HELD
@@ -147,6 +148,7 @@ def test_holders_that_think_each_other_dead(nursery: Nursery, copy: Path, refere
         rivals = []
         for n in range(3):
             faults = {
+                **SLOWLY,
                 "machine": [f"{round_}-{n}"],
                 "store_clock": [3600.0],
                 "clock": [chance.uniform(-9, 9) * DAY],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chaos.campaigns import check_as_if_undisturbed, island, kinds
+from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island, kinds
 from chaos.nursery import Nursery, until
 from chaos.test_kills import train_to_the_end
 from helpers import entries
@@ -55,7 +55,7 @@ def test_a_storm_of_signals(nursery: Nursery, copy: Path, reference: Path) -> No
     """From the moment that it holds the run, as fast as they can be sent, until it is gone."""
     run = island(copy, 1)
     for _ in range(6):
-        child = nursery.train(copy, 1)
+        child = nursery.train(copy, 1, faults=SLOWLY)
         until(lambda child=child: any(e["process"]["pid"] == child.pid for e in kinds(run, "acquire")), child)
         deadline = time.monotonic() + BOUND
         while child.running() and time.monotonic() < deadline:

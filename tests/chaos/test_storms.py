@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.store.store import Store
-from chaos.campaigns import check_as_if_undisturbed, island
+from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island
 from chaos.nursery import Nursery
 from chaos.proxy import FAULTS, Weather, stormy
 from s3 import BUCKET, S3
@@ -37,7 +37,7 @@ def test_an_island_on_a_store_that_fails(
     with stormy(s3, weather) as endpoint:
         env = {**endpoint.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}
         for _ in range(20):
-            child = nursery.train(url, 0, env=env)
+            child = nursery.train(url, 0, env=env, faults=SLOWLY if kills < 4 else None)
             deadline = time.monotonic() + (chance.uniform(0.5, 3.0) if kills < 4 else 60)
             while child.running() and time.monotonic() < deadline:
                 time.sleep(0.01)
