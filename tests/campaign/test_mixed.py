@@ -22,7 +22,7 @@ from atoll.flow.schedule import VPCosine
 from atoll.measure.comparison import compare
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
-from atoll.report.campaign import open_campaign
+from atoll.report.facts import Facts
 from atoll.report.summary import summary
 from atoll.store.store import Store
 from helpers import atoll, command, environment, partitioned, write_campaign
@@ -123,7 +123,7 @@ def test_the_ledger_holds_for_experts_of_several_sizes(mixed: Path) -> None:
     spent = sum(card.train_flops for card in cards)
     for card in cards:
         assert card.train_flops / spent == pytest.approx(card.rows / rows, rel=0.1)
-    told = summary(open_campaign(store))
+    told = summary(Facts(store))
     assert told["flops_ratio"] == pytest.approx(1, rel=0.02) and told["unfinished"] == []
 
 

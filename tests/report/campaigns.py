@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ PROMPTS = [
     "{{ 7 * 7 }} {% raw %}",
 ]
 DISTANCES = {"monolith": 20.0, "once": 18.0, "top-1": 19.0, "top-2": 17.0, "full": 23.0, "oracle": 15.0}
+METRIC: dict[str, Any] = {"name": "efficientnet-lite2", "hash": HASH, "size": 64, "components": 64}
+METRIC |= {
+    "reference": "held-out pictures",
+    "reference_rows": 920,
+    "samples": 500,
+    "guidance": 2.0,
+    "seed": 0,
+}
+METRIC |= {"conditions": "of held-out rows", "sampler": "Euler", "ema": True, "real_training_pictures": 2.125}
 
 
 def png(side: int, level: int, mode: str = "L") -> bytes:
@@ -32,6 +42,10 @@ def png(side: int, level: int, mode: str = "L") -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def table(columns: str, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    return {"columns": columns.split(), "rows": [list(row) for row in rows]}
 
 
 class Builder:
@@ -44,61 +58,45 @@ class Builder:
         self.rng = np.random.default_rng(0)
 
     def campaign(self, **config: Any) -> "Builder":
-        tree = {
-            "seed": 0,
-            "condition": "text",
-            "partition": {"method": "kmeans", "k": self.k},
-            "monolith": True,
-        }
-        self.store.put_json("campaign.json", {"schema": 1, "code": "0.1.0", "config": {**tree, **config}})
+        tree = {"seed": 0, "condition": "text", "partition": {"method": "kmeans", "k": self.k}}
+        content = {"schema": 1, "code": "0.1.0", "config": {**tree, "monolith": True, **config}}
+        self.store.put_json("campaign.json", content)
         return self
-
-    campaign_again = campaign
 
     def partition(self, **fields: Any) -> "Builder":
         heldout = [10 * (n + 1) for n in range(self.k)]
-        about = {
-            "schema": 1,
-            "method": "kmeans",
-            "k": self.k,
-            "seed": 0,
-            "encoder": {"name": "efficientnet-lite0", "hash": HASH, "size": 64},
-            "rows": sum(self.sizes) + sum(heldout),
-            "data": HASH,
-            "sizes": self.sizes,
-            "heldout": heldout,
-            "warnings": [],
-            "hash": HASH,
-        }
+        about = {"schema": 1, "method": "kmeans", "k": self.k, "seed": 0, "data": HASH, "hash": HASH}
+        about |= {"encoder": {"name": "efficientnet-lite0", "hash": HASH, "size": 64}, "warnings": []}
+        about |= {"rows": sum(self.sizes) + sum(heldout), "sizes": self.sizes, "heldout": heldout}
         self.store.put_json("partition/partition.json", about | fields)
-        for number in range(self.k):
+        for number, size in enumerate(self.sizes):
             self.store.put(f"partition/sheets/{number}.png", png(48, number, "RGB"))
-            self._plan(f"islands/{number}", "expert", number)
-        self._plan("router", "router", None)
-        self._plan("monolith", "monolith", None)
-        return self
+            self.plan("expert", size // 10, rows=size, island=number)
+        self.plan("router", 50, flops=1e6)
+        return self.plan("monolith", sum(self.sizes) // 10)
 
-    def _plan(self, folder: str, role: str, island: int | None) -> None:
-        rows = sum(self.sizes) if island is None else self.sizes[island]
-        steps = {"expert": rows // 10, "router": 50, "monolith": sum(self.sizes) // 10}[role]
-        self._write_plan(folder, role, island, rows, steps, 64, 1e6 if role == "router" else 3e8)
-
-    def _write_plan(
-        self, folder: str, role: str, island: int | None, rows: int, steps: int, batch: int, flops: float
-    ) -> None:
-        plan = {"role": role, "island": island, "rows": rows, "steps": steps, "batch": batch, "shape": SHAPE}
-        plan |= {"partition": HASH, "seed": 0, "init_seed": 0, "init_sha256": None}
+    def plan(
+        self,
+        role: str,
+        steps: int,
+        *,
+        rows: int | None = None,
+        island: int | None = None,
+        batch: int = 64,
+        flops: float = 3e8,
+    ) -> "Builder":
+        """The numbers of a run, on all rows unless it is told."""
+        folder = role if island is None else f"islands/{island}"
+        plan = {
+            "role": role,
+            "island": island,
+            "rows": rows or sum(self.sizes),
+            "steps": steps,
+            "batch": batch,
+        }
+        plan |= {"partition": HASH, "seed": 0, "init_seed": 0, "init_sha256": None, "shape": SHAPE}
         plan |= {"train_flops": steps * batch * flops, "forward_flops": flops / 3}
         self.store.put_json(f"{folder}/island.json", RunPlan.parse(plan, folder).to_json())
-
-    def seed(self, steps: int) -> "Builder":
-        """The plan of shared pretraining on all rows."""
-        self._write_plan("pretrain", "pretrain", None, sum(self.sizes), steps, 64, 3e8)
-        return self
-
-    def student(self, steps: int) -> "Builder":
-        """The plan of a student."""
-        self._write_plan("student", "student", None, sum(self.sizes), steps, 16, 4e8)
         return self
 
     def run(self, folder: str, *, finished: bool = True, losses: list[Any] | None = None) -> "Builder":
@@ -145,43 +143,17 @@ class Builder:
         prompts = PROMPTS if prompts is None else prompts
         weights = self.rng.dirichlet(np.ones(self.k), (steps, len(prompts)))
         sharp = np.eye(self.k)
-        routing = {
-            "once": np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape),
-            "top-1": sharp[weights.argmax(-1)],
-            "full": weights.round(4),
+        once = np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape)
+        routing = {"once": once, "top-1": sharp[weights.argmax(-1)], "full": weights.round(4)}
+        cost = {
+            "seconds": 20.0,
+            "gflops_per_step": 0.07,
+            "experts_per_step": 1.0,
+            "router_calls_per_step": 0.25,
         }
-        content = {
-            "schema": 1,
-            "code": "0.1.0",
-            "default": "once",
-            "metric": {
-                "name": "efficientnet-lite2",
-                "hash": HASH,
-                "size": 64,
-                "components": 64,
-                "reference": "held-out pictures",
-                "reference_rows": 920,
-                "samples": 500,
-                "conditions": "of held-out rows",
-                "steps": steps,
-                "guidance": 2.0,
-                "sampler": "Euler",
-                "ema": True,
-                "seed": 0,
-                "same_features_as_partition": False,
-                "real_training_pictures": 2.125,
-            },
-            "rows": [
-                {
-                    "name": name,
-                    "distance": value,
-                    "seconds": 20.0,
-                    "gflops_per_step": 0.07,
-                    "experts_per_step": 1.0,
-                    "router_calls_per_step": 0.25,
-                }
-                for name, value in DISTANCES.items()
-            ],
+        content = {"schema": 1, "code": "0.1.0", "default": "once", "metric": METRIC | {"steps": steps}}
+        content |= {
+            "rows": [{"name": name, "distance": value, **cost} for name, value in DISTANCES.items()],
             "prompts": prompts,
             "clusters": [n % self.k for n in range(len(prompts))],
             "routing": {name: array.tolist() for name, array in routing.items()},
@@ -195,212 +167,189 @@ class Builder:
 
     def beyond(self, **change: Any) -> "Builder":
         """A comparison with sweeps, pairs and a curve. `change` replaces tables; None leaves one out."""
-        found = self.store.get_json("reports/compare.json")
-        for row in found["rows"]:
+        content = self.store.get_json("reports/compare.json")
+        for row in content["rows"]:
             row |= {"precision": 0.625, "recall": 0.375}
-        found["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
-        swept = {"monolith": (21.0, 20.0, 19.0), "once": (16.0, 18.0, 17.0)}
-        courses = {"pretrain": (0.0, 0.25, (60.0, 40.0)), "monolith": (0.0, 1.0, (40.0, 20.0))}
-        courses |= {"once": (0.25, 0.75, (30.0, 18.0))}
-        tables: dict[str, Any] = {
-            "pairs": [
-                {
-                    "strategy": name,
-                    "space": space,
-                    "partner": partner,
-                    "pairs": 500,
-                    "mean": mean,
-                    "low": mean - 0.01,
-                    "high": mean + 0.01,
-                    "effect": None if partner == "same noise" else 1.75,
-                    "higher": None if partner == "same noise" else 0.96,
-                }
-                for name, space in itertools.product(("top-1", "once"), ("pixels", "features"))
-                for partner, mean in (("same noise", 0.81), ("same cluster", 0.32), ("any", -0.14))
-            ],
-            "guidance": [
-                {"model": n, "guidance": s, "distance": d, "precision": 0.5, "recall": 0.5}
-                for n, distances in swept.items()
-                for s, d in zip((1.0, 2.0, 3.0), distances, strict=True)
-            ],
-            "best": [
-                {"model": n, "guidance": s, "distance": d, "precision": 0.5, "recall": None}
-                | {"edge": edge, "ratio": ratio}
-                for n, s, d, edge, ratio in (
-                    ("monolith", 3.0, 19.0, "high", None),
-                    ("once", 1.0, 16.0, "low", 0.842),
-                )
-            ],
-            "curve": [
-                {
-                    "model": n,
-                    "share": (place + 1) / 2,
-                    "train_flops": 1e12 * (start + length * (place + 1) / 2),
-                    "of_monolith": start + length * (place + 1) / 2,
-                    "distance": d,
-                    "precision": None,
-                    "recall": None,
-                }
-                for n, (start, length, distances) in courses.items()
-                for place, d in enumerate(distances)
-            ],
-            "reach": [
-                {
-                    "model": "once",
-                    "target": 20.0,
-                    "train_flops": 9.375e11,
-                    "of_monolith": 0.9375,
-                    "how": "between points",
-                }
-            ],
+        content["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
+        alike = (("same noise", 0.81), ("same cluster", 0.32), ("any", -0.14))
+        tables = {
+            "pairs": table(
+                "strategy space partner pairs mean low high effect higher",
+                (
+                    (name, space, partner, 500, mean, mean - 0.01, mean + 0.01)
+                    + ((None, None) if partner == "same noise" else (1.75, 0.96))
+                    for name in ("top-1", "once")
+                    for space in ("pixels", "features")
+                    for partner, mean in alike
+                ),
+            ),
+            "guidance": table(
+                "model guidance distance precision recall",
+                (
+                    (name, scale, distance, 0.5, 0.5)
+                    for name, distances in (("monolith", (21.0, 20.0, 19.0)), ("once", (16.0, 18.0, 17.0)))
+                    for scale, distance in zip((1.0, 2.0, 3.0), distances, strict=True)
+                ),
+            ),
+            "best": table(
+                "model guidance distance precision recall edge ratio",
+                [
+                    ("monolith", 3.0, 19.0, 0.5, None, "high", None),
+                    ("once", 1.0, 16.0, 0.5, None, "low", 0.842),
+                ],
+            ),
+            "curve": table(
+                "model share train_flops of_monolith distance precision recall",
+                (
+                    (name, share, 1e12 * spent, spent, distance, None, None)
+                    for name, share, spent, distance in (
+                        ("pretrain", 0.5, 0.125, 60.0),
+                        ("pretrain", 1.0, 0.25, 40.0),
+                        ("monolith", 0.5, 0.5, 40.0),
+                        ("monolith", 1.0, 1.0, 20.0),
+                        ("once", 0.5, 0.625, 30.0),
+                        ("once", 1.0, 1.0, 18.0),
+                    )
+                ),
+            ),
+            "reach": table(
+                "model target train_flops of_monolith how",
+                [("once", 20.0, 9.375e11, 0.9375, "between points")],
+            ),
         } | change
-        found["tables"] = {
-            name: {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
-            for name, rows in tables.items()
-            if rows
-        }
-        self.store.put_json("reports/compare.json", found)
+        content["tables"] = {name: rows for name, rows in tables.items() if rows}
+        self.store.put_json("reports/compare.json", content)
         return self
 
     def diagnose(
         self, splits: tuple[str, ...] = ("heldout",), monolith: bool = True, **fields: Any
     ) -> "Builder":
         """Experts whose error on cluster j is 1 + |j - k|, a monolith at 2, a router that learns with t."""
-        times, k = [0.25, 0.75, 1.0], self.k
-        places = [(split, t) for split in splits for t in (*times, "mean")]
-        clusters = ["all", *range(k)]
-        models = {"own": 1.0, "selected": 1.5, "others": 3.0, "mixture": 1.25}
-        models |= {"monolith": 2.0} if monolith else {}
-        pairs = [
-            ("selected", "own"),
-            *([("selected", "monolith"), ("mixture", "monolith")] if monolith else []),
-        ]
-        wrong = {"t": "mean", "angle": None}
-        tables = {
-            "router": [
-                {
-                    "split": split,
-                    "t": t,
-                    "nll": 0.5 + t,
-                    "accuracy": 0.9 - 0.5 * t,
-                    "confidence": 0.95,
-                    "ece": 0.05 + 0.5 * t,
-                    "ece_chance": 0.03,
-                    "temperature": 2.0,
-                    "prior_nll": 1.3,
-                    "prior_accuracy": 0.3,
-                }
-                for split, t in itertools.product(splits, times)
-            ],
-            "errors": [
-                {"split": s, "t": t, "cluster": c, "model": m, "error": v, "se": 0.01}
-                for (s, t), c, (m, v) in itertools.product(places, clusters, models.items())
-            ],
-            "differences": [
-                {
-                    "split": s,
-                    "t": t,
-                    "cluster": c,
-                    "gap": f"{a}-{b}",
-                    "difference": models[a] - models[b],
-                    "se": 0.01,
-                }
-                for (s, t), c, (a, b) in itertools.product(places, clusters, pairs)
-            ],
-            "experts": [
-                {
-                    "split": s,
-                    "t": t,
-                    "cluster": c,
-                    "expert": e,
-                    "error": 1.5 if c == "all" else 1.0 + abs(c - e),
-                }
-                for (s, t), c, e in itertools.product(places, clusters, range(k))
-            ],
-            "missing": [
-                {"split": s, "t": t, "cluster": c, "expert": e, "loss": 0.25 if c == e else -0.05}
-                for (s, t), c, e in itertools.product(places, clusters, range(k))
-            ],
-            "disagreement": [
-                {"split": s, "t": t, "cluster": "all", **(wrong if t == "mean" else {"angle": 20 + 10 * t})}
-                for s, t in places
-            ],
-            "usage": [
-                {"strategy": n, "expert": e, "size": 1 / k, "asked": 1 / k, "used": 1 / k}
-                for n, e in itertools.product(("once", "top-1"), range(k))
-            ],
-            "switches": [
-                {
-                    "strategy": n,
-                    "step": step,
-                    "t": t,
-                    "rate": 0.125 * (n == "top-1"),
-                    "ever": 0.4 * (n == "top-1"),
-                }
-                for n, (step, t) in itertools.product(("once", "top-1"), (("all", None), (1, 0.5), (2, 0.25)))
-            ],
-            "landing": [
-                {
-                    "strategy": n,
-                    "cluster": c,
-                    "landed": 0.75,
-                    "served": 0.5,
-                    "others": 0.8,
-                    "own": 0.4,
-                    "heldout_others": 0.9,
-                }
-                for n, c in itertools.product(("once", "top-1"), clusters)
-            ],
-            "stability": [
-                {
-                    "strategy": n,
-                    "samples": 100,
-                    "sensitivity": 1.5,
-                    "sensitivity_se": 0.1,
-                    "refinement": 0.05,
-                    "refinement_se": 0.002,
-                }
-                for n in ("once", "top-1", "monolith")
-            ],
-            "lipschitz": [
-                {"strategy": n, "step": step, "t": t, "foreseen": 1.0 - t / 2}
-                for n, (step, t) in itertools.product(("once", "top-1", "monolith"), ((0, 1.0), (1, 0.5)))
-            ],
-            "nearest": [
-                {
-                    "cluster": c,
-                    "samples": 50,
-                    "suspicious": 0.06,
-                    "memorised": 0.04,
-                    "memorised_heldout": 0.0,
-                    "distance": 3.5,
-                    "distance_heldout": 4.5,
-                }
-                for c in clusters
-            ],
-            "suspicious": [{"cluster": n % k, "ratio": 0.1 * n, "why": "ratio, distance"} for n in range(2)],
-            "closest": [{"cluster": 0, "ratio": 0.1, "why": ""}],
-        }
-        pictures = []
+        pairs = []
         for n in range(2):
             keys = {name: f"reports/diagnostics/pairs/{n:02d}-{name}.png" for name in ("sample", "training")}
             for key in keys.values():
                 self.store.put(key, png(self.side, n))
-            pictures.append({**keys, "caption": PROMPTS[n]})
-        content = {
-            "schema": 1,
-            "settings": {"splits": list(splits), "quantile": 0.01},
-            "strategies": ["once", "top-1"],
-            "missing": [],
-            "copies": {"leaked": 0},
-            "pictures": pictures,
-            "closest": pictures[:1],
-            "tables": {
-                name: {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
-                for name, rows in tables.items()
-            },
-        }
+            pairs.append({**keys, "caption": PROMPTS[n]})
+        content = {"schema": 1, "settings": {"splits": list(splits), "quantile": 0.01}, "missing": []}
+        content |= {"strategies": ["once", "top-1"], "copies": {"leaked": 0}}
+        content |= {"pictures": pairs, "closest": pairs[:1]}
+        content |= {"tables": self._errors(splits, monolith) | self._sampled()}
         self.store.put_json("reports/diagnostics.json", content | fields)
+        return self
+
+    def _errors(self, splits: tuple[str, ...], monolith: bool) -> dict[str, Any]:
+        times, clusters, experts = (0.25, 0.75, 1.0), ["all", *range(self.k)], range(self.k)
+        places = [(split, t, c) for split in splits for t in (*times, "mean") for c in clusters]
+        models = {"own": 1.0, "selected": 1.5, "others": 3.0, "mixture": 1.25}
+        models |= {"monolith": 2.0} if monolith else {}
+        gaps = [("selected", "own"), ("selected", "monolith"), ("mixture", "monolith")][
+            : 3 if monolith else 1
+        ]
+        return {
+            "router": table(
+                "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
+                (
+                    (split, t, 0.5 + t, 0.9 - 0.5 * t, 0.95, 0.05 + 0.5 * t, 0.03, 2.0, 1.3, 0.3)
+                    for split, t in itertools.product(splits, times)
+                ),
+            ),
+            "errors": table(
+                "split t cluster model error se",
+                ((*place, model, error, 0.01) for place in places for model, error in models.items()),
+            ),
+            "differences": table(
+                "split t cluster gap difference se",
+                (
+                    (*p, f"{a}-{b}", models[a] - models[b], 0.01)
+                    for p, (a, b) in itertools.product(places, gaps)
+                ),
+            ),
+            "experts": table(
+                "split t cluster expert error",
+                (
+                    (*p, e, 1.5 if p[2] == "all" else 1.0 + abs(p[2] - e))
+                    for p, e in itertools.product(places, experts)
+                ),
+            ),
+            "missing": table(
+                "split t cluster expert loss",
+                ((*p, e, 0.25 if p[2] == e else -0.05) for p, e in itertools.product(places, experts)),
+            ),
+            "disagreement": table(
+                "split t cluster angle",
+                (
+                    (split, t, "all", None if t == "mean" else 20 + 10 * t)
+                    for split, t in itertools.product(splits, (*times, "mean"))
+                ),
+            ),
+        }
+
+    def _sampled(self) -> dict[str, Any]:
+        names, dense = ("once", "top-1"), ("once", "top-1", "monolith")
+        clusters, share = ["all", *range(self.k)], 1 / self.k
+        ends = (0.75, 0.5, 0.8, 0.4, 0.9)
+        return {
+            "usage": table(
+                "strategy expert size asked used",
+                ((name, e, share, share, share) for name, e in itertools.product(names, range(self.k))),
+            ),
+            "switches": table(
+                "strategy step t rate ever",
+                (
+                    (name, step, t, 0.125 * (name == "top-1"), 0.4 * (name == "top-1"))
+                    for name, (step, t) in itertools.product(names, (("all", None), (1, 0.5), (2, 0.25)))
+                ),
+            ),
+            "landing": table(
+                "strategy cluster landed served others own heldout_others",
+                ((*place, *ends) for place in itertools.product(names, clusters)),
+            ),
+            "stability": table(
+                "strategy samples sensitivity sensitivity_se refinement refinement_se",
+                ((name, 100, 1.5, 0.1, 0.05, 0.002) for name in dense),
+            ),
+            "lipschitz": table(
+                "strategy step t foreseen",
+                ((n, step, t, 1 - t / 2) for n, (step, t) in itertools.product(dense, ((0, 1.0), (1, 0.5)))),
+            ),
+            "nearest": table(
+                "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
+                ((cluster, 50, 0.06, 0.04, 0.0, 3.5, 4.5) for cluster in clusters),
+            ),
+            "suspicious": table(
+                "cluster ratio why", ((n % self.k, 0.1 * n, "ratio, distance") for n in range(2))
+            ),
+            "closest": table("cluster ratio why", [(0, 0.1, "")]),
+        }
+
+    def change(self, name: str, change: dict[str, object], **where: object) -> "Builder":
+        """Change columns in the rows of a diagnosis' table that have these values."""
+        content = self.store.get_json("reports/diagnostics.json")
+        columns = content["tables"][name]["columns"]
+        rows = [
+            row
+            for row in content["tables"][name]["rows"]
+            if all(row[columns.index(key)] == value for key, value in where.items())
+        ]
+        assert rows
+        for row, (key, value) in itertools.product(rows, change.items()):
+            row[columns.index(key)] = value
+        self.store.put_json("reports/diagnostics.json", content)
+        return self
+
+    def evaluate(self, key: str, name: str, value: float, weights: str = "", **protocol: Any) -> "Builder":
+        """A point of `atoll evaluate`."""
+        how = {"extractor": "net", "extractor_size": 64, "samples": 1000, "reference": "the campaign's data"}
+        how |= {"reference_count": 1512, "reference_split": "heldout", "guidance": 2.0, "routing": "top-1"}
+        how |= {"extractor_hash": "ab", "reference_hash": "cd", "resize": "area", "rounding": "8 bits"}
+        how |= {"picture_size": [16, 16], "code": "0.1.0"}
+        frechet = {"label": "Fréchet distance on net", "value": value, "deviation": None, "settings": {}}
+        kid = {"label": "kernel distance on net", "value": 0.01234, "deviation": 0.002, "settings": {}}
+        subject = {"name": name} | ({"weights": {name: weights}} if weights else {})
+        content = {"schema": 1, "subject": subject, "protocol": how | protocol, "cost": {}, "key": key}
+        content["values"] = {"frechet": frechet | {"note": "the covariance is singular"}, "kid": kid}
+        self.store.put_json(f"reports/evaluate/{key}.json", content)
         return self
 
     def stages(self) -> "Builder":

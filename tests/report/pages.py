@@ -3,8 +3,12 @@
 import base64
 import io
 from html.parser import HTMLParser
+from pathlib import Path
 
 from PIL import Image
+
+from atoll.report.page import write_report
+from report.campaigns import Builder
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 ADDRESSES = {"src", "href", "srcset", "action", "data", "poster", "xlink:href", "background", "cite"}
@@ -23,6 +27,11 @@ class Page(HTMLParser):
         self.feed(html)
         self.close()
         self.wrong += self.open
+
+    @classmethod
+    def of(cls, builder: Builder) -> "Page":
+        """The report of a campaign, written and read back."""
+        return cls(Path(write_report(builder.store)).read_text())
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, {name: value or "" for name, value in attrs}))

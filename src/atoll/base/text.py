@@ -75,6 +75,6 @@ def percent(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{100 * value:.{digits}f}%"
 
 
-def ratio(value: float | None) -> str:
+def ratio(value: float | None, digits: int = 2) -> str:
     """`0.87×`."""
-    return NONE if value is None else f"{value:.2f}×" if value < 100 else f"{value:,.0f}×"
+    return NONE if value is None else f"{value:.{digits}f}×" if value < 100 else f"{value:,.0f}×"

@@ -1,6 +1,7 @@
 """What a campaign fixed and what was measured of it: the types of its JSON files."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
+from atoll.ensemble.routing import Routing
 
 Record = dict[str, Any]
 Weights = list[list[list[float]]]
@@ -176,6 +178,13 @@ class ComparedModel(Config):
     recall: float | None = None
     """Share of real pictures that lie among samples."""
 
+    @cached_property
+    def routing(self) -> Routing | None:
+        """The routing of this name; None for a dense model, and for a function of the user's own."""
+        with suppress(ConfigError):
+            return Routing.named(self.name)
+        return None
+
 
 class Comparison(_Tables):
     """`compare.json`: every model's distance under the same conditions, noise and judge."""
@@ -211,8 +220,8 @@ class Comparison(_Tables):
     @property
     def best(self) -> ComparedModel | None:
         """The routing of the smallest distance. `oracle` is told the cluster, so it does not compete."""
-        beside = ("monolith", "student")
-        rows = [r for r in self.rows if r.name not in beside and not r.name.startswith("oracle")]
+        dense = ("monolith", "student")
+        rows = [r for r in self.rows if r.name not in dense and not (r.routing and r.routing.needs_labels)]
         return min((r for r in rows if r.distance is not None), key=lambda r: r.distance or 0.0, default=None)
 
     def ratio(self, row: ComparedModel | None) -> float | None:

@@ -1,18 +1,50 @@
 """The report of a campaign: one self-contained HTML page, and its figures as JSON."""
 
+from functools import cache
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from atoll.report import compared, evaluated, palette, sections, why, wording
-from atoll.report.campaign import Campaign, open_campaign
+from atoll.base import text as numbers
+from atoll.base.errors import PartitionError
+from atoll.report import charts, palette, text
+from atoll.report.facts import Facts
+from atoll.report.sections import (
+    beyond,
+    clusters,
+    evaluated,
+    flops,
+    head,
+    learning,
+    provenance,
+    routing,
+    samples,
+    sampling,
+    strategies,
+    why,
+)
 from atoll.report.summary import summary
 from atoll.store.store import Store
 
 PAGE = "reports/index.html"
 SUMMARY = "reports/summary.json"
+SECTIONS = (
+    *(head, samples, routing, clusters, learning, strategies, beyond, evaluated),
+    *(why, sampling, flops, provenance),
+)
+"""What each makes of the facts is told by the template of its name; None where there is nothing yet."""
+FILTERS = {
+    "whole": text.whole,
+    "decimals": text.decimals,
+    "significant": numbers.significant,
+    "ratio": numbers.ratio,
+    "percent": numbers.percent,
+    "flops": numbers.flops,
+    "time": numbers.duration,
+    "model": palette.model_name,
+}
 
 
 def write_report(store: Store) -> str:
@@ -31,52 +63,41 @@ def write_report(store: Store) -> str:
         DataError: a file of the campaign is not what Atoll writes.
         StoreError: a file cannot be read or written.
     """
-    campaign = open_campaign(store)
-    store.put_json(SUMMARY, summary(campaign))
-    store.put(PAGE, render(campaign).encode("utf-8", "replace"))
+    if not store.exists("partition/partition.json"):
+        where = store.location
+        raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
+    facts = Facts(store)
+    store.put_json(SUMMARY, summary(facts))
+    store.put(PAGE, render(facts).encode("utf-8", "replace"))
     return store.name(PAGE)
 
 
-def render(campaign: Campaign) -> str:
+def render(facts: Facts) -> str:
     """The page as text."""
-    loader = PackageLoader("atoll.report")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= _filters()
-    k = campaign.partition.k
-    return environment.get_template("page.html").render(
-        campaign=campaign,
-        compared=campaign.comparison,
-        style=Markup(loader.get_source(environment, "style.css")[0]),
-        colours={
-            "light": Markup(palette.variables(k)),
-            "dark": Markup(palette.variables(k, dark=True)),
-            "classes": Markup(palette.classes(k)),
-        },
-        header=sections.header(campaign),
-        samples=sections.samples(campaign),
-        routing=sections.routing(campaign),
-        clusters=sections.clusters(campaign),
-        charts=sections.charts(campaign),
-        strategies=sections.strategies(campaign),
-        beyond=compared.section(campaign),
-        evaluated=evaluated.section(campaign),
-        why=why.section(campaign),
-        ledger=sections.ledger(campaign),
-        provenance=sections.provenance(campaign),
-        config=yaml.safe_dump(campaign.config, sort_keys=False, allow_unicode=True),
+    k = facts.partition.k
+    contexts: dict[str, Any] = {one.__name__.rpartition(".")[2]: one.section(facts) for one in SECTIONS}
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            facts=facts,
+            colours={dark: Markup(palette.variables(k, dark)) for dark in (False, True)},
+            config=yaml.safe_dump(facts.frozen.config, sort_keys=False, allow_unicode=True),
+            **contexts,
+        )
     )
 
 
-def _filters() -> dict[str, Any]:
-    return {
-        "whole": wording.whole,
-        "significant": wording.significant,
-        "ratio": wording.ratio,
-        "percent": wording.percent,
-        "decimals": wording.decimals,
-        "flops": wording.flops,
-        "time": wording.seconds,
-        "short": wording.short_hash,
-    }
+@cache
+def environment() -> Environment:
+    """Where templates find each other, the drawings' frame and the ways to write numbers."""
+    page = Environment(
+        loader=PackageLoader("atoll.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= FILTERS
+    page.globals["frame"] = (charts.LEFT, charts.RIGHT, charts.TOP, charts.BOTTOM)
+    return page

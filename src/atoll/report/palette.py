@@ -4,15 +4,21 @@ The first four stay apart best. Colours were searched for in OKLab under simulat
 tritanopia (Machado et al. 2009); numbers and names always stand beside them, so colour is never alone.
 """
 
+from collections.abc import Iterable
+
 LIGHT = ("#0a6fb0", "#e3a62b", "#9c3015", "#3fbfb9", "#5f3467", "#8b93f0", "#cf8089", "#86762f")
 """On a light page."""
 DARK = ("#3f95dc", "#f7cb68", "#c9593b", "#4feadd", "#9a5fa8", "#b4bcfa", "#ef919b", "#a39a2f")
 """The same hues on a dark page."""
+DENSE = {"monolith": "Monolith", "pretrain": "Shared pretraining", "student": "Student"}
+"""Single networks, each with a colour of its own, and what the page calls them."""
+ROUTED = ("selected", "mixture", "own", "router")
+"""CSS classes of the colours of routings, in order."""
 
 
-def expert_class(number: int) -> str:
-    """CSS class that sets `--c` to an expert's colour."""
-    return f"e{number}"
+def model_name(name: str) -> str:
+    """As the page calls a model: a routing as it is."""
+    return DENSE.get(name, name)
 
 
 def expert_colour(number: int, dark: bool = False) -> str:
@@ -29,6 +35,7 @@ def variables(count: int, dark: bool = False) -> str:
     return " ".join(f"--e{number}: {expert_colour(number, dark)};" for number in range(count))
 
 
-def classes(count: int) -> str:
-    """CSS rules `.e0` ... of all experts."""
-    return " ".join(f".e{number} {{ --c: var(--e{number}) }}" for number in range(count))
+def model_styles(names: Iterable[str]) -> dict[str, str]:
+    """CSS class of every model: a dense one's is its name, routings take theirs in turn."""
+    routings = [name for name in dict.fromkeys(names) if name not in DENSE]
+    return {name: name for name in DENSE} | {n: ROUTED[i % len(ROUTED)] for i, n in enumerate(routings)}

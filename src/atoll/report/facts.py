@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from atoll.base.errors import DataError, PartitionError
+from atoll.base.errors import DataError
 from atoll.base.format import File
-from atoll.campaign.results import Comparison, Diagnosis, Frozen, MeasuredPoint, MetricsLine, PicturePair
+from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.formats import PartitionFile
 from atoll.ensemble.card import Card
-from atoll.report.wording import clean, clean_tree, finite
+from atoll.report.palette import DENSE
+from atoll.report.text import clean, clean_tree, finite
 from atoll.store.store import Store
 
 Point = tuple[float, float]
 Kind = TypeVar("Kind", bound=File)
-EVALUATIONS = "reports/evaluate"
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,9 @@ class Picture:
     height: int
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A sample and the training picture that it is nearest to."""
-
-    caption: str
-    sample: Picture | None
-    training: Picture | None
+def pixelated(pictures: Sequence[Picture | None]) -> bool:
+    """Whether pictures are so small that their pixels should stay sharp squares."""
+    return max((picture.width for picture in pictures if picture), default=0) <= 64
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class Run:
     @property
     def name(self) -> str:
         """As the page calls it."""
-        names = {"expert": f"Expert {self.island}", "pretrain": "Shared pretraining"}
-        return names.get(self.role) or self.role.capitalize()
+        return f"Expert {self.island}" if self.role == "expert" else DENSE.get(self.role, "Router")
 
     @property
     def style(self) -> str:
@@ -85,11 +80,6 @@ class Run:
         """Images seen and training loss, where it is finite."""
         points = [(float(line.samples), finite(line.loss)) for line in self.trained]
         return [(seen, loss) for seen, loss in points if loss is not None]
-
-    @property
-    def odd(self) -> int:
-        """Training losses that are not finite."""
-        return len(self.trained) - len(self.losses)
 
     @property
     def checked(self) -> MetricsLine:
@@ -120,30 +110,31 @@ class Run:
     @property
     def samples(self) -> int | None:
         """Images of the whole run."""
-        return self.card.samples if self.card else self.plan.samples if self.plan else None
+        numbers = self.card or self.plan
+        return numbers.samples if numbers else None
 
     @property
-    def spent(self) -> float | None:
-        """Seconds of training so far."""
+    def seconds(self) -> float | None:
+        """Of training so far."""
         if self.card:
             return finite(self.card.provenance.get("seconds"))
         return self.trained[-1].seconds if self.trained else None
 
     @property
     def train_flops(self) -> float | None:
-        """Operations of the whole run, as planned."""
-        known = self.card or self.plan
-        return known.train_flops if known else None
+        """Operations of the whole run: as planned, and as the card says when it is finished."""
+        numbers = self.card or self.plan
+        return numbers.train_flops if numbers else None
 
-    @property
-    def spent_flops(self) -> float | None:
-        """Operations of the finished run; None before."""
-        return self.train_flops if self.finished else None
+
+def _points(line: MetricsLine, values: Sequence[float | None]) -> list[Point]:
+    pairs = zip(line.grid, map(finite, values), strict=False)
+    return [(t, value) for t, value in pairs if value is not None]
 
 
 @dataclass(frozen=True)
-class Campaign:
-    """A campaign as far as it is. What is read is read from the store when it is first asked for."""
+class Facts:
+    """A campaign as far as it is, from the partition on. A file is read when it is first asked for."""
 
     store: Store
 
@@ -154,28 +145,13 @@ class Campaign:
 
     @cached_property
     def frozen(self) -> Frozen:
-        """Its settings."""
-        return Frozen.read(self.store, "campaign.json")
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Its settings as plain data."""
-        return self.frozen.config
-
-    @cached_property
-    def code(self) -> str:
-        """Version of Atoll that made it."""
-        return clean(self.frozen.code)
+        """Its settings, and the version of Atoll that made it."""
+        return self.file("campaign.json", Frozen)
 
     @cached_property
     def partition(self) -> PartitionFile:
         """Clusters and what decided them."""
-        return self._file("partition/partition.json", PartitionFile)
-
-    @cached_property
-    def sheets(self) -> list[Picture | None]:
-        """A contact sheet per cluster, None where it is missing."""
-        return [self.picture(f"partition/sheets/{k}.png") for k in range(self.partition.k)]
+        return self.file("partition/partition.json", PartitionFile)
 
     @cached_property
     def experts(self) -> list[Run]:
@@ -202,10 +178,37 @@ class Campaign:
         """The run that learns from the experts; None where there is none."""
         return self._run("student", "student") if self.store.exists("student/island.json") else None
 
+    @property
+    def ensemble(self) -> list[Run]:
+        """The runs that together cost what the monolith costs: experts, router, shared pretraining."""
+        return [*self.experts, self.router, *([self.pretrain] if self.pretrain else [])]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs that the campaign wants: the ensemble's, the monolith, the student."""
+        baseline = [self.monolith] if self.wants_monolith else []
+        return [*self.ensemble, *baseline, *([self.student] if self.student else [])]
+
+    @property
+    def wants_monolith(self) -> bool:
+        """Whether a baseline is trained, or was."""
+        return self.frozen.config.get("monolith", True) is not False or self.monolith.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether every run is."""
+        return all(run.finished for run in self.runs)
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Operations of experts, router and shared pretraining over the monolith's, as planned and carded."""
+        spent, base = total([run.train_flops for run in self.ensemble]), self.monolith.train_flops
+        return spent / base if base and spent is not None else None
+
     @cached_property
     def comparison(self) -> Comparison | None:
         """None before `atoll compare`."""
-        return self._optional("reports/compare.json", Comparison)
+        return self.optional("reports/compare.json", Comparison)
 
     @cached_property
     def pictures(self) -> dict[str, list[Picture | None]]:
@@ -221,93 +224,41 @@ class Campaign:
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """None before `atoll diagnose`."""
-        return self._optional("reports/diagnostics.json", Diagnosis)
-
-    def pairs(self, pairs: Sequence[PicturePair]) -> list[Pair]:
-        """Samples beside what they resemble."""
-        return [Pair(p.caption, self.picture(p.sample), self.picture(p.training)) for p in pairs]
+        return self.optional("reports/diagnostics.json", Diagnosis)
 
     @cached_property
     def stages(self) -> dict[str, float]:
         """Seconds by stage, where the quickstart wrote them."""
         key = "reports/stages.json"
-        content = self.store.get_json(key) if self.store.exists(key) else {}
+        content = clean_tree(self.store.get_json(key)) if self.store.exists(key) else {}
         if not isinstance(content, dict):
             raise DataError(f"{self.store.name(key)} is not what Atoll writes", "restore it or remove it")
-        return {clean(k): value for k, raw in content.items() if (value := finite(raw)) is not None}
-
-    @cached_property
-    def evaluations(self) -> list[MeasuredPoint]:
-        """Reports of `atoll evaluate` of this version, by name of the model."""
-        keys = [key for key in self.store.list(EVALUATIONS) if key.endswith(".json") and key.count("/") == 2]
-        contents = {key: clean_tree(self.store.get_json(key)) for key in keys}
-        current = {k: v for k, v in contents.items() if not isinstance(v, dict) or MeasuredPoint.fits(v)}
-        results = [MeasuredPoint.of_json(content, self.store.name(key)) for key, content in current.items()]
-        return sorted(results, key=lambda one: str(one.subject["name"]))
-
-    def is_stale(self, parts: dict[str, Any]) -> bool:
-        """Whether these digests, by part, are of other weights than are published now."""
-        return bool(parts) and parts != self._published(parts)
-
-    @cached_property
-    def stale(self) -> list[str]:
-        """Commands that measured other weights than are published now: something was trained since."""
-        results = {"atoll compare": self.comparison, "atoll diagnose": self.diagnosis}
-        return [command for command, one in results.items() if one is not None and self.is_stale(one.parts)]
-
-    def _published(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """Digests of what is published now: the parts that were measured, and the ensemble if it was."""
-        dense = measured.keys() & {"monolith", "student", "pretrain"}
-        cards = {name: self._optional(f"{name}/expert/card.json", Card) for name in dense}
-        digests = {name: card.weights_sha256 for name, card in cards.items() if card}
-        key = "ensemble/ensemble.json"
-        if measured.keys() == dense or not self.store.exists(key):
-            return digests
-        content = self.store.get_json(key)
-        return {**(content.get("parts") or {}), **digests} if isinstance(content, dict) else digests
-
-    @property
-    def runs(self) -> list[Run]:
-        """All runs that the campaign wants: the ensemble's, the monolith, the student."""
-        return [
-            *self.ensemble,
-            *((self.monolith,) if self.wants_monolith else ()),
-            *((self.student,) if self.student else ()),
-        ]
-
-    @property
-    def ensemble(self) -> list[Run]:
-        """The runs that together cost what the monolith costs: experts, router, pretraining."""
-        return [*self.experts, self.router, *((self.pretrain,) if self.pretrain else ())]
-
-    @property
-    def ensemble_name(self) -> str:
-        """These runs in words."""
-        return "Experts, router and shared pretraining" if self.pretrain else "Experts and router"
-
-    @property
-    def wants_monolith(self) -> bool:
-        """Whether a baseline is trained, or was."""
-        return self.config.get("monolith", True) is not False or self.monolith.finished
-
-    @property
-    def default(self) -> str | None:
-        """The routing that the campaign samples with, as its comparison says."""
-        return self.comparison.default if self.comparison else None
-
-    @property
-    def flops_ratio(self) -> float | None:
-        """Operations of experts, router and shared pretraining over the monolith's, as planned and carded."""
-        spent = [run.train_flops for run in self.ensemble]
-        base = self.monolith.train_flops
-        if not base or any(value is None for value in spent):
-            return None
-        return sum(value or 0.0 for value in spent) / base
+        return {name: value for name, value in content.items() if finite(value) is not None}
 
     @property
     def seconds(self) -> float | None:
         """Of all stages; None where nobody took the time."""
         return round(sum(self.stages.values()), 1) if self.stages else None
+
+    @property
+    def stale(self) -> list[str]:
+        """Commands that measured other weights than are published now: something was trained since."""
+        results = {"atoll compare": self.comparison, "atoll diagnose": self.diagnosis}
+        return [command for command, one in results.items() if one is not None and self.is_stale(one.parts)]
+
+    def is_stale(self, parts: dict[str, Any]) -> bool:
+        """Whether these digests, by part, are of other weights than are published now."""
+        dense = parts.keys() & DENSE.keys()
+        cards = {name: self.optional(f"{name}/expert/card.json", Card) for name in dense}
+        published: dict[str, Any] = {}
+        key = "ensemble/ensemble.json"
+        if parts.keys() != dense and self.store.exists(
+            key
+        ):  # its type is beside torch, so it is read as it is
+            content = self.store.get_json(key)
+            published = (content.get("parts") or {}) if isinstance(content, dict) else {}
+        digests = {name: card.weights_sha256 for name, card in cards.items() if card}
+        return bool(parts) and parts != {**published, **digests}
 
     def picture(self, key: str) -> Picture | None:
         """A PNG; None where there is none or something else lies there."""
@@ -317,45 +268,34 @@ class Campaign:
         width, height = struct.unpack(">II", data[16:24])
         return Picture("data:image/png;base64," + base64.b64encode(data).decode(), width, height)
 
+    def file(self, key: str, kind: type[Kind]) -> Kind:
+        """A file whose texts are fit for a page, and whose numbers are finite."""
+        return kind.of_json(clean_tree(self.store.get_json(key)), self.store.name(key))
+
+    def optional(self, key: str, kind: type[Kind]) -> Kind | None:
+        """The same, None where there is none."""
+        return self.file(key, kind) if self.store.exists(key) else None
+
     def _run(self, folder: str, role: str, island: int | None = None) -> Run:
-        plan = self._optional(f"{folder}/island.json", RunPlan)
-        card = self._optional(f"{folder}/expert/card.json", Card)
+        plan = self.optional(f"{folder}/island.json", RunPlan)
+        card = self.optional(f"{folder}/expert/card.json", Card)
         return Run(role, island, plan, card, list(self._lines(f"{folder}/run/metrics.jsonl")))
 
     def _lines(self, key: str) -> Iterator[MetricsLine]:
-        """Lines of a metrics file; the last may be torn while the run writes it, and is left out then."""
+        """Lines of a metrics file; one may be torn while the run writes it, and is left out then."""
         text = self.store.get(key).decode("utf-8", "replace") if self.store.exists(key) else ""
         for line in text.splitlines():
             try:
                 yield MetricsLine.model_validate_json(line)
             except ValidationError as error:
                 first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                if first["type"] == "json_invalid" or not where or first["type"] == "missing":
+                if first["type"] in ("json_invalid", "missing") or not first["loc"]:
                     continue
-                what = f"{self.store.name(key)} is not what Atoll writes ({where!r} in a line)"
+                what = f"{self.store.name(key)} is not what Atoll writes ({first['loc'][0]!r} in a line)"
                 raise DataError(what, "restore it or remove it") from None
 
-    def _optional(self, key: str, kind: type[Kind]) -> Kind | None:
-        return self._file(key, kind) if self.store.exists(key) else None
 
-    def _file(self, key: str, kind: type[Kind]) -> Kind:
-        """A file whose texts are fit for a page."""
-        return kind.of_json(clean_tree(self.store.get_json(key)), self.store.name(key))
-
-
-def _points(line: MetricsLine, values: Sequence[float | None]) -> list[Point]:
-    pairs = zip(line.grid, map(finite, values), strict=False)
-    return [(t, value) for t, value in pairs if value is not None]
-
-
-def open_campaign(store: Store) -> Campaign:
-    """A campaign to report on.
-
-    Raises:
-        PartitionError: it has no partition yet, so there is nothing to show.
-    """
-    if not store.exists("partition/partition.json"):
-        where = store.location
-        raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
-    return Campaign(store)
+def total(values: Sequence[float | None]) -> float | None:
+    """The sum; None where a value is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

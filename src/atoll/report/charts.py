@@ -1,0 +1,274 @@
+"""The numbers of the page's drawings: axes, lines, strips, the ring. `drawings.html` makes SVG of them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from atoll.report.facts import Point
+from atoll.report.text import tick
+
+WIDTH, HEIGHT = 440, 254
+LEFT, RIGHT, TOP, BOTTOM = 42, WIDTH - 20, 12, HEIGHT - 42
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart.
+
+    Attributes:
+        name: for legend and tooltips.
+        style: CSS class of its colour.
+        points: of the line.
+        raw: of the faint line behind it.
+        dots: whether every point gets a dot with a tooltip.
+    """
+
+    name: str
+    style: str
+    points: Sequence[Point]
+    raw: Sequence[Point] = ()
+    dots: bool = True
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis.
+
+    Attributes:
+        title: what it measures.
+        low: value at its start.
+        high: value at its end, above `low`.
+        log: logarithmic; `low` is positive then.
+        marks: values that get a label.
+        label: text of a mark.
+    """
+
+    title: str
+    low: float
+    high: float
+    log: bool = False
+    marks: Sequence[float] = ()
+    label: Callable[[float], str] = tick
+
+    def at(self, value: float) -> float:
+        """Where a value lies, 0 at the start and 1 at the end."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over two axes; the last is on top.
+
+    Attributes:
+        title: what it shows, for those who do not see it.
+        series: the lines.
+        x: horizontal axis.
+        y: vertical axis.
+        guides: names, which may be empty, and heights of dashed lines.
+    """
+
+    title: str
+    series: Sequence[Series]
+    x: Axis
+    y: Axis
+    guides: Sequence[tuple[str, float]] = ()
+
+    @property
+    def about(self) -> str:
+        """The title, and whose lines there are."""
+        return f"{self.title}: {', '.join(line.name for line in self.series)}"
+
+    def across(self, value: float) -> float:
+        """Horizontal coordinate of a value."""
+        return round(LEFT + self.x.at(value) * (RIGHT - LEFT), 2)
+
+    def down(self, value: float) -> float:
+        """Vertical coordinate of a value."""
+        return round(BOTTOM - self.y.at(value) * (BOTTOM - TOP), 2)
+
+    def path(self, points: Sequence[Point]) -> str:
+        """The line through points, in SVG's words."""
+        return "M" + "L".join(f"{self.across(x):g} {self.down(y):g}" for x, y in points)
+
+
+def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis:
+    """An axis whose ends are round and hold all values."""
+    numbers = list(values) or [0.0, 1.0]
+    low, high = min(0.0, *numbers) if zero else min(numbers), max(numbers)
+    if high - low < 1e-9 * max(1.0, abs(high)):
+        low, high = low - 0.5 * (abs(low) or 1.0) * (not zero), high + 0.5 * (abs(high) or 1.0)
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if (high - low) / 5 <= m * power * (1 + 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    marks = [round(i * step, 12) for i in range(first, last + 1)]
+    return Axis(title, marks[0], marks[-1], marks=marks)
+
+
+def log_axis(title: str, values: Iterable[float]) -> Axis:
+    """A logarithmic axis that holds all positive values, with marks at 1, 2 and 5."""
+    numbers = [value for value in values if value > 0] or [1.0, 10.0]
+    low, high = min(numbers), max(numbers)
+    if high < 1.05 * low:
+        low, high = low / 1.5, high * 1.5
+    low, high = low / (high / low) ** 0.02, high * (high / low) ** 0.02
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        marks = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]
+        if len(marks) <= 6:
+            break
+    marks = marks[:: max(1, -(-len(marks) // 6))]
+    return Axis(title, low, high, log=True, marks=marks)
+
+
+_SHARES = Axis("", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label="{:.0%}".format)
+_ENDS = {0.0: "0 data", 1.0: "1 noise"}
+_TIME = Axis("t", -0.02, 1.02, marks=_SHARES.marks, label=lambda t: _ENDS.get(t, f"{t:.2g}"))
+
+
+def by_time(
+    title: str,
+    series: Iterable[Series],
+    unit: str,
+    guides: Sequence[tuple[str, float | None]] = (),
+    zero: bool = False,
+    share: bool = False,
+) -> Chart | None:
+    """Lines over the time t of the flow; None where there is no point.
+
+    Args:
+        title: what the chart shows.
+        series: the lines.
+        unit: title of the other axis.
+        guides: names and heights of dashed lines; those without a height are left out.
+        zero: whether the axis begins at 0.
+        share: whether it is one of shares, from 0 to 1.
+    """
+    lines = [one for one in series if one.points]
+    if not lines:
+        return None
+    dashed = [(name, value) for name, value in guides if value is not None]
+    values = [v for one in lines for _, v in one.points] + [value for _, value in dashed]
+    y = replace(_SHARES, title=unit) if share else linear_axis(unit, values, zero)
+    return Chart(title, lines, _TIME, y, dashed)
+
+
+def training_curve(title: str, curves: Sequence[Series]) -> Chart | None:
+    """Losses against images seen, both logarithmic: smoothed, with the raw values behind.
+
+    The raw lines decide the range but for their few most extreme values, which the frame clips.
+    """
+    lines = [
+        Series(one.name, one.style, smooth(one.points), thin(one.points), dots=False)
+        for one in curves
+        if len(one.points) > 1
+    ]
+    if not lines:
+        return None
+    raw = sorted(y for one in lines for _, y in one.raw if y > 0)
+    high = raw[min(len(raw) - 1, int(0.995 * len(raw)))] if raw else 1.0
+    x = log_axis("images seen", [p[0] for one in lines for p in one.points])
+    y = log_axis(title.lower(), [v for one in lines for _, v in one.points] + [v for v in raw if v <= high])
+    clipped = [
+        replace(one, raw=[(seen, min(max(loss, y.low), y.high)) for seen, loss in one.raw if seen > 0])
+        for one in lines
+    ]
+    return Chart(f"{title} against images seen", clipped, x, y)
+
+
+def smooth(points: Sequence[Point], width: float = 1.18, most: int = 400) -> list[Point]:
+    """Geometric mean of a window that is even on a logarithmic axis: from x / width to x * width."""
+    positive = [(x, y) for x, y in points if x > 0 and y > 0]
+    sums = [0.0]
+    for _, y in positive:
+        sums.append(sums[-1] + math.log(y))
+    smoothed, low, high = [], 0, 0
+    for x, _ in positive:
+        while positive[low][0] < x / width:
+            low += 1
+        while high < len(positive) and positive[high][0] <= x * width:
+            high += 1
+        smoothed.append((x, math.exp((sums[high] - sums[low]) / (high - low))))
+    return thin(smoothed, most)
+
+
+def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
+    """At most so many points, evenly spread on a logarithmic axis, the first and the last among them."""
+    if len(points) <= most or points[0][0] <= 0:
+        return list(points)
+    step = math.log(points[-1][0] / points[0][0]) / (most - 1)
+    chosen, due = [], points[0][0]
+    for point in points[:-1]:
+        if point[0] >= due:
+            chosen.append(point)
+            due = point[0] * math.exp(step)
+    return [*chosen, points[-1]]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Which experts served one sample, from noise (left) to data (right).
+
+    Attributes:
+        name: of sample and routing.
+        weights: `[step][expert]`; a step's colours share its height in these proportions.
+    """
+
+    name: str
+    weights: Sequence[Sequence[float]]
+
+    @property
+    def about(self) -> str:
+        """`mostly expert 2 in steps 1 to 4, then mostly expert 0 in steps 5 to 15`, by the largest weight."""
+        spans: list[list[int]] = []
+        for number, step in enumerate(self.weights, 1):
+            leader = max(range(len(step)), key=step.__getitem__)
+            if spans and spans[-1][0] == leader:
+                spans[-1][2] = number
+            else:
+                spans.append([leader, number, number])
+        words = (f"mostly expert {k} in steps {first} to {last}" for k, first, last in spans)
+        return f"{self.name}: {', then '.join(words)}"
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """For each expert its parts of all steps, 10 wide and together 100 high, in SVG's words."""
+        paths: dict[int, str] = {}
+        gap = 0 if len(self.weights) > 40 else 1
+        for number, step in enumerate(self.weights):
+            total, top = sum(step) or 1.0, 0.0
+            for expert, weight in enumerate(step):
+                high = 100 * weight / total
+                if high > 0:
+                    cell = f"M{10 * number} {top:.4g}h{10 - gap}v{high:.4g}h{gap - 10}z"
+                    paths[expert] = paths.get(expert, "") + cell
+                top += high
+        return dict(sorted(paths.items()))
+
+    @property
+    def tooltips(self) -> list[str]:
+        """Of every step: its time, and who served it."""
+        texts, steps = [], len(self.weights)
+        for number, step in enumerate(self.weights):
+            total = sum(step) or 1.0
+            used = ", ".join(f"expert {k} {w / total:.0%}" for k, w in enumerate(step) if w > 0.005 * total)
+            texts.append(f"{self.name}, step {number + 1} of {steps}, t = {1 - number / steps:.2f}: {used}")
+        return texts
+
+
+def ring(sizes: Sequence[int]) -> list[str]:
+    """An atoll: one arc per cluster, as long as its share, in SVG's words."""
+    radius, count = 26.0, len(sizes)
+    # Round ends reach 0.16 beyond their arc, so many arcs get square ends and smaller gaps.
+    gap = (0.52 if count <= 6 else 0.5 / count + 0.04) * (count > 1)
+    start, arcs = gap / 2 - math.pi / 2, []
+    for size in sizes:
+        end = start + max((2 * math.pi - gap * count - 0.01) * size / sum(sizes), 0.02)
+        angles = (start, (start + end) / 2, end)
+        places = [f"{32 + radius * math.cos(a):.2f} {32 + radius * math.sin(a):.2f}" for a in angles]
+        arcs.append(
+            f"M{places[0]}" + "".join(f"A{radius:g} {radius:g} 0 0 1 {place}" for place in places[1:])
+        )
+        start = end + gap
+    return arcs
