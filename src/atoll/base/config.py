@@ -15,12 +15,7 @@ class Config(BaseModel):
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any], where: str) -> Self:
-        """Build from plain data, or raise `ConfigError` that names the first wrong key.
-
-        Args:
-            tree: nested plain data, as read from YAML or JSON.
-            where: the file or command the settings came from, for the message.
-        """
+        """Build from plain data, or raise `ConfigError` that names the first wrong key."""
         if not isinstance(tree, Mapping):
             raise ConfigError(
                 f"{where} holds a {type(tree).__name__}", "write settings as 'key: value' lines"

@@ -13,15 +13,7 @@ def say(message: str) -> None:
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere.
-
-    Args:
-        name: what is being done.
-        total: units of work in all.
-        done: units done before (a resumed run); they do not count for the speed.
-        unit: name of a unit.
-        every: seconds between lines where there is no terminal.
-    """
+    """A bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, name: str, total: int, done: int = 0, unit: str = "rows", every: float = 15.0) -> None:
         self.name, self.total, self.first, self.unit = name, total, done, unit

@@ -45,6 +45,12 @@ class PartitionError(AtollError):
     """Parts that do not belong together: another partition, other latents, other text states."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a message, or the error's name: libraries go on for a page."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint for a wrong name: the closest valid one if any is close, and all of them."""
     valid = sorted(names)

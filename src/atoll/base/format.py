@@ -66,10 +66,6 @@ class File(Config):
     def of_json(cls, content: Any, where: str) -> Self:
         """Check plain data and make a value of it.
 
-        Args:
-            content: what the file holds.
-            where: its place, for the message.
-
         Raises:
             AtollError: `ERROR`, in one line, for another format, another version or wrong content.
         """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.base.device import own_device
-from atoll.base.errors import AtollError, ConfigError, PartitionError, PeerFailed
+from atoll.base.errors import AtollError, ConfigError, PartitionError, PeerFailed, first_line
 
 Result = TypeVar("Result")
 
@@ -118,9 +118,6 @@ class ProcessGroup:
 def joined(seconds: float = 600.0) -> Iterator[ProcessGroup]:
     """The processes that `torchrun` started, or this one alone.
 
-    Args:
-        seconds: after which a collective that does not finish is an error.
-
     Raises:
         AtollError: the others did not come in time.
     """
@@ -148,8 +145,7 @@ def named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PeerFailed(
-            f"{what} did not finish ({reason[:200]})",
+            f"{what} did not finish ({first_line(error)[:200]})",
             "another process of this run has ended or hangs: look at its output, then run it again",
         ) from None

@@ -15,13 +15,7 @@ POINTS_PER_CENTROID = 39  # under this faiss warns that centroids are poorly fou
 
 
 def fit(features: Features, k: int, fine: int, seed: int) -> Features:
-    """K coarse centroids of a sample of features.
-
-    Args:
-        features: `(N, D)` float32, already normalised.
-        k: number of clusters.
-        fine: number of fine centroids; fewer where N is too small for them.
-        seed: of the k-means starts.
+    """K coarse centroids of a sample of normalised features `(N, D)`.
 
     Returns:
         Centroids `(K, D)` float32, in order of falling first-seen size so that numbers are stable.

@@ -39,14 +39,7 @@ class _Mapped(NamedTuple):
 
 
 class Column:
-    """One column of a data set, read by row number.
-
-    Args:
-        store: the store.
-        folder: the column's folder in the store.
-        meta: its `column.json`.
-        bounds: number of rows before each shard, and of all rows, `(shards + 1,)`.
-    """
+    """One column of a data set, read by row number."""
 
     def __init__(self, store: Store, folder: str, meta: ColumnMeta, bounds: Rows) -> None:
         self.store, self.folder, self.meta, self.bounds = store, folder, meta, bounds

@@ -40,13 +40,7 @@ SPLITS = ("train", "heldout")
 
 
 class DataSet:
-    """Rows with captions, pictures and columns, read-only but for new columns.
-
-    Args:
-        store: the store it lies in.
-        prefix: its folder there, or "".
-        manifest: its manifest; use `open` to read it.
-    """
+    """Rows with captions, pictures and columns, read-only but for new columns."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest) -> None:
         self.store, self.prefix, self.manifest = store, prefix, manifest

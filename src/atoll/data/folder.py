@@ -39,10 +39,6 @@ class _Entry:
 class FolderSource:
     """The images below a folder, in the order of their paths.
 
-    Args:
-        folder: the folder.
-        options: columns of the metadata files.
-
     Raises:
         DataError: the folder is missing, is a file, holds no images or no captions, or a metadata file
             lacks a column.

@@ -54,11 +54,7 @@ class ImageWriter:
 
 
 class ImageReader:
-    """The pictures of one shard by their number; the file is opened for each access, never held open.
-
-    Args:
-        path: a local tar file, verified by the caller.
-    """
+    """The pictures of one shard by their number; the file is opened for each access, never held open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

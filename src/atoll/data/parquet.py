@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from atoll.base.errors import DataError
+from atoll.base.errors import DataError, first_line
 from atoll.base.hashing import digest
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
@@ -23,10 +23,6 @@ class ParquetSource:
     """The rows of one parquet file, or of all parquet files below a folder in the order of their paths.
 
     A picture is a struct with `bytes`, or a binary column named `image`.
-
-    Args:
-        path: the file or folder.
-        options: which columns mean what.
 
     Raises:
         DataError: there is no parquet file, one cannot be read, or one lacks a column.
@@ -78,7 +74,7 @@ class ParquetSource:
                 data = picture.get("bytes") if isinstance(picture, dict) else picture
                 yield to_record(values, self.options, f"{place}, row {row}", data, f"{place}-{row:08d}")
         except (pa.ArrowException, OSError) as error:
-            what = f"cannot read {file}, rows {low} to {high}: {str(error).strip().splitlines()[0]}"
+            what = f"cannot read {file}, rows {low} to {high}: {first_line(error)}"
             raise DataError(what, "the file is damaged: fetch it again") from None
         finally:
             reader.close()
@@ -123,7 +119,7 @@ def _open(file: Path) -> pq.ParquetFile:
         # Without pre-buffering, and with a small buffer, a row group is streamed and not held whole.
         return pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
     except (pa.ArrowException, OSError) as error:
-        what = f"{file} is not a readable parquet file: {str(error).strip().splitlines()[0]}"
+        what = f"{file} is not a readable parquet file: {first_line(error)}"
         raise DataError(what, "fetch it again") from None
 
 

@@ -62,12 +62,6 @@ class Partition:
 def make(dataset: DataSet, features: Column | None, config: PartitionConfig, seed: int) -> Partition:
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 
-    Args:
-        dataset: with a `split` column.
-        features: the encoder's column; None for `random`.
-        config: method and numbers.
-        seed: of the sample and the starts.
-
     Raises:
         PartitionError: K is larger than the rows, or a cluster stays empty.
     """

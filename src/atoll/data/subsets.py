@@ -30,15 +30,9 @@ def write_subset(
 ) -> DataSet:
     """Write some rows, in the given order, and some columns as a data set of their own, without pictures.
 
-    Killed and called again it continues; called again when it is finished it only verifies the columns.
+    `prefix` is its folder in `store`; `columns` are copied with their extras.
 
-    Args:
-        source: where the rows come from.
-        rows: row numbers of `source`.
-        store: where the new data set goes.
-        prefix: its folder there.
-        columns: names of the columns to copy, with their extras.
-        shard_rows: rows of a shard.
+    Killed and called again it continues; called again when it is finished it only verifies the columns.
 
     Raises:
         DataError: there are no rows, a column is missing, or the folder holds a data set of other rows.
@@ -82,12 +76,6 @@ def _copy_column(column: Column, dataset: DataSet, parts: list[np.ndarray]) -> N
 
 def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence[str]) -> DataSet:
     """Write a data set that holds no rows itself, but names those of others in the same store, in order.
-
-    Args:
-        store: the store; every part must lie in it.
-        prefix: folder of the new data set.
-        parts: the data sets to join.
-        columns: names of columns that all parts have, from the same producer.
 
     Raises:
         DataError: there are no parts, one lies elsewhere, a column is missing or differs between parts,

@@ -10,9 +10,10 @@ from urllib.error import URLError
 import torch
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError, nearest
+from atoll.base.errors import ConfigError, first_line, nearest
 from atoll.encoders.hub import loading
-from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.encoders.text import knows_words
+from atoll.encoders.vision import VisionEncoder, standardised, vision_encoder
 
 NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2")
 """Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
@@ -47,8 +48,8 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
         )
     if "/" in name and _model_type(name) == "clip":
         return _clip(name, size, device)
-    found = vision_encoder(name, size, device)
-    return replace(found, pool=_class_token, token="class") if found.kind == "dinov2" else found
+    encoder = vision_encoder(name, size, device)
+    return replace(encoder, pool=_class_token, token="class") if encoder.kind == "dinov2" else encoder
 
 
 def _class_token(network: Any, pixels: Tensor) -> Tensor:
@@ -94,7 +95,6 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     own = int(network.config.vision_config.image_size)
     if size not in (None, own):
         raise ConfigError(f"{name!r} sees pictures of {own} px, not {size}", "leave the size out")
-    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
 
     def pool(net: Any, pixels: Tensor) -> Tensor:
         embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
@@ -105,7 +105,7 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
         network,
         own,
         int(network.config.projection_dim),
-        lambda x: (x / 255.0 - mean) / std,
+        standardised(_MEAN, _STD, device),
         pool,
         device,
         kind="clip",
@@ -117,12 +117,10 @@ def _tokenizer(name: str) -> Any:
     import transformers
 
     try:
-        found = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         return None
-    # transformers makes up a tokenizer where a folder holds none: of no word but its unknown one.
-    tokens = {token for word in ("a", "red", "house") for token in found(word)["input_ids"]}
-    return found if len(tokens) > 3 else None
+    return tokenizer if knows_words(tokenizer) else None
 
 
 def _model_type(name: str) -> str:
@@ -138,19 +136,16 @@ def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # a torchvision that does not match torch is a RuntimeError
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(
-            f"the extractor 'inception' is not installed ({reason})",
+            f"the extractor 'inception' is not installed ({first_line(error)})",
             "pip install 'atoll[fid]', with the torchvision of your torch; or choose another extractor",
         ) from None
     path = name.partition(":")[2] or None
     try:
         network = FeatureExtractorInceptionV3(name, ["2048"], feature_extractor_weights_path=path)
     except (OSError, URLError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"cannot load the weights of Inception: {reason}", "fetch the file, and name it: inception:FILE"
-        ) from None
+        what = f"cannot load the weights of Inception: {first_line(error)}"
+        raise ConfigError(what, "fetch the file, and name it: inception:FILE") from None
     network = network.eval().requires_grad_(False).to(device)
 
     def pool(net: nn.Module, pixels: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, first_line
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def loading(
     try:
         yield
     except (OSError, ValueError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+        reason = first_line(error).rstrip(".: ")
         raise ConfigError(f"cannot load the {what} {name!r}: {reason}", fix) from None
     finally:
         logger.setLevel(level)

@@ -93,8 +93,8 @@ class TextEncoder:
             chunk = distinct[start : start + batch]
             values, mask = self.encode(chunk)
             states.update({c: v[m] for c, v, m in zip(chunk, values, mask, strict=True)})
-        found = [states[c] for c in captions]
-        return torch.cat(found), torch.tensor([f.shape[0] for f in found], dtype=torch.int32)
+        sequences = [states[caption] for caption in captions]
+        return torch.cat(sequences), torch.tensor(list(map(len, sequences)), dtype=torch.int32)
 
 
 def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEncoder:
@@ -120,13 +120,17 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
         tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))
         network = tower.from_pretrained(location).eval().requires_grad_(False).to(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(location)
-    if len({tuple(tokenizer(word)["input_ids"]) for word in ("a", "red", "house")}) == 1:
-        # transformers makes up a tokenizer that knows no words where a folder holds none.
-        raise ConfigError(
-            f"cannot load the text encoder {name!r}: it has no tokenizer", "add its tokenizer's files"
-        )
+    if not knows_words(tokenizer):
+        what = f"cannot load the text encoder {name!r}: it has no tokenizer"
+        raise ConfigError(what, "add its tokenizer's files")
     width, length = _size(getattr(network.config, "text_config", network.config), max_length)
     return TextEncoder(name, tokenizer, network, length, width, torch.device(device))
+
+
+def knows_words(tokenizer: Any) -> bool:
+    """Whether it tells words apart; transformers makes up one that does not where a folder holds none."""
+    tokens = {token for word in ("a", "red", "house") for token in tokenizer(word)["input_ids"]}
+    return len(tokens) > 3  # more than a start, an end, and one for what it does not know
 
 
 def text_size(name: str, max_length: int) -> tuple[int, int]:

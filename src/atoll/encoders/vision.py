@@ -129,14 +129,17 @@ def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
         network = transformers.AutoModel.from_pretrained(name).eval().requires_grad_(False).to(device)
     if network.config.model_type != "dinov2":
         raise ConfigError(f"{name!r} is no DINOv2 but {network.config.model_type}", "give one")
-    mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(1, 3, 1, 1)
-    std = torch.tensor([0.229, 0.224, 0.225], device=device).view(1, 3, 1, 1)
+    normalise = standardised((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)
 
     def pool(net: nn.Module, pixels: Tensor) -> Tensor:
         states: Tensor = net(pixel_values=pixels).last_hidden_state
         return states[:, 1:].mean(dim=1)  # patch tokens, as the method pools them
 
     width = int(network.config.hidden_size)
-    return VisionEncoder(
-        name, network, size or 224, width, lambda x: (x / 255.0 - mean) / std, pool, device, kind="dinov2"
-    )
+    return VisionEncoder(name, network, size or 224, width, normalise, pool, device, kind="dinov2")
+
+
+def standardised(mean: Sequence[float], std: Sequence[float], device: str) -> Callable[[Tensor], Tensor]:
+    """What turns levels `(B, 3, H, W)` of 0 to 255 into numbers about 0, by channel."""
+    centre, width = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, std))
+    return lambda levels: (levels / 255.0 - centre) / width

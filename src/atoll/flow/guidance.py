@@ -12,13 +12,7 @@ def guide(
     v_null: Float[Tensor, "B C H W"],
     scale: float | Float[Tensor, "B"],
 ) -> Float[Tensor, "B C H W"]:
-    """`v_null + scale (v_cond - v_null)`: the paper's `1 + w`, as in diffusers. Scale 1 is `v_cond` exactly.
-
-    Args:
-        v_cond: velocity under the condition.
-        v_null: velocity under the null condition.
-        scale: one for all, or one per sample `(B,)`.
-    """
+    """`v_null + scale (v_cond - v_null)`; the scale is the paper's `1 + w`. Scale 1 is `v_cond` exactly."""
     if isinstance(scale, Tensor):
         each = expand(scale, v_cond).to(v_cond.dtype)
         return torch.where(each == 1, v_cond, v_null + each * (v_cond - v_null))

@@ -45,10 +45,5 @@ def per_sample_loss(output: Float[Tensor, "B C H W"], target: Float[Tensor, "B C
 
 
 def drop_condition(cond: Condition, null: Condition, u: Float[Tensor, "B"], probability: float) -> Condition:
-    """The null condition where `u (B,)`, uniform on [0, 1), is below `probability`; else the sample's own.
-
-    Args:
-        cond: conditions of B samples.
-        null: the null condition, one row or B rows.
-    """
+    """The null condition where `u (B,)`, uniform on [0, 1), is below `probability`; else the sample's own."""
     return cond.where(u >= probability, null)

@@ -12,13 +12,7 @@ MARGIN = 1e-5
 
 
 def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule) -> Float[Tensor, "B"]:
-    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF.
-
-    Args:
-        config: the distribution.
-        u: one uniform per sample.
-        schedule: whose time it is; the shift is one of its log-SNR, whatever its curves.
-    """
+    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF."""
     t = u.double()
     if config.distribution == "logit-normal":
         t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, first_line
 from atoll.networks.families import kept_buffers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -68,7 +68,7 @@ class Checkpoint:
             except FileNotFoundError:
                 raise _refusal(self.name, f"{file} is missing") from None
             except (SafetensorError, OSError) as error:
-                raise _refusal(self.name, f"{file} cannot be read ({_line(error)})") from None
+                raise _refusal(self.name, f"{file} cannot be read ({first_line(error)})") from None
         return found
 
 
@@ -147,11 +147,6 @@ def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
 def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> Fit:
     """Copy into the network what fits; the rest stays as it is.
 
-    Args:
-        network: initialised.
-        weights: tensors by name.
-        name: of where they come from, for messages.
-
     Raises:
         ConfigError: nothing fits, or what fits is not finite.
     """
@@ -206,7 +201,7 @@ def _from_hub(name: str, folder: Path) -> Path:
         )
     except Exception as error:  # the hub's client has several families of them
         raise ConfigError(
-            f"{name!r} is no folder, and as a hub name it cannot be had ({_line(error)})", _FIX
+            f"{name!r} is no folder, and as a hub name it cannot be had ({first_line(error)})", _FIX
         ) from None
 
 
@@ -238,7 +233,7 @@ def _json(name: str, path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(name, f"{path.name} cannot be read ({_line(error)})") from None
+        raise _refusal(name, f"{path.name} cannot be read ({first_line(error)})") from None
     if not isinstance(tree, dict):
         raise _refusal(name, f"{path.name} holds no settings")
     return tree
@@ -246,10 +241,6 @@ def _json(name: str, path: Path) -> dict[str, Any]:
 
 def _refusal(name: str, why: str) -> ConfigError:
     return ConfigError(f"{name!r} cannot be used: {why}", _FIX)
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _first(names: list[str] | tuple[str, ...]) -> str:

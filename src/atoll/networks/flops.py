@@ -34,14 +34,7 @@ def count(
     shape: DataShape,
     batch: int = 2,
 ) -> Flops:
-    """Count a network at the given data shape.
-
-    Args:
-        build: makes the network; called under the meta device.
-        call: evaluates it at `(network, x, t, condition)`.
-        shape: latents and conditions.
-        batch: B to count at; the result is per sample.
-    """
+    """Count a network at the given data shape."""
     with torch.device("meta"):
         network = build()
         x = torch.empty(batch, shape.channels, shape.size, shape.size)

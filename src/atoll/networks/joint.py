@@ -22,12 +22,6 @@ class MaskedJointAttention:
     ) -> tuple[Tensor, Tensor] | Tensor:
         """Attention of the picture `(B, N, D)` and the text `(B, L, D)`, or of the picture alone.
 
-        Args:
-            attn: projections and norms of one block.
-            hidden_states: tokens of the picture.
-            encoder_hidden_states: tokens of the text; None in a block's second attention.
-            attention_mask: which tokens may be looked at, bool `(B, 1, 1, N + L)`.
-
         Returns:
             What was given, attended.
         """

@@ -50,11 +50,6 @@ def limits_of(family: str) -> Limits:
 def check_settings(family: str, vae: str, patch: int) -> None:
     """Refuse a model that no stock pipeline runs, as far as settings tell.
 
-    Args:
-        family: of the network.
-        vae: name of the autoencoder, or `none`.
-        patch: side of the network's patches.
-
     Raises:
         ConfigError: says what is in the way.
     """
@@ -72,14 +67,7 @@ def check_settings(family: str, vae: str, patch: int) -> None:
 
 
 def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int) -> None:
-    """The same as far as the data tell.
-
-    Args:
-        family: of the network.
-        latents: what made the latents.
-        classes: number of class labels.
-        patch: side of the network's patches.
-    """
+    """The same as far as the data tell."""
     check_settings(family, str(latents["name"]), patch)
     limits, shift = limits_of(family), float(latents.get("shift", 0.0))
     if shift and not limits.shifts:

@@ -28,11 +28,6 @@ def folder() -> Path:
 def fetch(objects: Any, key: str, url: str) -> Path:
     """A local file with an object's bytes, fetched unless its copy is there.
 
-    Args:
-        objects: the obstore store.
-        key: of the object there.
-        url: the whole name of the object.
-
     Raises:
         StoreError: the copy cannot be written. What obstore raises passes through.
     """

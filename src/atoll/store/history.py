@@ -9,10 +9,6 @@ class History:
 
     Entries of one holder lie side by side: an `acquire`, what it did before its first step, its commits, and
     how it ended. So between two commits of one holder there are only commits, which need not be read.
-
-    Args:
-        store: any store that holds the run's folder.
-        folder: of the run within it, such as `islands/0/run`.
     """
 
     def __init__(self, store: Store, folder: str) -> None:

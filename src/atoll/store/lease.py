@@ -142,14 +142,7 @@ def _silence(store: Store, holder: Entry, key: str) -> float:
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
-    """When a holder last gave a sign of life, by the store's clock.
-
-    Args:
-        store: any store that holds the run's folder.
-        holder: its `acquire`.
-        key: where that is.
-        folder: of the run within the store.
-    """
+    """When a holder last gave a sign of life, by the store's clock."""
     signs, beat = [store.modified(key)], read_heartbeat(store, folder)
     if beat is not None and beat.holder == holder.holder:
         signs.append(store.modified(join(folder, HEARTBEAT)))
@@ -199,13 +192,7 @@ def _started(pid: int) -> int | None:
 
 
 class Heart:
-    """A thread that writes `heartbeat.json` until it is stopped or the run is taken over.
-
-    Args:
-        log: of the run, acquired.
-        lease: how often.
-        read: fields of the `Heartbeat` besides who, where and when.
-    """
+    """A thread that writes `heartbeat.json` until it is stopped or the run is taken over."""
 
     def __init__(self, log: Log, lease: LeaseConfig, read: Callable[[], dict[str, Any]]) -> None:
         self.log, self.lease, self.read = log, lease, read

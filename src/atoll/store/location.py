@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import MemoryStore, from_url
 
-from atoll.base.errors import StoreError
+from atoll.base.errors import StoreError, first_line
 
 SCHEMES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE"} | {
     "abfss": "AZURE",
@@ -86,10 +86,6 @@ def local_path(location: str | Path) -> Path | None:
 def connect(url: str, retries: dict[str, Any]) -> Any:
     """The obstore store behind a URL; nothing is asked of it yet.
 
-    Args:
-        url: with one of `SCHEMES`, or `memory://NAME`, which lives as long as this process.
-        retries: `PATIENT` or `IMPATIENT`.
-
     Raises:
         StoreError: not a URL that names a bucket.
     """
@@ -135,8 +131,3 @@ def explain(error: BaseException) -> tuple[str, str] | None:
         host = re.search(r"https?://[^/\s]+", text)
         return f"{host[0] if host else 'the endpoint'} does not answer", "check the network and the endpoint"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message: obstore's go on with a dump of its values."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

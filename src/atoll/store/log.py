@@ -105,12 +105,7 @@ class Fenced(StoreError):
 
 
 class Log:
-    """The append-only log in the folder `log/` of a run.
-
-    Args:
-        store: narrowed to the run's folder.
-        holder: name of this process, unique among all that ever hold the run.
-    """
+    """The append-only log in the folder `log/` of a run."""
 
     def __init__(self, store: Store, holder: str) -> None:
         self.store, self.holder = store, holder

@@ -18,9 +18,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 from obstore.store import LocalStore
 
-from atoll.base.errors import StoreError
+from atoll.base.errors import StoreError, first_line
 from atoll.store import cache
-from atoll.store.location import IMPATIENT, PATIENT, connect, explain, first_line, local_path
+from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
 
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
 COPIED_AT_ONCE = 5 * 2**30
@@ -48,12 +48,6 @@ class Unsupported(StoreError):
 
 class Store:
     """A folder of objects that are written whole or not at all. Use `open`.
-
-    Args:
-        objects: the obstore store.
-        location: folder or URL, without a final slash.
-        local: the folder, where it is one of this machine.
-        prefix: folder within `objects` that `location` names.
 
     Attributes:
         location: folder or URL, for messages and commands.
@@ -304,10 +298,6 @@ async def _copy_in_parts(objects: Any, source: str, target: str) -> None:
 
 def check_conditional_create(store: Store, prefix: str = "") -> None:
     """Make sure that of two writers who create the same object one is refused; a log depends on it.
-
-    Args:
-        store: the store.
-        prefix: folder for the object that is tried, and removed again.
 
     Raises:
         StoreError: the store overwrites, or refuses conditional writes.
