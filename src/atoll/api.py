@@ -72,10 +72,10 @@ def load(
     residency: Residency | None = None,
     device: torch.device | str | None = None,
 ) -> Model:
-    """Load a model: of a campaign, whose trained parts are assembled first, or of an exported folder.
+    """Load a model: of a campaign, whose trained parts are assembled first, of an exported folder, or by hub name.
 
     Args:
-        source: the campaign, its folder, or an exported folder.
+        source: the campaign, its folder, an exported folder, or a hub name.
         name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
         residency: how many experts stay on the device.
         device: where it samples; the GPU if there is one.

@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,6 +188,16 @@ def test_texts_take_their_encoder_along(
     call = {"prompt": [prompt, "greek small letter alpha, sans bold"], "output_type": "latent"}
     pictures = [pipe(generator=torch.Generator().manual_seed(3), **call).images for pipe in (light, heavy)]
     assert torch.equal(*pictures)
+    # So does a `Model`, of the folder and of a hub's copy of it.
+    monkeypatch.setattr("atoll.encoders.text._minilm", lambda: pytest.fail("looked for by name"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: tmp_path / "out")
+    models = [Model.load(source) for source in (tmp_path / "out", "somebody/letters")]
+    ours = [model(call["prompt"], seed=3, batch=2).images for model in models]
+    drawn = heavy(generator=torch.Generator().manual_seed(3), prompt=call["prompt"]).images
+    assert [np.asarray(image).tolist() for image in ours[0]] == [
+        np.asarray(image).tolist() for image in drawn
+    ]
+    assert [image.tobytes() for image in ours[0]] == [image.tobytes() for image in ours[1]]
     assert "Apache-2.0" in (tmp_path / "out/README.md").read_text()
 
 

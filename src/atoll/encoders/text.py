@@ -97,7 +97,9 @@ class TextEncoder:
         return torch.cat(sequences), torch.tensor(list(map(len, sequences)), dtype=torch.int32)
 
 
-def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEncoder:
+def text_encoder(
+    name: str, max_length: int = 77, device: str = "cpu", tokenizer: str | None = None
+) -> TextEncoder:
     """Load a text encoder.
 
     Args:
@@ -105,6 +107,7 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
             transformers text model such as `google/t5-v1_1-xxl` or `openai/clip-vit-large-patch14`.
         max_length: most tokens of one caption.
         device: where it runs.
+        tokenizer: folder of its tokenizer, where that does not lie beside the weights.
 
     Raises:
         ConfigError: it cannot be found or is of an unsupported type.
@@ -119,12 +122,12 @@ def text_encoder(name: str, max_length: int = 77, device: str = "cpu") -> TextEn
         config = transformers.AutoConfig.from_pretrained(location)
         tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))
         network = tower.from_pretrained(location).eval().requires_grad_(False).to(device)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(location)
-    if not knows_words(tokenizer):
+        words = transformers.AutoTokenizer.from_pretrained(tokenizer or location)
+    if not knows_words(words):
         what = f"cannot load the text encoder {name!r}: it has no tokenizer"
         raise ConfigError(what, "add its tokenizer's files")
     width, length = _size(getattr(network.config, "text_config", network.config), max_length)
-    return TextEncoder(name, tokenizer, network, length, width, torch.device(device))
+    return TextEncoder(name, words, network, length, width, torch.device(device))
 
 
 def knows_words(tokenizer: Any) -> bool:

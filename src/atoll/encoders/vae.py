@@ -142,9 +142,16 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
     return channels, size // factor
 
 
-def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu") -> Autoencoder:
-    """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now."""
-    vae = autoencoder(producer["name"], device)
+def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str | None = None) -> Autoencoder:
+    """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now.
+
+    Args:
+        producer: what the column says of it.
+        device: where it runs.
+        place: folder of a copy; by default it is looked for by its name.
+    """
+    vae = autoencoder(place or producer["name"], device)
+    vae.name = producer["name"]
     if vae.producer() != dict(producer):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae

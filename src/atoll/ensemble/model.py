@@ -25,6 +25,7 @@ from atoll.ensemble.expert import Expert, RouterModel, published, read_card
 from atoll.ensemble.folder import DEFAULTS, MANIFEST, MODEL_INDEX, read_manifest
 from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
+from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locate
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
@@ -73,6 +74,7 @@ class Model:
     ) -> None:
         self._denoiser, self.card, self.device = denoiser, card, torch.device(device)
         self.generation = generation or Generation()
+        self._folder: OpenFolder | None = None
         if encoder is not None:
             self.encoder = encoder
         if vae is not None:
@@ -85,22 +87,24 @@ class Model:
         name: str = ENSEMBLE,
         residency: Residency | None = None,
         device: torch.device | str = "cpu",
-        verified: bool = False,
     ) -> "Model":
         """Open a model; its weights are loaded when it first draws, every file held against its hash.
 
         Args:
-            source: a campaign, or the folder of an assembled or exported ensemble.
+            source: a campaign, the folder of an assembled or exported ensemble, or a hub name. Encoders that
+                lie in the folder are taken from there.
             name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
             residency: how many experts stay on the device; the others are brought when they are needed.
             device: where it samples.
-            verified: the files were checked just now.
 
         Raises:
             StoreError: not assembled or not published, or a file is not what the manifest says.
-            ConfigError: the budget holds no expert.
+            ConfigError: no such folder or hub name, or the budget holds no expert.
         """
-        store = source if isinstance(source, Store) else Store.open(source)
+        if isinstance(source, Store):
+            store = source
+        else:
+            store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
         if name != ENSEMBLE:
             return cls._single(store, name, device)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
@@ -111,14 +115,17 @@ class Model:
         card = read_card(store, f"{prefix}router")
 
         def denoiser() -> Ensemble:
-            for entry in () if verified else content.files:
+            for entry in content.files:
                 check_file(store, prefix.rstrip("/") or ".", entry)
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
             experts = load_experts(store, content.k, places, residency, device)
             return Ensemble(experts, router, absent, Costs.of(card, cards, content.k))
 
-        return cls(denoiser, card, device, _defaults(store, prefix))
+        model = cls(denoiser, card, device, _defaults(store, prefix))
+        if not prefix and store.local is not None:
+            model._folder = inspect_folder(store.local, "auto")
+        return model
 
     @classmethod
     def _single(cls, store: Store, name: str, device: torch.device | str) -> "Model":
@@ -149,17 +156,24 @@ class Model:
     def encoder(self) -> TextEncoder:
         """The text encoder of the training; `ConfigError` if its weights are others by now."""
         assert self.card.text is not None
-        encoder = text_encoder(self.card.text["name"], text_length(self.card), str(self.device))
+        length, device = text_length(self.card), str(self.device)
+        if self._folder is not None and {"text_encoder", "tokenizer"} <= {*self._folder.components}:
+            places = [str(self._folder.root / name) for name in ("text_encoder", "tokenizer")]
+            encoder = text_encoder(places[0], length, device, tokenizer=places[1])
+        else:
+            encoder = text_encoder(self.card.text["name"], length, device)
         if encoder.producer()["hash"] != self.card.text["hash"]:
-            raise ConfigError(
-                f"the text encoder {encoder.name!r} is not the one of the training", "install that one"
-            )
+            name = self.card.text["name"]
+            raise ConfigError(f"the text encoder {name!r} is not the one of the training", "install that one")
         return encoder
 
     @cached_property
     def vae(self) -> Autoencoder:
         """The autoencoder of the latents."""
-        return autoencoder_of(self.card.latents, str(self.device))
+        place = None
+        if self._folder is not None and "vae" in self._folder.components:
+            place = str(self._folder.root / "vae")
+        return autoencoder_of(self.card.latents, str(self.device), place)
 
     def conditions(
         self,

@@ -94,7 +94,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         return path
     if "://" in str(name):
         raise ConfigError(f"{name} is a URL", "write the folder first: atoll export CAMPAIGN --to FOLDER")
-    if not _HUB.fullmatch(str(name)):
+    if not is_hub_name(name):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
     root = _fetch(str(name), [MANIFEST, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
     numbers = sorted(map(int, read_index(root / "experts").experts))
@@ -102,6 +102,11 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     others = [f"{part}/*" for part in index_entries(read_json(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
+
+
+def is_hub_name(name: str | os.PathLike[str]) -> bool:
+    """Whether this is OWNER/MODEL of a hub, and no folder here."""
+    return isinstance(name, str) and bool(_HUB.fullmatch(name)) and not Path(name).exists()
 
 
 def inspect_folder(root: Path, experts: Any) -> OpenFolder:
