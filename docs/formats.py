@@ -5,7 +5,9 @@ python docs/formats.py --check   exit 1 unless it is what the page holds
 """
 
 import importlib
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -25,7 +27,7 @@ END = "<!-- Until here. -->"
 def main(argv: list[str]) -> int:
     """Write the page, or check it."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if "from atoll.base.format import" in path.read_text():
+        if re.search(r"^    FORMAT\b", path.read_text(), re.MULTILINE):
             importlib.import_module(".".join(("atoll", *path.relative_to(SOURCE).with_suffix("").parts)))
     page = PAGE.read_text()
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
@@ -38,15 +40,25 @@ def main(argv: list[str]) -> int:
 
 
 def document(formats: list[type[File]]) -> str:
-    """Describe formats as Markdown: a section for each, with its fields, their types and what they mean."""
-    return "\n\n".join(_section(kind) for kind in sorted(formats, key=lambda kind: (kind.PLACE, kind.FORMAT)))
+    """Describe formats as Markdown: a section for each, with its fields, their types and what they mean.
+
+    What several of them hold is described once, at the end.
+    """
+    ordered = sorted(formats, key=lambda kind: (kind.PLACE, kind.FORMAT))
+    groups = {kind: list(_groups(kind)) for kind in ordered}
+    uses = Counter(group for held in groups.values() for group in held)
+    shared = [group for group in uses if uses[group] > 1 and group not in formats]
+    own = {kind: [g for g in held if uses[g] == 1 and g not in formats] for kind, held in groups.items()}
+    sections = [_section(kind, own[kind]) for kind in ordered]
+    parts = [f"Of each `{group.__name__}`:\n\n{_fields(group)}" for group in shared]
+    return "\n\n".join([*sections, "### In several of them", *parts])
 
 
-def _section(kind: type[File]) -> str:
+def _section(kind: type[File], groups: list[type[BaseModel]]) -> str:
     version = f"`{kind.FORMAT}` {kind.VERSION}"
-    head = f"## {kind.PLACE}\n\n{version}. {_sentence(kind.__doc__)}\n\n{_fields(kind)}"
-    groups = [f"Of each `{group.__name__}`:\n\n{_fields(group)}" for group in _groups(kind)]
-    return "\n\n".join([head, *groups])
+    remedy = "" if kind.KEEPS is None else f" Of another version: {kind.REMEDY}."
+    head = f"### {kind.PLACE}\n\n{version}. {_sentence(kind.__doc__)}{remedy}\n\n{_fields(kind)}"
+    return "\n\n".join([head, *(f"Of each `{group.__name__}`:\n\n{_fields(group)}" for group in groups)])
 
 
 def _fields(model: type[BaseModel]) -> str:

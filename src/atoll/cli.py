@@ -388,8 +388,9 @@ def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
 def report(campaign: str) -> None:
     """Write reports/index.html, one self-contained page, and reports/summary.json."""
     from atoll.report.page import write_report
+    from atoll.store.store import Store
 
-    say(f"wrote {write_report(_open(campaign).store)}")
+    say(f"wrote {write_report(Store.open(campaign))}")
 
 
 @atoll.command()

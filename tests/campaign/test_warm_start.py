@@ -135,7 +135,7 @@ def test_the_ledger_adds_up_and_cards_say_where_weights_come_from(tmp_path: Path
     }
     monolith = read_card(campaign.store, "monolith/expert")
     assert sum(card.train_flops for card in cards.values()) == pytest.approx(monolith.train_flops, rel=0.01)
-    made = summary(Facts(campaign.store))
+    made = summary(Facts(campaign.store)).to_json()
     assert made["train_flops"]["pretrain"] == cards["pretrain"].train_flops > 0
     assert made["flops_ratio"] == pytest.approx(1, rel=0.01) and made["unfinished"] == []
     for island in range(2):
@@ -199,7 +199,7 @@ def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.Capt
         "run shared pretraining first: atoll train pretrain, then atoll launch",
     )
     assert not (tmp_path / "c/islands/1/run").exists()
-    made = summary(Facts(Campaign.open(tmp_path / "c").store))
+    made = summary(Facts(Campaign.open(tmp_path / "c").store)).to_json()
     assert "shared pretraining" in made["unfinished"] and made["train_flops"]["pretrain"] is None
     with pytest.raises(StoreError, match=r"pretrain/expert/card\.json is missing"):
         hand_over(Campaign.open(tmp_path / "c"))
@@ -216,7 +216,7 @@ def test_a_campaign_without_a_seed_has_none_to_train(
         "it has no shared pretraining",
         "--set budget.pretrain=0.3",
     )
-    assert summary(Facts(campaign.store))["train_flops"]["pretrain"] == 0
+    assert summary(Facts(campaign.store)).to_json()["train_flops"]["pretrain"] == 0
 
 
 @pytest.mark.slow

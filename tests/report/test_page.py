@@ -274,6 +274,7 @@ def test_the_summary_has_every_figure(whole: Builder):
     figures = summary(whole)
     cards = [whole.store.get_json(f"islands/{n}/expert/card.json")["train_flops"] for n in range(4)]
     assert figures == {
+        "format": "atoll/summary 1",
         "campaign": "camp",
         "atoll": "0.1.0",
         "seconds": 105.8,
@@ -294,6 +295,7 @@ def test_the_summary_has_every_figure(whole: Builder):
         "default": "once",
         "ratio_to_monolith": {"once": 0.9, "top-1": 0.95, "top-2": 0.85, "full": 1.15, "oracle": 0.75},
         "metric": METRIC | {"steps": 6},
+        "compared": {},
         "unfinished": [],
     }
     assert list(figures["distance"]) == list(DISTANCES)

@@ -168,7 +168,7 @@ class ComparedModel(Config):
     seconds: float | None = None
     """Of sampling."""
     gflops_per_step: float | None = None
-    """Operations of a sample at a step of the sampler, in 1e9."""
+    """Operations of a sample at a step of the sampler, in 1e9, for one branch of guidance."""
     experts_per_step: float | None = None
     """Experts that are evaluated for a sample at a step."""
     router_calls_per_step: float | None = None
@@ -195,7 +195,8 @@ class Comparison(_Tables):
     default: str | None = None
     """Routing that the campaign samples with."""
     metric: dict[str, Any]
-    """What the distance is: extractor, reference, samples, steps, guidance."""
+    """What the distance is: `distance` (a sentence), then the extractor, axes, reference, samples, steps,
+    guidance, sampler and seed; `real_training_pictures`, the floor; `neighbours` of precision and recall."""
     departures: dict[str, list[float]] = {}
     """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
     rows: list[ComparedModel]

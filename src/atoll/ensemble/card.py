@@ -9,7 +9,7 @@ from atoll.networks.settings import DataShape
 
 
 class Card(File):
-    """`card.json` beside the weights of an expert, a router, a monolith, a seed or a student."""
+    """`card.json` beside the weights of an expert, a router, a monolith, shared pretraining or a student."""
 
     FORMAT, PLACE, REMEDY = "atoll/card", "ROLE/expert/card.json", "publish it again, or export it again"
     role: Literal["expert", "router", "monolith", "pretrain", "student"]
@@ -21,7 +21,7 @@ class Card(File):
     prediction: Prediction = "v"
     """What the network predicts: v, eps, x0 or score."""
     schedule: str = "rectified-flow"
-    """Noise schedule it was trained on."""
+    """Noise schedule it was trained on, with numbers where they are not the usual ones."""
     condition: str
     """`text`, `class` or `none`."""
     partition: str
@@ -49,7 +49,8 @@ class Card(File):
     weights_sha256: str
     """Digest of the weights (the averaged ones)."""
     provenance: dict[str, Any]
-    """Code version, seed, initial weights, threads, machine, data."""
+    """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
+    student also its teachers."""
 
 
 def text_length(card: Card) -> int:

@@ -25,11 +25,10 @@ from atoll.report.sections import (
     strategies,
     why,
 )
-from atoll.report.summary import summary
+from atoll.report.summary import Summary, summary
 from atoll.store.store import Store
 
 PAGE = "reports/index.html"
-SUMMARY = "reports/summary.json"
 SECTIONS = (
     *(head, samples, routing, clusters, learning, strategies, beyond, evaluated),
     *(why, sampling, flops, provenance),
@@ -67,7 +66,7 @@ def write_report(store: Store) -> str:
         where = store.location
         raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
     facts = Facts(store)
-    store.put_json(SUMMARY, summary(facts))
+    store.put_json(Summary.PLACE, summary(facts).to_json())
     store.put(PAGE, render(facts).encode("utf-8", "replace"))
     return store.name(PAGE)
 

@@ -2,17 +2,56 @@
 
 from typing import Any
 
+from atoll.base.format import File
 from atoll.report.facts import Facts, Run, total
 
 
-def summary(facts: Facts) -> dict[str, Any]:
-    """The figures, in a fixed order; what is not there yet is null.
+class Summary(File):
+    """`summary.json`: the figures of the report for programs; what is not there yet is null."""
 
-    FLOPs are those that finished runs spent, so `experts` is null until all are finished.
-    """
+    FORMAT, PLACE = "atoll/summary", "reports/summary.json"
+    REMEDY = "write it again: atoll report"
+
+    campaign: str
+    """Name of the folder."""
+    atoll: str
+    """Version of Atoll that the campaign was started with."""
+    seconds: float | None
+    """Of all stages, where the quickstart took them."""
+    stages: dict[str, float] | None
+    """The same by stage."""
+    images: int
+    """Rows of the data set."""
+    partition: str
+    """Hash of the partition."""
+    cluster_sizes: list[int]
+    """Training rows of each cluster."""
+    cluster_heldout: list[int]
+    """Held-out rows of each cluster."""
+    train_flops: dict[str, float | None]
+    """Spent by `monolith`, `experts` (once all are finished), `router`, `pretrain` (0 without), `student`."""
+    flops_ratio: float | None
+    """Operations of experts, router and shared pretraining over the monolith's."""
+    distance: dict[str, float | None]
+    """To real pictures, by model or routing."""
+    best: str | None
+    """Routing of the smallest distance; `oracle` does not compete."""
+    default: str | None
+    """Routing that the campaign samples with."""
+    ratio_to_monolith: dict[str, float | None]
+    """Distances over the monolith's."""
+    metric: dict[str, Any] | None
+    """What the distance is, as in `compare.json`."""
+    compared: dict[str, list[dict[str, Any]]]
+    """Tables of `compare.json`, their rows as objects."""
+    unfinished: list[str]
+    """Runs that have not published."""
+
+
+def summary(facts: Facts) -> Summary:
+    """The figures of a campaign at any stage."""
     compared, partition = facts.comparison, facts.partition
     rows = compared.rows if compared else []
-    tables = {name: table.records for name, table in compared.tables.items()} if compared else {}
     flops = {
         "monolith": _spent(facts.monolith),
         "experts": total([_spent(run) for run in facts.experts]),
@@ -22,27 +61,27 @@ def summary(facts: Facts) -> dict[str, Any]:
     complete = None not in flops.values()
     if facts.student:
         flops["student"] = _spent(facts.student)
-    return {
-        "campaign": facts.name,
-        "atoll": facts.frozen.code,
-        "seconds": facts.seconds,
-        "stages": facts.stages or None,
-        "images": partition.rows,
-        "partition": partition.hash,
-        "cluster_sizes": list(partition.sizes),
-        "cluster_heldout": list(partition.heldout),
-        "train_flops": flops,
-        "flops_ratio": facts.flops_ratio if complete else None,
-        "distance": {row.name: row.distance for row in rows},
-        "best": compared.best.name if compared and compared.best else None,
-        "default": compared.default if compared else None,
-        "ratio_to_monolith": {
+    return Summary(
+        campaign=facts.name,
+        atoll=facts.frozen.code,
+        seconds=facts.seconds,
+        stages=facts.stages or None,
+        images=partition.rows,
+        partition=partition.hash,
+        cluster_sizes=partition.sizes,
+        cluster_heldout=partition.heldout,
+        train_flops=flops,
+        flops_ratio=facts.flops_ratio if complete else None,
+        distance={row.name: row.distance for row in rows},
+        best=compared.best.name if compared and compared.best else None,
+        default=compared.default if compared else None,
+        ratio_to_monolith={
             row.name: compared.ratio(row) for row in rows if compared and row.name != "monolith"
         },
-        "metric": compared.metric if compared else None,
-        **({"compared": tables} if tables else {}),
-        "unfinished": [run.name.lower() for run in facts.runs if not run.finished],
-    }
+        metric=compared.metric if compared else None,
+        compared={name: table.records for name, table in compared.tables.items()} if compared else {},
+        unfinished=[run.name.lower() for run in facts.runs if not run.finished],
+    )
 
 
 def _spent(run: Run) -> float | None:
