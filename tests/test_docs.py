@@ -11,6 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def test_every_file_of_the_code_that_the_docs_name_is_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = {path for page in pages for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page.read_text())}
+    assert len(named) > 40
+    assert [p for p in sorted(named) if not any((ROOT / at / p).exists() for at in (".", "src/atoll"))] == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", str(tmp_path / "site")]
