@@ -1,6 +1,5 @@
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ from atoll.data.formats import Reject
 from atoll.data.records import Record, Source
 from atoll.data.settings import SourceOptions
 from atoll.data.sources import open_source
+from helpers_data import encoded
 
 
 def read(source: Source) -> tuple[list[Record], list[Reject]]:
@@ -165,8 +165,8 @@ def table(pictures: list[bytes | None], **columns: list[object]) -> pa.Table:
     return pa.table({"image": images, **columns})
 
 
-def test_parquet_of_many_files_and_row_groups(tmp_path: Path, picture: Callable[..., bytes]) -> None:
-    data = [picture(seed=n) for n in range(100)]
+def test_parquet_of_many_files_and_row_groups(tmp_path: Path) -> None:
+    data = [encoded(seed=n) for n in range(100)]
     captions = [f"number {n}" for n in range(100)]
     (tmp_path / "p/deep").mkdir(parents=True)
     pq.write_table(table(data[:70], prompt=captions[:70]), tmp_path / "p/a.parquet", row_group_size=9)
@@ -181,18 +181,18 @@ def test_parquet_of_many_files_and_row_groups(tmp_path: Path, picture: Callable[
     assert len(set(ids)) == 100
 
 
-def test_parquet_rejects(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+def test_parquet_rejects(tmp_path: Path) -> None:
     wrong = pa.array([b"fine", b"caf\xe9", b"", None, b"x"]).cast(pa.binary()).view(pa.string())
-    made = table([picture(), picture(), picture(), picture(), None], caption=[""] * 5, n=[1, -1, 2, 3, 4])
+    made = table([encoded(), encoded(), encoded(), encoded(), None], caption=[""] * 5, n=[1, -1, 2, 3, 4])
     pq.write_table(made.set_column(1, "caption", wrong), tmp_path / "x.parquet")
     good, bad = read(open_source(tmp_path / "x.parquet", {"label": "n"}))
     assert [(row.caption, row.label) for row in good] == [("fine", 1), ("", 2)]
     assert [reject.reason for reject in bad] == ["caption is not UTF-8", "empty caption", "no picture"]
 
 
-def test_parquet_with_labels_and_no_captions(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+def test_parquet_with_labels_and_no_captions(tmp_path: Path) -> None:
     labels = [0, 999, -1, None]
-    pq.write_table(table([picture(seed=n) for n in range(4)], label=labels), tmp_path / "b.parquet")
+    pq.write_table(table([encoded(seed=n) for n in range(4)], label=labels), tmp_path / "b.parquet")
     good, bad = read(open_source(tmp_path, {"label": "label"}))
     assert [(row.caption, row.label) for row in good] == [("0", 0), ("999", 999)]
     assert [reject.reason for reject in bad] == ["empty caption"] * 2
@@ -200,17 +200,17 @@ def test_parquet_with_labels_and_no_captions(tmp_path: Path, picture: Callable[.
         open_source(tmp_path)
     for name in ("a", "c"):  # captions in one file only, whichever comes first
         other = tmp_path / f"{name}.parquet"
-        pq.write_table(table([picture()], label=[1], caption=["one"]), other)
+        pq.write_table(table([encoded()], label=[1], caption=["one"]), other)
         with pytest.raises(DataError, match=r"b\.parquet has no column 'caption'"):
             open_source(tmp_path, {"label": "label"})
         other.unlink()
 
 
-def test_parquet_that_is_none(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+def test_parquet_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("not parquet")
     with pytest.raises(DataError, match="not a readable parquet file"):
         open_source(tmp_path / "text.parquet")
-    pq.write_table(table([picture()], title=["x"]), tmp_path / "y.parquet")
+    pq.write_table(table([encoded()], title=["x"]), tmp_path / "y.parquet")
     with pytest.raises(DataError, match="image, title, but none of text, caption, prompt"):
         open_source(tmp_path / "y.parquet")
     pq.write_table(pa.table({"a": [1], "text": ["x"]}), tmp_path / "z.parquet")
@@ -218,9 +218,9 @@ def test_parquet_that_is_none(tmp_path: Path, picture: Callable[..., bytes]) -> 
         open_source(tmp_path / "z.parquet")
 
 
-def test_damaged_parquet_says_where(tmp_path: Path, picture: Callable[..., bytes]) -> None:
+def test_damaged_parquet_says_where(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    pq.write_table(table([picture()] * 4, text=["x"] * 4), path, compression="zstd", use_dictionary=False)
+    pq.write_table(table([encoded()] * 4, text=["x"] * 4), path, compression="zstd", use_dictionary=False)
     data = bytearray(path.read_bytes())
     data[8:200] = bytes(192)
     path.write_bytes(data)

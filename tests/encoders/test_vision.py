@@ -49,14 +49,6 @@ def test_a_picture_does_not_see_its_batch(encoder: VisionEncoder) -> None:
     torch.testing.assert_close(encoder.encode(pictures(), batch=2), together, rtol=1e-4, atol=1e-5)
 
 
-def test_size_and_mode_of_pictures_do_not_matter(encoder: VisionEncoder) -> None:
-    grey = Image.fromarray(np.arange(1600, dtype=np.uint8).reshape(40, 40), "L")
-    assert torch.equal(encoder.encode([grey]), encoder.encode([grey.convert("RGB")]))
-    flat = [Image.new("RGB", size, (200, 30, 30)) for size in ((16, 16), (64, 64), (100, 37))]
-    features = encoder.encode(flat)
-    torch.testing.assert_close(features[1:], features[:1].expand(2, -1), rtol=1e-4, atol=1e-4)
-
-
 def test_the_size_is_part_of_what_made_the_features() -> None:
     small, large = vision_encoder("efficientnet-lite0", 32), vision_encoder("efficientnet-lite0", 64)
     assert small.producer() != large.producer()

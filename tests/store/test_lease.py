@@ -56,7 +56,7 @@ def test_heartbeats_keep_it(store: Store, elsewhere: None) -> None:
     log = Log(store, "a")
     assert acquire(log, SHORT)
     with Heart(log, SHORT, lambda: {"step": 7}):
-        time.sleep(2.0)
+        time.sleep(1.3)
         with pytest.raises(Held):
             acquire(Log(store, "b"), SHORT)
         beat = read_heartbeat(store)
@@ -72,7 +72,7 @@ def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:
         return {"loss": float("inf") if len(beats) < 3 else 1.0}
 
     with Heart(log, SHORT, signs):
-        time.sleep(1.0)
+        time.sleep(0.4)
     beat = read_heartbeat(store)
     assert beat is not None and beat.loss == 1.0 and len(beats) > 3
 

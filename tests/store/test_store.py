@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atoll.base.errors import StoreError
-from atoll.store.store import Conflict, Store
+from atoll.store.store import Store
 from helpers import environment
 
 
@@ -104,8 +104,6 @@ def test_json(store: Store) -> None:
     store.put_json("a.json", {"ä": [1, None, 1.5]})
     assert store.get_json("a.json") == {"ä": [1, None, 1.5]}
     assert store.get("a.json").endswith(b"\n") and "ä".encode() in store.get("a.json")
-    with pytest.raises(Conflict):
-        store.create_json("a.json", {})
     with pytest.raises(ValueError, match="JSON"):
         store.put_json("a.json", float("nan"))
     for data in (b"{", b"\xff"):

@@ -138,10 +138,6 @@ class Store:
         """Write an object, atomically, over an older one if there is one."""
         self._put(key, data, "overwrite")
 
-    def put_file(self, key: str, path: Path) -> None:
-        """Write a local file's bytes as an object, atomically, without holding them all in memory."""
-        self._put(key, path, "overwrite")
-
     def create(self, key: str, data: bytes) -> None:
         """Write an object only if its key is free; `Conflict` if it is not.
 
