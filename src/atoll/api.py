@@ -72,7 +72,7 @@ def load(
     residency: Residency | None = None,
     device: torch.device | str | None = None,
 ) -> Model:
-    """Load a model: of a campaign, whose trained parts are assembled first, of an exported folder, or by hub name.
+    """Load a model: of a campaign, whose trained parts are assembled first, or of an exported folder.
 
     Args:
         source: the campaign, its folder, an exported folder, or a hub name.

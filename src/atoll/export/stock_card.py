@@ -1,20 +1,14 @@
 """README.md of a stock diffusers pipeline: how it is run, and where it comes from."""
 
 import inspect
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.base.markdown import code, render
+from atoll.base.text import count
 from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.model_card import (
-    PAPER,
-    count,
-    data_block,
-    encoders_block,
-    evaluation_block,
-    head_block,
-    licences_block,
-    table,
-)
+from atoll.ensemble.model_card import shared_facts
 from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
 from atoll.export.stock_run import encode, unpacked
 
@@ -40,21 +34,20 @@ def stock_card(
         picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
     """
-    title = str(about.get("name") or "Model")
-    blocks = [head_block(card, about), f"# {title}: {card.role}", _summary(card)]
-    if picture:
-        blocks.append("![Samples](picture.png)")
-    blocks += [
-        "## Use\n\n" + _needs(card, outside) + "\n\n" + snippet(card, defaults, outside, factor, name),
-        _remarks(card),
-        "## Training\n\n" + _training(card, about),
-        "## Data and partition\n\n" + data_block(card, about),
-        "## Evaluation\n\n" + evaluation_block(about.get("evaluation")),
-        "## Encoders\n\n" + encoders_block(card),
-        "## Licences\n\n" + licences_block(card, about),
-        f"The method: {PAPER}. Made with Atoll {card.provenance.get('atoll', '')}".rstrip() + ".",
-    ]
-    return "\n\n".join(blocks) + "\n"
+    told = card.provenance.get("student", {})
+    return render(
+        "stock.md",
+        "atoll.export",
+        "atoll.ensemble",
+        **shared_facts(card, about, picture),
+        parameters=count(card.parameters),
+        experts=sum(part != "router" for part in told.get("teachers", {})),
+        stock=stock_of(card.family),
+        without_vae=WITHOUT_VAE,
+        outside=outside,
+        snippet=snippet(card, defaults, outside, factor, name),
+        training=_training(card, about),
+    )
 
 
 def snippet(
@@ -74,7 +67,7 @@ def snippet(
         name: of the folder, from where the program runs.
     """
     stock = stock_of(card.family)
-    given = [f'{part}={kind}.from_pretrained("{where}")' for part, (kind, where) in outside.items()]
+    given = [f"{part}={kind}.from_pretrained({_quoted(where)})" for part, (kind, where) in outside.items()]
     given += [f"{part}=None" for part in stock.empty]
     given += ["vae=None"] if factor is None and "vae" in stock.components else []
     lines = [*_imports(stock, outside), "", f"pipe = {stock.limits.pipeline}.from_pretrained("]
@@ -95,7 +88,7 @@ def snippet(
     else:
         lines.append("images = result.images")
     lines.append('images[0].save("picture.png")')
-    return "\n".join(["```python", *lines, "```"])
+    return "\n".join(lines)
 
 
 def _imports(stock: Stock, outside: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -130,48 +123,12 @@ def _value(key: str, value: Any) -> str:
 def _quoted(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_quoted, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _summary(card: Card) -> str:
-    shape, told = card.shape, card.provenance.get("student", {})
-    kinds = {"text": "texts", "class": f"{shape.classes} class labels", "none": "nothing"}
-    experts = sum(name != "router" for name in told.get("teachers", {}))
-    origin = (
-        f"distilled from the {experts} experts of a decentralized diffusion model"
-        if experts
-        else "trained on all the data, the measure of a decentralized diffusion model"
-    )
-    return (
-        f"One dense model of {count(card.parameters)} parameters, {origin}. Conditioned on"
-        f" {kinds[card.condition]}; latents of {shape.channels}x{shape.size}x{shape.size}. It"
-        " predicts the velocity of rectified flow."
-    )
-
-
-def _needs(card: Card, outside: Mapping[str, tuple[str, str]]) -> str:
-    packages = ["torch", "diffusers"] + (["transformers"] if card.condition == "text" else [])
-    found = f"With {', '.join(packages[:-1])} and {packages[-1]}; nothing else is needed."
-    if outside:
-        found += f" The folder does not hold {' and '.join(outside)}, which are fetched by name."
-    return found
-
-
-def _remarks(card: Card) -> str:
-    stock = stock_of(card.family)
-    lines = [f"- {remark}" for remark in stock.remarks] + ["- Guidance of 1 or less is none."]
-    if stock.limits.patch and card.latents["name"] == "none":
-        lines.append(f"- Without a VAE the pipeline divides `height` and `width` by {WITHOUT_VAE}.")
-    if card.condition == "none":
-        lines.append("- `class_labels` says how many pictures; 1000 stands for no label.")
-    elif card.condition == "class":
-        lines.append(f"- Labels are 0 to {card.shape.classes - 1}; others have no meaning.")
-    return "\n".join(lines)
-
-
-def _training(card: Card, about: Mapping[str, Any]) -> str:
+def _training(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
     told, init = card.provenance.get("student", {}), card.provenance.get("init", {})
-    rows = [
+    rows: list[list[Any]] = [
         ["training rows", f"{card.rows:,}"],
         ["samples seen", f"{card.samples:,} in batches of {card.batch}"],
         ["training FLOPs" + (", teachers' included" if told else ""), f"{card.train_flops:.3g}"],
@@ -184,7 +141,7 @@ def _training(card: Card, about: Mapping[str, Any]) -> str:
         rows.append(["teacher", who if told["teacher"] == "cluster" else f"experts, {told['routing']}"])
         if told.get("data_weight"):
             rows.append(["weight of the data's loss", f"{told['data_weight']:g}"])
-        rows += [[f"teacher {name}", f"`{digest}`"] for name, digest in told["teachers"].items()]
-    rows.append(["started from", str(init.get("start") or init.get("kind", "scratch"))])
-    rows.append(["weights before conversion", f"`{card.weights_sha256}`"])
-    return table(["", ""], rows)
+        rows += [[f"teacher {name}", code(digest)] for name, digest in told["teachers"].items()]
+    rows.append(["started from", init.get("start") or init.get("kind", "scratch")])
+    rows.append(["weights before conversion", code(card.weights_sha256)])
+    return rows
