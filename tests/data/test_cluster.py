@@ -56,13 +56,6 @@ def test_assignment_is_to_the_nearest() -> None:
     assert (nearest_centroid(features, twins) == 0).all()
 
 
-def test_few_rows() -> None:
-    features, label = blobs(3, 12)
-    assert agree(nearest_centroid(features, fit(features, 3, 1024, 0)), label)
-    alone = normalise(np.eye(4, dtype="f4"))
-    assert sorted(nearest_centroid(alone, fit(alone, 4, 8, 0)).tolist()) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("rows", "k"), [(3, 4), (1, 2)])
 def test_more_clusters_than_rows(rows: int, k: int) -> None:
     with pytest.raises(PartitionError, match=f"{rows} different feature vectors cannot make {k} clusters"):

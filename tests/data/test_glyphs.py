@@ -4,7 +4,7 @@ from PIL import Image, ImageOps
 from atoll.base.errors import ConfigError
 from atoll.data.glyphs import CANVAS, GlyphSource
 from atoll.data.records import Record
-from atoll.data.settings import FACES, PRESETS, GlyphOptions
+from atoll.data.settings import GlyphOptions
 
 
 def rows(source: GlyphSource, start: int = 0, stop: int = 10**6) -> list[Record]:
@@ -31,16 +31,6 @@ def test_tex_faces_are_named_by_their_glyphs_not_by_their_encoding() -> None:
     assert "greek small letter alpha, computer modern math italic" in captions
     assert "greek capital letter delta, computer modern" in captions
     assert "registered sign, computer modern math italic" not in captions
-
-
-def test_the_whole_supply() -> None:
-    source = GlyphSource(GlyphOptions(faces="all", characters="all"))
-    assert len(source) > 50_000
-    assert set(PRESETS["all"]) == set(FACES)
-    assert not any("LastResort" in glyph.face for glyph in source.glyphs)
-    default = GlyphSource()
-    assert len(PRESETS["core"]) == 8
-    assert 10_000 < len(default) < 14_000
 
 
 def test_pictures_fit_and_lie_in_the_middle() -> None:

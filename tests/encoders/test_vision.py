@@ -10,6 +10,7 @@ from PIL import Image
 
 from atoll.base.errors import ConfigError
 from atoll.encoders.vision import VisionEncoder, akin, vision_encoder
+from helpers_extractors import save_dinov2
 
 
 def pictures(count: int = 5, size: int = 40) -> list[Image.Image]:
@@ -19,13 +20,7 @@ def pictures(count: int = 5, size: int = 40) -> list[Image.Image]:
 
 @pytest.fixture(scope="module")
 def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dinov2")
-    torch.manual_seed(0)
-    config = transformers.Dinov2Config(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    transformers.Dinov2Model(config).save_pretrained(folder)
-    return folder
+    return save_dinov2(tmp_path_factory.mktemp("dinov2"))
 
 
 @pytest.fixture(scope="module", params=["efficientnet-lite0", "efficientnet-lite2", "dinov2"])
@@ -64,16 +59,6 @@ def test_lite0_knows_pictures() -> None:
     features = torch.nn.functional.normalize(vision_encoder("efficientnet-lite0").encode(images))
     alike = features @ features.T
     assert alike[:4, :4].min() > alike[:4, 4:].max() and alike[4:, 4:].min() > alike[:4, 4:].max()
-
-
-def test_dinov2_pools_its_patches(dinov2: Path) -> None:
-    encoder = vision_encoder(str(dinov2), 28)
-    image = pictures(1, 28)[0]
-    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    pixels = torch.from_numpy(((np.asarray(image) / 255 - mean) / std).transpose(2, 0, 1)[None]).float()
-    states = encoder.network(pixel_values=pixels).last_hidden_state
-    assert states.shape[1] == 5  # a class token and four patches
-    torch.testing.assert_close(encoder.encode([image]), states[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,12 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.flow.objective import noisy, target
 from atoll.flow.prediction import (
     DATA_EDGE,
     NOISE_EDGE,
-    convert,
     exact_range,
     flow_velocity,
     same_snr_time,
@@ -39,43 +36,6 @@ def draw(seed: int, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor]:
 def error(a: Tensor, b: Tensor) -> float:
     """Largest difference, relative to the size of the second."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1))
-
-
-@each_schedule
-@pytest.mark.parametrize(("source", "goal"), list(itertools.product(PREDICTIONS, PREDICTIONS)))
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
-@given(times=st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4), seed=st.integers(0, 2**31))
-def test_conversion_is_exact_and_returns(
-    curve: Schedule, source: Prediction, goal: Prediction, times: list[float], seed: int
-) -> None:
-    (x0, eps), t = draw(seed), torch.tensor(times, dtype=torch.float64)
-    x_t = noisy(x0, eps, t, curve)
-    given_value = target(x0, eps, t, curve, source)
-    there = convert(given_value, x_t, t, curve, source, goal)
-    back = convert(there, x_t, t, curve, goal, source)
-    assert error(there, target(x0, eps, t, curve, goal)) < 1e-12
-    assert error(back, given_value) < 1e-12
-
-
-@each_schedule
-@pytest.mark.parametrize(("source", "goal"), list(itertools.permutations(PREDICTIONS, 2)))
-def test_a_sample_does_not_see_its_batch(curve: Schedule, source: Prediction, goal: Prediction) -> None:
-    value, x_t = draw(1)
-    t = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
-    together = convert(value, x_t, t, curve, source, goal)
-    alone = [convert(value[i : i + 1], x_t[i : i + 1], t[i : i + 1], curve, source, goal) for i in range(4)]
-    assert torch.equal(together, torch.cat(alone))
-
-
-def test_conversions_at_the_ends_where_they_exist() -> None:
-    value, x_t = draw(2)
-    for end in (0.0, 1.0):
-        t = torch.full((4,), end, dtype=torch.float64)
-        assert error(convert(value, x_t, t, RectifiedFlow(), "v", "x0"), x_t - end * value) == 0
-        assert error(convert(value, x_t, t, RectifiedFlow(), "v", "eps"), x_t + (1 - end) * value) == 0
-    t = torch.zeros(4, dtype=torch.float64)
-    assert torch.equal(convert(value, x_t, t, RectifiedFlow(), "score", "x0"), x_t)
-    assert not convert(value, x_t, t, RectifiedFlow(), "x0", "eps").isfinite().any()  # nothing to know
 
 
 @pytest.mark.parametrize(

@@ -103,15 +103,6 @@ def test_what_was_in_the_weights_before_does_not_count(name: str) -> None:
     assert all(torch.equal(expected[n], p) for n, p in network.named_parameters())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_device_does_not_count() -> None:
-    network = fresh("dit", 5)
-    expected = weights(network)
-    moved = network.to("cuda")
-    initialise(moved, 5)
-    assert all(torch.equal(expected[n], p.cpu()) for n, p in moved.named_parameters())
-
-
 def test_scales_are_those_of_the_papers() -> None:
     """Xavier for matrices, N(0, 0.02) for embeddings and the time embedder, zero biases."""
     config = NetworkConfig(family="dit", size="nano", patch=2)

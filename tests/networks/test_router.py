@@ -1,7 +1,5 @@
 """The router: what its logits depend on."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -56,17 +54,6 @@ def test_padding_of_the_text_does_not_count() -> None:
 def test_a_router_that_sees_no_text_ignores_it() -> None:
     network, x = router(1, 5, NONE), noise(B)
     assert torch.equal(network(x, T, conditions(B)), network(x, T, Condition()))
-
-
-def test_it_is_a_diffusers_model(tmp_path: Path) -> None:
-    network = router(1, 5)
-    network.save_pretrained(tmp_path)
-    again = Router.from_pretrained(tmp_path)
-    assert torch.equal(again(noise(B), T, conditions(B)), network(noise(B), T, conditions(B)))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "config.json",
-        "diffusion_pytorch_model.safetensors",
-    ]
 
 
 def test_patches_are_places() -> None:

@@ -1,6 +1,5 @@
 """Who holds a run: liveness decides when another may start, and nothing else."""
 
-import os
 import subprocess
 import sys
 import time
@@ -151,10 +150,3 @@ def test_a_damaged_log_gives_its_writer_the_doubt(store: Store, elsewhere: None)
         acquire(Log(store, "b"), SHORT)
     time.sleep(1.1)
     assert acquire(Log(store, "b"), SHORT)
-
-
-def test_this_process_is_alive() -> None:
-    assert not lease.has_ended(lease.process())
-    assert lease.has_ended(lease.process().model_copy(update={"started": 1}))
-    assert not lease.has_ended(lease.process().model_copy(update={"machine": "another", "started": 1}))
-    assert lease._started(os.getpid()) is not None and lease._started(2**22 + 1) is None

@@ -160,22 +160,3 @@ def test_a_damaged_entry_says_nothing_and_is_told(store: Store, capsys: pytest.C
     path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
     assert [entry.kind for entry in Log(store, "b").entries()] == ["acquire", "damaged"]
     assert "log/000001.json is damaged" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("kinds", "holder"),
-    [
-        ([], None),
-        (["acquire"], "a"),
-        (["acquire", "commit"], "a"),
-        (["acquire", "release"], None),
-        (["acquire", "release", "acquire", "commit"], "a"),
-        (["acquire", "publish"], None),
-    ],
-)
-def test_who_holds_it(store: Store, kinds: list[str], holder: str | None) -> None:
-    log = Log(store, "a")
-    for kind in kinds:
-        log.append(kind)
-    holding = Log(store, "b").holding()
-    assert (holding[0].holder if holding else None) == holder

@@ -28,34 +28,6 @@ DATA_EDGE = 1e-4
 """Smallest t that `v = (x_t - x0) / t` divides by; in float32 it costs about 1e-3 of rounding."""
 
 
-def convert(
-    value: Float[Tensor, "B C H W"],
-    x_t: Float[Tensor, "B C H W"],
-    t: Float[Tensor, "B"],
-    schedule: Schedule,
-    source: Prediction,
-    target: Prediction,
-) -> Float[Tensor, "B C H W"]:
-    """Turn one prediction at (x_t, t) into another of the same schedule, exactly.
-
-    Singular where the source does not determine the target (the result is then inf or NaN): eps and
-    score say nothing of x0 and v where alpha = 0, x0 says nothing of eps and v where sigma = 0, and
-    the score itself is infinite there. Rounding grows as 1 / alpha and 1 / sigma.
-
-    Args:
-        value: the prediction of kind `source`.
-        x_t: the state it was made at.
-        t: times of `schedule`.
-    """
-    if source == target:
-        return value
-    now = t.double()
-    f, g = _conversion(now, schedule, source, _mixture(target, now, schedule))
-    if target == "score":
-        f, g = f / -schedule.sigma(now), g / -schedule.sigma(now)
-    return _combine(f, x_t, g, value)
-
-
 def same_snr_time(t: Float[Tensor, "B"], source: Schedule, target: Schedule) -> Float[Tensor, "B"]:
     """The time of `target` at which its SNR is that of `source` at `t`; at most the end of its range."""
     return t if source == target else target.time_of_log_snr(source.log_snr(t))

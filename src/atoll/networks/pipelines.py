@@ -54,29 +54,24 @@ def check_settings(family: str, vae: str, patch: int) -> None:
         ConfigError: says what is in the way.
     """
     limits = limits_of(family)
-    if limits.needs_vae and vae == "none":
-        raise ConfigError(
-            f"a stock {limits.pipeline} needs a VAE, and data.vae is none",
-            "set data.vae, or student.stock=false for a student that only Atoll runs",
-        )
-    if limits.patch not in (None, patch):
-        raise ConfigError(
-            f"a stock {limits.pipeline} makes patches of {limits.patch}, and the network's are of {patch}",
-            f"set patch: {limits.patch}, or student.stock=false for a student that only Atoll runs",
-        )
+    _demand(
+        limits, not limits.needs_vae or vae != "none", "needs a VAE, and data.vae is none", "set data.vae"
+    )
+    patches = f"makes patches of {limits.patch}, and the network's are of {patch}"
+    _demand(limits, limits.patch in (None, patch), patches, f"set patch: {limits.patch}")
 
 
 def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int) -> None:
     """The same as far as the data tell."""
     check_settings(family, str(latents["name"]), patch)
     limits, shift = limits_of(family), float(latents.get("shift", 0.0))
-    if shift and not limits.shifts:
-        raise ConfigError(
-            f"a stock {limits.pipeline} takes no shifted latents, and {latents['name']} shifts by {shift:g}",
-            "use another VAE, or student.stock=false for a student that only Atoll runs",
-        )
-    if limits.classes is not None and classes > limits.classes:
-        raise ConfigError(
-            f"a stock {limits.pipeline} knows {limits.classes} classes, and there are {classes}",
-            "use fewer, or student.stock=false for a student that only Atoll runs",
-        )
+    shifted = f"takes no shifted latents, and {latents['name']} shifts by {shift:g}"
+    _demand(limits, limits.shifts or not shift, shifted, "use another VAE")
+    too_many = f"knows {limits.classes} classes, and there are {classes}"
+    _demand(limits, limits.classes is None or classes <= limits.classes, too_many, "use fewer")
+
+
+def _demand(limits: Limits, met: bool, why: str, fix: str) -> None:
+    if not met:
+        fix = f"{fix}, or student.stock=false for a student that only Atoll runs"
+        raise ConfigError(f"a stock {limits.pipeline} {why}", fix)
