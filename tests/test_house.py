@@ -291,6 +291,7 @@ def test_commands_that_only_look_are_quick(tmp_path: Path):
     assert spent(0, "--help") < 0.5
     assert spent(0, "recipes") < 0.5
     assert spent(0, "status", folder) < 1.5
+    assert spent(0, "report", folder) < 1.5
     assert spent(2, "new", str(tmp_path / "no"), "--set", "seed=x") < 1.5  # as `new`, but for the writing
 
 
