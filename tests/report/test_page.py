@@ -419,9 +419,10 @@ def test_an_expert_has_one_colour_everywhere(page: Page):
         assert len(re.findall(f"--{role}: #", style)) == 2, "one on light and one on dark"
 
 
-def test_small_pictures_keep_their_pixels(tmp_path: Path, page: Page):
+def test_small_pictures_keep_their_pixels(whole: Builder, page: Page):
     assert len(page.with_class("pixelated")) == 4
-    assert Page.of(Builder(tmp_path, side=128).whole()).with_class("pixelated") == []
+    whole.side = 128
+    assert Page.of(whole.compare().diagnose()).with_class("pixelated") == []
 
 
 def test_what_was_evaluated_is_shown_a_table_for_every_protocol(whole: Builder, page: Page):
