@@ -7,7 +7,17 @@ import yaml
 
 from atoll.base.markdown import Markdown, code, escape, metadata, quoted, table
 
-HOSTILE = ["<script>", "a\n## Licences", "[x](http://y)", "`", "| a | b |", "![x](y)", "- item", "\\`", "&lt;"]
+HOSTILE = [
+    "<script>",
+    "a\n## Licences",
+    "[x](http://y)",
+    "`",
+    "| a | b |",
+    "![x](y)",
+    "- item",
+    "\\`",
+    "&lt;",
+]
 
 
 @pytest.mark.parametrize("value", HOSTILE)

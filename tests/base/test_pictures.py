@@ -26,13 +26,6 @@ def test_every_picture_lies_in_its_cell() -> None:
     assert tuple(pixels[-1, -1]) == (255, 0, 0)
 
 
-def test_nearest_neighbours_and_mixed_sizes() -> None:
-    image = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
-    sheet = np.asarray(grid([image, Image.new("L", (1, 3))], columns=5, pad=0, scale=4))
-    assert sheet.shape == (12, 16, 3)
-    assert set(np.unique(sheet)) == {0, 255}
-
-
 @pytest.mark.parametrize(
     "label", ["short", "x" * 100_000, "two\nlines\0", "🙂" * 50, "", "\u202eabc", "αβγ, serif"]
 )

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from atoll.base.errors import DataError
@@ -18,7 +16,6 @@ from atoll.data.glyphs import GlyphSource
 from atoll.data.images import safe_id
 from atoll.data.ingest import ingest
 from atoll.data.records import Record
-from atoll.data.samples import read_labels
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources import open_source
 from atoll.store.store import Store
@@ -120,20 +117,6 @@ def test_hostile_captions_and_ids(store: Store) -> None:
     assert len(members) == 3 * len(names)
     assert all(name.count(".") == 1 and "/" not in name and len(name) <= 100 for name in members)
     assert audit(dataset) == []
-
-
-def test_labels_stand_in_for_captions(store: Store, tmp_path: Path, folder: Path) -> None:
-    """What the recipe imagenet ingests: pictures and labels."""
-    images = [{"bytes": encoded(seed=n), "path": "x.png"} for n in range(8)]
-    pq.write_table(pa.table({"image": images, "label": [n % 3 for n in range(8)]}), tmp_path / "x.parquet")
-    lines = [{"file_name": name, "label": n} for n, name in enumerate(["0.png", "1.jpg", "2.png"])]
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = CONFIG.model_copy(update={"label": "label", "mode": "rgb"})
-    for name, path, count in (("p", tmp_path / "x.parquet", 8), ("f", folder, 3)):
-        dataset = ingest(open_source(path, config), store, name, config)
-        rows = [(row["caption"], row["label"]) for row in dataset.table().to_pylist()]
-        assert rows == [(str(n % 3), n % 3) for n in range(count)]
-        assert read_labels(dataset).tolist() == [n % 3 for n in range(count)]
 
 
 def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: DataSet, tmp_path: Path) -> None:

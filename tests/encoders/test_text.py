@@ -108,13 +108,6 @@ def test_the_empty_caption_has_states(encoder: TextEncoder) -> None:
     assert float(values.abs().min(1).values.max()) > 0 and torch.isfinite(values).all()
 
 
-def test_two_loads_are_one_encoder(encoder: TextEncoder) -> None:
-    again = text_encoder(encoder.name)
-    assert again.producer() == encoder.producer()
-    assert len(again.producer()["hash"]) == 64
-    assert torch.equal(again.encode(CAPTIONS)[0], encoder.encode(CAPTIONS)[0])
-
-
 def test_long_captions_are_cut(encoder: TextEncoder, minilm: TextEncoder) -> None:
     short = text_encoder(encoder.name, max_length=5)
     _states, mask = short.encode(["a red square a red square a red square"])

@@ -6,7 +6,7 @@ import torch
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.networks.families import family, parameter_count
-from atoll.networks.settings import SIZES, DataShape, NetworkConfig
+from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null, random_weights
 
 LATENTS = DataShape(channels=4, size=32, classes=1000)
@@ -29,15 +29,6 @@ def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str,
     network = built(name, size)
     assert next(network.parameters()).is_meta
     assert parameter_count(network) / 1e6 == pytest.approx(millions, abs=0.5)
-
-
-def test_the_2b_size_is_sd3_medium() -> None:
-    """Its 2,028,328,000 parameters, and the norms of queries and keys, which came with SD3.5."""
-    with torch.device("meta"):
-        config = NetworkConfig(family="sd3", size="2B")
-        ours = family("sd3").build(config, DataShape(channels=16, size=128, text_width=4096, text_length=77))
-    depth, _, head_width = SIZES["2B"]
-    assert parameter_count(ours) == 2_028_328_000 + depth * 4 * head_width
 
 
 def test_parts_of_a_preset_can_be_replaced() -> None:
@@ -67,20 +58,6 @@ def test_labels_are_not_dropped_in_train_mode() -> None:
     first = call(network, CLASSES, cond, x)
     assert all(torch.equal(call(network, CLASSES, cond, x), first) for _ in range(3))
     assert torch.equal(call(network.eval(), CLASSES, cond, x), first)
-
-
-def test_without_adapt_labels_would_be_dropped() -> None:
-    """What the test above rests on: left alone, the class does drop them."""
-    from diffusers import DiTTransformer2DModel
-
-    adapter = family("dit")
-    network = DiTTransformer2DModel(
-        **adapter.arguments(NetworkConfig.parse({**TINY, "family": "dit"}, ""), CLASSES)
-    )
-    network.load_state_dict(denoiser(0, CLASSES).state_dict())
-    x, cond = noise(64, CLASSES), conditions(64, CLASSES)
-    network.train()
-    assert not torch.equal(call(network, CLASSES, cond, x), call(network, CLASSES, cond, x))
 
 
 def test_no_label_is_the_null_label() -> None:
@@ -173,14 +150,6 @@ def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
     assert torch.equal(seen["x"], FluxPipeline._pack_latents(x, 2, 3, 8, 16))
     places = FluxPipeline._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32)
     assert torch.equal(seen["img_ids"], places) and not seen["txt_ids"].any()
-
-
-def test_patches_of_flux_come_back_where_they_were() -> None:
-    """A network whose every token is its input leaves the picture as it is."""
-    network = family("flux").build(NetworkConfig.parse({**TINY, "family": "flux"}, ""), TEXT)
-    network.forward = lambda tokens, **rest: type("Output", (), {"sample": tokens})  # type: ignore[method-assign]
-    x = noise(2)
-    assert torch.equal(joint("flux", network, conditions(2), x), x)
 
 
 @pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])

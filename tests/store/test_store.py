@@ -83,11 +83,6 @@ def test_keys_that_lead_out_are_refused(store: Store, key: str) -> None:
     assert (Path(store.location).parent / "x").read_text() == "secret"
 
 
-def test_paths_inside_may_climb(store: Store) -> None:
-    store.put("a/../b/./c", b"1")
-    assert store.list() == ["b/c"] and store.list("b") == ["b/c"] and store.list("nothing") == []
-
-
 def test_folders_that_cannot_be_stores(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="there is no folder"):
