@@ -223,7 +223,7 @@ def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) ->
     rows = {line["metric"]: line for line in sampling.against_monolith("tiny", setting, 1)}
     router = rows["router / expert, operations"]["value"]
     cost = {name: rows[f"{name} / monolith, operations"]["value"] for name in sampling.TARGETS}
-    # Two steps of two branches; the router sees one branch at every step (commit: one; full: both).
+    # Two steps of two branches; the router sees one branch at every step (once: one; full: both).
     expected = {
         "top-1": 1 + router / 2,
         "once": 1 + router / 4,
@@ -272,7 +272,7 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["partition.k=2", "budget.pretrain=0.5", "compare.strategies=[once]", "train.threads=1"]
-    sets += ["data.ingest.glyphs.limit=400", "budget.samples=8000", "compare.samples=50", "compare.steps=4"]
+    sets += ["data.ingest.glyphs.limit=200", "budget.samples=2000", "compare.samples=24", "compare.steps=2"]
     changes = [part for one in sets for part in ("--set", one)]
     base = tmp_path / "base"
     command(capsys, "new", base, "--recipe", "quickstart", *changes)
@@ -289,8 +289,8 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     )  # whole steps
     found = json.loads((base / "reports/compare.json").read_text())
     assert rows["monolith", "distance"]["value"] == found["rows"][0]["distance"]
-    assert rows["the campaign itself, commit", "distance"]["value"] == found["rows"][-1]["distance"]
-    assert rows["random, commit", "distance / monolith"]["value"] > 0
+    assert rows["the campaign itself, once", "distance"]["value"] == found["rows"][-1]["distance"]
+    assert rows["random, once", "distance / monolith"]["value"] > 0
     made = json.loads((tmp_path / "to/random/campaign.json").read_text())["config"]
     assert made["partition"]["k"] == 3 and made["network"]["init"] == str(base / "pretrain/expert")
     monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
