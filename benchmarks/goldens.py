@@ -29,6 +29,8 @@ from harness import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]\d+)?")
+CLOCKS = {"seconds", "validation_seconds", "times", "samples", "step", "lr", "skipped"}
+"""Fields of metrics.jsonl that are no result."""
 Numbers = dict[str, Any]
 """By path, such as `class/losses/router/loss/sha256`: a number, or a digest."""
 
@@ -224,7 +226,7 @@ def losses(place: Path) -> Numbers:
     for path in place.glob("**/run/metrics.jsonl"):
         by_key: dict[str, list[float]] = {}
         for line in map(json.loads, path.read_text().splitlines()):
-            for key in set(line) - {"seconds", "samples", "step", "lr", "skipped"}:
+            for key in set(line) - CLOCKS:
                 by_key.setdefault(key, []).extend(line[key] if isinstance(line[key], list) else [line[key]])
         for key, values in by_key.items():
             name = f"{path.parents[1].relative_to(place)}/{key}"

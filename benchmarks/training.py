@@ -261,7 +261,7 @@ class NoAverage(Ema):
         self.half_life, self.ramp = half_life, ramp
         self.weights = {name: p.detach() for name, p in network.named_parameters()}
 
-    def update(self, network: nn.Module, samples: int, batch: int) -> None:
+    def update(self, samples: int, batch: int) -> None:
         pass
 
 
@@ -290,10 +290,9 @@ def whole_turn(
 ) -> tuple[float, float, int]:
     """Seconds and processor seconds per step of the whole loop, and checkpoints written meanwhile."""
     fresh()
-    task, recipe = make()
-    clocked = Clocked(task, first, last)
+    clocked = Clocked(make()[0], first, last)
     with contextlib.suppress(Interrupted):
-        loop.train(clocked, recipe, run, "whole loop")
+        loop.train(clocked, run, "whole loop")
     commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry.kind == "commit"]
     written = [entry for entry in commits if clocked.began[0] < entry["time"] < clocked.ended[0]]
     return *per_step(clocked.began, clocked.ended), len(written)

@@ -157,7 +157,8 @@ def refused_process(done: subprocess.CompletedProcess[str], *words: str) -> str:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, less the timings."""
     lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    clocks = ("seconds", "validation_seconds")
+    return [{key: value for key, value in line.items() if key not in clocks} for line in lines]
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -8,7 +8,7 @@ from helpers import entries, metrics, same_bits
 
 ISLANDS = (0, 1, 2)
 CHANGES: dict[str, Any] = {
-    "budget": {"samples": 18_000},
+    "budget": {"samples": 9_000},
     "partition": {"k": 3},
     "monolith": False,
     "train": {
@@ -20,7 +20,7 @@ CHANGES: dict[str, Any] = {
 }
 
 SLOWLY: dict[str, list[Any]] = {"linger": ["step", 0.2]}
-"""A fault: a run would take more than a minute, so that it is not over before those who disturb it come."""
+"""A fault: a run would take most of a minute, so that it is not over before those who disturb it come."""
 
 
 def island(folder: Path, number: int) -> Path:

@@ -17,15 +17,15 @@ import pytest
 from safetensors.torch import load_file
 
 from chaos.campaigns import finished, island, kinds
-from helpers import Answer, entries, environment, metrics, newest_checkpoint, partitioned, refused
+from helpers import Answer, entries, environment, metrics, newest_checkpoint, partitioned
 
 pytestmark = pytest.mark.slow
 RECORDING = Path(__file__).with_name("recording.py")
 BATCH = 16
 TOLERANCE = 1e-4
-"""Of weights after 40 steps of AdamW, whose first steps divide by small numbers: sums in another order."""
+"""Of weights after thirty steps of AdamW, whose first divide by small numbers: sums in another order."""
 CHANGES: dict[str, Any] = {
-    "budget": {"samples": 1360},
+    "budget": {"samples": 960},
     "monolith": False,
     "network": {"depth": 3},
     "train": {
@@ -147,7 +147,7 @@ def alone(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     with ranks(folder, 1, "alone", record) as spread:
         assert spread.end().code == 0
     lines = drawn(record, "alone", 1)
-    assert len(lines) % BATCH == 0 and len(lines) > 30 * BATCH
+    assert len(lines) % BATCH == 0 and len(lines) > 20 * BATCH
     return folder, lines
 
 
@@ -181,15 +181,15 @@ def check_close(run: Path, reference: Path) -> None:
 def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
     run, record, (reference, expected) = island(copy, 0), tmp_path / "record", alone
     with ranks(copy, 2, "two", record) as spread:
-        until(reached(run, 8), spread)
+        until(reached(run, 6), spread)
         spread.kill()
     with ranks(copy, 1, "one", record) as spread:
-        until(reached(run, 18), spread)
+        until(reached(run, 14), spread)
         spread.kill()
     with ranks(copy, 4, "four", record, "train.parallel.micro_batch=2") as spread:
         answer = spread.end()
     assert answer.code == 0 and answer.out.count("resumed at step") == 1, answer
-    drawings = [drawn(record, name, 5) for name in ("two", "one", "four")]
+    drawings = [drawn(record, name, 4) for name in ("two", "one", "four")]
     for lines in drawings:
         assert lines.items() <= expected.items()
     assert set().union(*drawings) == set(expected)
@@ -198,12 +198,12 @@ def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_
 
 
 WAYS = {
-    "fsdp in groups of 2": (4, ['train.parallel.strategy="fsdp"', "train.parallel.shard=2"]),
     "compiled": (2, ["train.parallel.compile=true"]),
     "fsdp, all of it": (
-        2,
+        4,
         [
             'train.parallel.strategy="fsdp"',
+            "train.parallel.shard=2",
             "train.parallel.checkpointing=true",
             "train.parallel.micro_batch=3",
         ],
@@ -221,18 +221,20 @@ def test_other_ways_to_spread_a_step(
     with ranks(copy, count, "all", tmp_path / "record", *sets) as spread:
         answer = spread.end()
     assert answer.code == 0, answer
-    assert drawn(tmp_path / "record", "all", 30) == alone[1]
+    assert drawn(tmp_path / "record", "all", 20) == alone[1]
     check_close(island(copy, 0), island(alone[0], 0))
 
 
-def test_sharded_weights_resume_on_one_process(
+def test_all_ranks_leave_together_and_sharded_weights_resume_on_one(
     copy: Path, alone: tuple[Path, Record], tmp_path: Path
 ) -> None:
-    run = island(copy, 0)
-    with ranks(copy, 2, "two", tmp_path / "record", 'train.parallel.strategy="fsdp"') as spread:
-        until(reached(run, 10), spread)
+    run, fsdp = island(copy, 0), 'train.parallel.strategy="fsdp"'
+    with ranks(copy, 2, "two", tmp_path / "record", fsdp, launcher="atoll.launch.torchrun") as spread:
+        until(reached(run, 6), spread)
+        begin = time.monotonic()
         spread.process.send_signal(signal.SIGTERM)
-        assert spread.end(60).code != 0
+        answer = spread.end(60)
+    assert answer.code == 75 and time.monotonic() - begin < 30, answer
     (left,) = kinds(run, "release")
     assert left["reason"] == "left" and left["step"] == kinds(run, "commit")[-1]["step"]
     with ranks(copy, 1, "one", tmp_path / "record") as spread:
@@ -241,25 +243,11 @@ def test_sharded_weights_resume_on_one_process(
     check_close(run, island(alone[0], 0))
 
 
-def test_all_ranks_leave_together(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
-    run = island(copy, 0)
-    with ranks(copy, 2, "two", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
-        until(reached(run, 5), spread)
-        begin = time.monotonic()
-        spread.process.send_signal(signal.SIGTERM)
-        answer = spread.end(60)
-    assert answer.code == 75 and time.monotonic() - begin < 30, answer
-    assert kinds(run, "release")[-1]["reason"] == "left"
-    with ranks(copy, 2, "again", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
-        assert spread.end().code == 0
-    check_close(run, island(alone[0], 0))
-
-
 def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
     run = island(copy, 0)
     hurry = "train.parallel.collective_timeout_s=4.0"
     with ranks(copy, 2, "two", tmp_path / "record", hurry, launcher="atoll.launch.torchrun") as spread:
-        until(reached(run, 5), spread)
+        until(reached(run, 4), spread)
         (holder,) = [entry["process"]["pid"] for entry in kinds(run, "acquire")]
         (other,) = [pid for pid in spread.workers() if pid != holder]
         os.kill(other, signal.SIGSTOP)
@@ -279,15 +267,3 @@ def test_a_rank_whose_data_do_not_come_says_so(copy: Path, tmp_path: Path) -> No
     errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]
     assert answer.code == 2 and "did not come within 2 s" in errors[0], answer.err
     assert entries(island(copy, 0))[-1]["kind"] == "release"
-
-
-def test_more_processes_than_samples(copy: Path, tmp_path: Path) -> None:
-    settings = json.loads((copy / "islands/0/island.json").read_text())
-    (copy / "islands/0/island.json").write_text(json.dumps({**settings, "batch": 2}))
-    with ranks(copy, 3, "three", tmp_path / "record", launcher="atoll.launch.torchrun") as spread:
-        answer = spread.end()
-    errors = "\n".join(line for line in answer.err.splitlines() if line.startswith("error: "))
-    refused(
-        Answer(answer.code, answer.out, errors), "3 processes for 2 samples a step", "use fewer processes"
-    )
-    assert "Traceback" not in answer.err and not (copy / "islands/0/run/log").exists()

@@ -54,7 +54,7 @@ def test_signals_at_every_phase(phase: str, nursery: Nursery, copy: Path, refere
 def test_a_storm_of_signals(nursery: Nursery, copy: Path, reference: Path) -> None:
     """From the moment that it holds the run, as fast as they can be sent, until it is gone."""
     run = island(copy, 1)
-    for _ in range(6):
+    for _ in range(3):
         child = nursery.train(copy, 1, faults=SLOWLY)
         until(lambda child=child: any(e["process"]["pid"] == child.pid for e in kinds(run, "acquire")), child)
         deadline = time.monotonic() + BOUND

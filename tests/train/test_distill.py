@@ -4,7 +4,7 @@ import json
 import shutil
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from atoll.base.condition import Condition
 from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.train import Recipe, RunPlan, StudentConfig, TrainConfig
+from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
 from atoll.ensemble.ensemble import Ensemble
@@ -24,7 +24,6 @@ from atoll.ensemble.routing import Routing
 from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.networks.families import family
 from atoll.networks.init import initialise
-from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train
@@ -97,9 +96,9 @@ def task_of(
         network=settings.model_dump(),
         plan=plan,
     )
-    rows = TrainingRows.of(dataset, "class", recipe)
+    rows = TrainingRows.of(dataset, "class", recipe, clusters=True)
     if clusters is not None:
-        vars(rows)["clusters"] = clusters
+        rows = replace(rows, clusters=clusters)
     return DistillTask(network, rows, teacher, changes.get("data_weight", 0.0))
 
 
@@ -197,7 +196,7 @@ def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: P
         batch=16,
         train=TrainConfig(lr=3e-3, lr_schedule="cosine", log_every=1, validations=1, previews=0),
     )
-    train(task, task.recipe, Store.open(tmp_path / "run", create=True), "student")
+    train(task, Store.open(tmp_path / "run", create=True), "student")
     lines = metrics(tmp_path / "run")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[0] == pytest.approx(0.33, abs=0.1) and max(losses[-20:]) < 1e-3
@@ -318,7 +317,6 @@ def test_the_card_tells_the_teachers(copy: Path) -> None:
         ({"batch_share": 0.05}, ("0.05 of train.batch, 16, is less than one",)),
         ({"train": {"batch": 4}}, ("student.batch_share",)),
         ({"start": "average", "network": {"depth": 2}}, ("needs equal networks", "expert 0")),
-        ({"stok": False}, ("unknown key", "stock")),
     ],
 )
 def test_wrong_settings_are_one_line(
@@ -326,12 +324,6 @@ def test_wrong_settings_are_one_line(
 ) -> None:
     folder = write_campaign(tmp_path / "c", {"student": {"stock": False, **settings}})
     refused(command(capsys, "plan", folder), *words)
-
-
-def test_islands_of_their_own_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    student = {"student": {"stock": False, "start": "average"}}
-    folder = write_campaign(tmp_path / "c", {**student, "islands": {1: {"network": {"depth": 2}}}})
-    refused(command(capsys, "plan", folder), "expert 1's is another", "scratch")
 
 
 def test_missing_teachers_are_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,9 +346,3 @@ def test_an_expert_in_anothers_place_does_not_teach(copy: Path, capsys: pytest.C
 def test_the_settings_of_a_student_stay(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(command(capsys, "train", "student", copy, "--set", "student.data_weight=0.5"), "data_weight")
     refused(command(capsys, "train", "student", copy, "--set", "student.train.lr=0.5"), "student.train.lr")
-
-
-def test_defaults_cost_a_quarter_of_the_batch() -> None:
-    settings = StudentConfig()
-    assert (settings.batch(256), settings.batch(10), settings.origin()) == (64, 2, ("scratch", None))
-    assert NetworkConfig().architecture() == NetworkConfig(depth=6, heads=3, head_width=48).architecture()

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from atoll.base.errors import ConfigError
 from atoll.base.processes import ProcessGroup
 from atoll.campaign.settings.train import ParallelConfig
 from atoll.train.parallel import StepSharding
@@ -26,3 +27,8 @@ def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | N
     for step, own in zip(steps, parts, strict=True):
         assert all(len(part) > 0 for part in own)
         assert sum(step.weight(part) for part in own) / size == pytest.approx(sum(map(len, own)) / batch)
+
+
+def test_more_processes_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 processes for 2 samples a step: use fewer processes"):
+        StepSharding(torch.nn.Linear(1, 1), ParallelConfig(), ProcessGroup(0, 3), 2)

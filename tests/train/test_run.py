@@ -118,10 +118,3 @@ def test_a_partition_is_repeatable(tmp_path: Path) -> None:
     files = [p.relative_to(tmp_path / "a") for p in (tmp_path / "a/islands").rglob("*") if p.is_file()]
     assert len(files) > 8
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
-
-
-def test_random_clusters_are_about_even(tmp_path: Path) -> None:
-    campaign = partitioned(tmp_path / "c", {"partition": {"k": 4}})
-    about = campaign.store.get_json("partition/partition.json")
-    assert sum(about["sizes"]) + sum(about["heldout"]) == 80
-    assert np.std(about["sizes"]) < 8

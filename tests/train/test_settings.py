@@ -11,38 +11,24 @@ def rate(samples: float, **settings: object) -> float:
     return TrainConfig.parse({"lr": 2e-3, **settings}, "a test").learning_rate(samples, TOTAL)
 
 
-def test_constant() -> None:
-    assert [rate(s) for s in (1, 5000, TOTAL)] == [2e-3] * 3
+COSINE = {"lr_schedule": "cosine"}
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_warm_up_rises_evenly_from_zero(schedule: str) -> None:
-    points = [rate(s, warmup=10_000, lr_schedule=schedule) for s in (0, 2500, 5000, 10_000)]
-    assert points == pytest.approx([0, 0.5e-3, 1e-3, 2e-3])
-
-
-def test_cosine_falls_to_its_floor() -> None:
-    points = [rate(s, lr_schedule="cosine") for s in (0, TOTAL / 4, TOTAL / 2, TOTAL)]
-    assert points == pytest.approx([2e-3, 2e-3 * 0.8535533906, 1e-3, 0], abs=1e-12)
-    points = [rate(s, lr_schedule="cosine", lr_floor=0.1) for s in (0, TOTAL / 2, TOTAL, 2 * TOTAL)]
-    assert points == pytest.approx([2e-3, 2e-3 * 0.55, 2e-4, 2e-4])
-
-
-def test_cosine_begins_after_the_warm_up() -> None:
-    settings = {"lr_schedule": "cosine", "warmup": 20_000}
-    assert rate(20_000, **settings) == pytest.approx(2e-3)
-    assert rate(60_000, **settings) == pytest.approx(1e-3)
-    assert rate(100_000, **settings) == pytest.approx(0, abs=1e-12)
-
-
-def test_it_counts_samples_not_steps() -> None:
-    settings = {"lr_schedule": "cosine", "warmup": 20_000}
-    assert rate(64_000, batch=16, **settings) == rate(64_000, batch=256, **settings)
-
-
-def test_a_warm_up_longer_than_the_run() -> None:
-    for schedule in ("constant", "cosine"):
-        assert rate(TOTAL, warmup=2 * TOTAL, lr_schedule=schedule) == pytest.approx(1e-3)
+@pytest.mark.parametrize(
+    ("settings", "points"),
+    [
+        ({}, {1: 2e-3, 5000: 2e-3, TOTAL: 2e-3}),
+        ({"warmup": 10_000}, {0: 0, 2500: 0.5e-3, 5000: 1e-3, 10_000: 2e-3, TOTAL: 2e-3}),
+        ({**COSINE, "warmup": 10_000}, {0: 0, 2500: 0.5e-3, 5000: 1e-3, 10_000: 2e-3}),
+        (COSINE, {0: 2e-3, TOTAL / 4: 2e-3 * 0.8535533906, TOTAL / 2: 1e-3, TOTAL: 0}),
+        ({**COSINE, "lr_floor": 0.1}, {0: 2e-3, TOTAL / 2: 1.1e-3, TOTAL: 2e-4, 2 * TOTAL: 2e-4}),
+        ({**COSINE, "warmup": 20_000}, {20_000: 2e-3, 60_000: 1e-3, TOTAL: 0}),
+        ({**COSINE, "warmup": 20_000, "batch": 16}, {60_000: 1e-3}),  # it counts samples, not steps
+        ({**COSINE, "warmup": 2 * TOTAL}, {TOTAL: 1e-3}),
+    ],
+)
+def test_learning_rates(settings: dict[str, object], points: dict[float, float]) -> None:
+    assert [rate(s, **settings) for s in points] == pytest.approx(list(points.values()), abs=1e-12)
 
 
 PLAN = {
@@ -64,10 +50,6 @@ PLAN = {
 def recipe(train: dict | None = None, **plan: object) -> Recipe:  # type: ignore[type-arg]
     tree = {"objective": {}, "train": train or {}, "network": {"depth": 1}, "plan": {**PLAN, **plan}}
     return Recipe.parse(tree, "a test")
-
-
-def test_a_run_is_as_long_as_its_plan() -> None:
-    assert recipe().plan.samples == 21
 
 
 @pytest.mark.parametrize("key", ["log_every", "validations", "validation_rows", "previews", "keep"])

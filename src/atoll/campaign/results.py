@@ -72,25 +72,37 @@ class FrozenStudent(File):
 
 
 class MetricsLine(File):
-    """A line of `metrics.jsonl`: a step of training, or a validation. It has more fields, by task."""
+    """A line of `metrics.jsonl`: a step of training, or a validation. Tasks may add fields of their own."""
 
     FORMAT, PLACE, KEEPS = "atoll/metrics", "ROLE/run/metrics.jsonl", None
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=True)
 
     step: int = 0
     """Optimizer steps so far."""
     samples: int
     """Training samples so far."""
     loss: float | None = None
-    """Training loss of the steps since the last line."""
+    """Training loss of this step."""
+    lr: float | None = None
+    """Learning rate of this step."""
+    grad_norm: float | None = None
+    """Norm of its gradient before clipping."""
+    accuracy: float | None = None
+    """Share of its batch whose cluster the router found."""
+    skipped: int | None = None
+    """Steps that the guard has left out so far."""
     seconds: float | None = None
-    """Of training, all attempts together."""
+    """Time spent in steps, over all restarts."""
     times: tuple[float, ...] = ()
     """Times t of the validation that this line is of; earlier versions left them out."""
     validation: tuple[float | None, ...] = ()
     """Validation loss at each of these times."""
     accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
+    validation_loss: float | None = None
+    """Mean of `validation`."""
+    validation_seconds: float | None = None
+    """Time that this validation took; it is not part of `seconds`."""
 
     @property
     def grid(self) -> Sequence[float]:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
-from atoll.data.samples import Samples
+from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.ensemble.dispatch import Dispatch, Experts
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import write_part
 from atoll.ensemble.route import route
 from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy, per_sample_loss, target
-from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows
 
@@ -46,7 +44,6 @@ class ClusterTeacher:
     draws: int = 0
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """See `Teacher`."""
         weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
         return Dispatch(weights, cond).run(self.experts, x_t, t)
 
@@ -60,11 +57,9 @@ class RoutedTeacher:
 
     @property
     def draws(self) -> int:
-        """See `Teacher`."""
         return max(1, self.routing.uniforms)
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """See `Teacher`."""
         logits = self.ensemble.logits(x_t, t, cond).float()
         weights = route(self.routing, logits, draws.to(logits), None)
         return Dispatch(weights, cond).run(self.ensemble.experts, x_t, t)
@@ -86,8 +81,7 @@ class DistillTask(DenoiserTask):
 
     def batch(self, positions: range) -> Batch:
         """Latents, conditions, noise, times and clusters of these positions, and the teacher's draws."""
-        batch, index = self.rows.batch(positions)
-        return self._labelled(batch, self.rows.train, index, self.recipe.plan.seed, positions)
+        return self._with_draws(self.rows.batch(positions), self.recipe.plan.seed, positions)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error against the teacher's velocity, mixed with that against the data's."""
@@ -99,27 +93,21 @@ class DistillTask(DenoiserTask):
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
-        index, batches = self.rows.validation()
-        if not batches:
-            return {}
-        found = [
-            self._both(self._labelled(batch, self.rows.heldout, index, 0, range(len(index))).to(self.device))
-            for batch in batches
+        pairs = [
+            self._both(self._with_draws(batch, 0, range(len(batch.t))).to(self.device))
+            for batch in self.rows.validation()
         ]
-        losses = [float(data.mean()) for _, data in found]
-        teacher = [float(taught.mean()) for taught, _ in found]
+        if not pairs:
+            return {}
+        losses = [float(data.mean()) for _, data in pairs]
+        teacher = [float(taught.mean()) for taught, _ in pairs]
         return {
+            "times": VALIDATION_TIMES,
             "validation": losses,
             "validation_loss": sum(losses) / len(losses),
             "teacher_by_time": teacher,
             "teacher_loss": sum(teacher) / len(teacher),
         }
-
-    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write network and card, which says who the teachers were."""
-        card = self.rows.card(self.network, self.family.name, weights, seconds)
-        told = {**card.provenance, "student": self.recipe.network.get("student", {})}
-        write_part(store, prefix, self.network, weights, card.model_copy(update={"provenance": told}))
 
     def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses `(B,)` against the teacher and against the data, of one evaluation of the student."""
@@ -131,7 +119,5 @@ class DistillTask(DenoiserTask):
         data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
         return per_sample_loss(output, v), per_sample_loss(output, data)
 
-    def _labelled(self, batch: Batch, samples: Samples, index: Any, seed: int, positions: range) -> Batch:
-        clusters = self.rows.clusters[torch.from_numpy(samples.rows[index])]
-        draws = uniforms(seed, "teacher", positions, (self.teacher.draws,))
-        return replace(batch, clusters=clusters, draws=draws)
+    def _with_draws(self, batch: Batch, seed: int, positions: range) -> Batch:
+        return replace(batch, draws=uniforms(seed, "teacher", positions, (self.teacher.draws,)))

@@ -23,8 +23,9 @@ class Ema:
     """
 
     def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
-        self.half_life, self.ramp = half_life, ramp
-        self.weights: dict[str, Tensor] = {n: p.detach().clone() for n, p in network.named_parameters()}
+        self.network, self.half_life, self.ramp = network, half_life, ramp
+        self.parameters = dict(network.named_parameters())  # kept: to look them up takes time at every step
+        self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def decay(self, samples: int, batch: int) -> float:
         """Share of the old average that stays in the step that ends at `samples`."""
@@ -32,27 +33,23 @@ class Ema:
         return float(0.5 ** (batch / half_life)) if half_life > 0 else 0.0
 
     @torch.no_grad()
-    def update(self, network: nn.Module, samples: int, batch: int) -> None:
+    def update(self, samples: int, batch: int) -> None:
         """Move the average towards the weights after a step of `batch` samples that ends at `samples`."""
-        parameters = dict(network.named_parameters())
-        average = [local(self.weights[name]) for name in parameters]
-        torch._foreach_lerp_(
-            average, [local(p.detach()) for p in parameters.values()], 1.0 - self.decay(samples, batch)
-        )
+        average, weights = ([*map(local, them.values())] for them in (self.weights, self.parameters))
+        torch._foreach_lerp_(average, weights, 1.0 - self.decay(samples, batch))
 
     @contextmanager
-    def in_place(self, network: nn.Module) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """Let the network hold the averaged weights for a while; the bits of its own come back after."""
-        own = {name: p.detach().clone() for name, p in network.named_parameters()}
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
         try:
-            _copy(network, self.weights)
+            self._copy(self.weights)
             yield
         finally:
-            _copy(network, own)
+            self._copy(before)
 
-
-@torch.no_grad()
-def _copy(network: nn.Module, values: dict[str, Tensor]) -> None:
-    gather_no_more(network)
-    for name, parameter in network.named_parameters():
-        local(parameter.detach()).copy_(local(values[name]))
+    @torch.no_grad()
+    def _copy(self, values: dict[str, Tensor]) -> None:
+        gather_no_more(self.network)
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(local(values[name]))

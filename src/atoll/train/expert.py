@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
+from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.expert import Expert, bound_of, write_part
+from atoll.ensemble.expert import Expert, bound_of
 from atoll.ensemble.generate import Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import starting_noise
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
 from atoll.networks.families import family
-from atoll.store.store import Store
 from atoll.train.rows import Batch, TrainingRows, spread
 
 
@@ -37,7 +37,7 @@ class DenoiserTask:
 
     def batch(self, positions: range) -> Batch:
         """Latents, conditions, noise and times of these positions."""
-        return self.rows.batch(positions)[0]
+        return self.rows.batch(positions)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error of the prediction."""
@@ -45,11 +45,11 @@ class DenoiserTask:
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
-        batches = self.rows.validation()[1]
+        batches = self.rows.validation()
         if not batches:
             return {}
         losses = [float(self._losses(batch.to(self.device)).mean()) for batch in batches]
-        return {"validation": losses, "validation_loss": sum(losses) / len(losses)}
+        return {"times": VALIDATION_TIMES, "validation": losses, "validation_loss": sum(losses) / len(losses)}
 
     def preview(self) -> bytes:
         """Twelve training conditions sampled in 12 steps with guidance 2."""
@@ -86,11 +86,6 @@ class DenoiserTask:
             return autoencoder_of(self.rows.latents)
         except ConfigError:
             return None
-
-    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write network and card."""
-        card = self.rows.card(self.network, self.family.name, weights, seconds)
-        write_part(store, prefix, self.network, weights, card)
 
     def _losses(self, batch: Batch) -> Tensor:
         prediction = self.recipe.objective.prediction

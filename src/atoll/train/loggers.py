@@ -10,7 +10,8 @@ import netrc
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -18,11 +19,10 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
-from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
+from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.loggers import TrackingConfig
-from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.store.store import Store
 
 FAREWELL = 20.0
@@ -45,31 +45,35 @@ def check_trackers(config: TrackingConfig) -> None:
         )
 
 
-class Subject(Config):
-    """What is tracked."""
+@dataclass(frozen=True)
+class Subject:
+    """What is tracked.
+
+    Attributes:
+        id: the same over all restarts.
+        name: of the run, such as `expert 3`.
+        role: what is trained.
+        start: how many times the run has been started, this one included.
+        step: optimizer steps done before this start.
+        settings: how it is trained.
+    """
 
     id: str
-    """The same over all restarts."""
     name: str
-    """The run, such as `expert 3`."""
     role: str
-    """What is trained."""
     start: int
-    """How many times the run has been started, this one included."""
     step: int
-    """Optimizer steps done before this start."""
     settings: dict[str, Any]
-    """How it is trained."""
+
+
+Shown = Mapping[str, float | Image.Image]
 
 
 class Tracker(Protocol):
-    """One place where metrics are shown."""
+    """One place where a run is shown."""
 
-    def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Show numbers of a step."""
-
-    def picture(self, step: int, image: Image.Image) -> None:
-        """Show a preview."""
+    def show(self, step: int, values: Shown) -> None:
+        """Show numbers or a picture of a step."""
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         """Write out what was shown, and name the files that belong into the run's folder."""
@@ -103,16 +107,18 @@ class Tracks:
         if config.wandb != "off":
             self._start("wandb", lambda: _Wandb(config, folder, place, subject))
 
-    def line(self, line: dict[str, Any]) -> None:
+    def line(self, line: MetricsLine) -> None:
         """Show a line of metrics.jsonl."""
-        scalars = dict(_scalars(line))
-        self._each(lambda tracker: tracker.line(line["step"], scalars))
+        if self._trackers:
+            scalars = dict(_scalars(line))
+            self._each(lambda tracker: tracker.show(line.step, scalars))
 
     def picture(self, step: int, png: bytes) -> None:
         """Show a preview."""
         if self._trackers:
             with Image.open(io.BytesIO(png)) as image:
-                self._each(lambda tracker: tracker.picture(step, image.convert("RGB")))
+                preview = image.convert("RGB")
+            self._each(lambda tracker: tracker.show(step, {"preview": preview}))
 
     def flush(self) -> None:
         """Put what was shown into the run's folder, where it stays."""
@@ -172,12 +178,12 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=subject.step + 1)
         (self._file,) = folder.iterdir()
 
-    def line(self, step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def picture(self, step: int, image: Image.Image) -> None:
-        self._writer.add_image("preview", np.asarray(image), step, dataformats="HWC")
+    def show(self, step: int, values: Shown) -> None:
+        for name, value in values.items():
+            if isinstance(value, Image.Image):
+                self._writer.add_image(name, np.asarray(value), step, dataformats="HWC")
+            else:
+                self._writer.add_scalar(name, value, step)
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         self._writer.flush()
@@ -197,8 +203,8 @@ class _Wandb:
         import wandb
 
         self.place, self._offline = place, config.wandb == "offline"
-        self._picture, self._teardown = wandb.Image, wandb.teardown
-        self._wandb = wandb.init(
+        self._image, self._teardown = wandb.Image, wandb.teardown
+        self._run = wandb.init(
             project=config.project,
             entity=config.entity,
             name=f"{config.name} {subject.name}" if config.name else subject.name,
@@ -213,14 +219,12 @@ class _Wandb:
                 console="off", silent=True, disable_git=True, save_code=False, init_timeout=CONNECT
             ),
         )
-        self._first, self._root = int(self._wandb.step), Path(self._wandb.dir).parent
+        self._first, self._root = int(self._run.step), Path(self._run.dir).parent
 
-    def line(self, step: int, scalars: dict[str, Any]) -> None:
+    def show(self, step: int, values: Shown) -> None:
         if step >= self._first:
-            self._wandb.log(scalars, step=step)
-
-    def picture(self, step: int, image: Image.Image) -> None:
-        self.line(step, {"preview": self._picture(image)})
+            ours = {k: self._image(v) if isinstance(v, Image.Image) else v for k, v in values.items()}
+            self._run.log(ours, step=step)
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         for path in sorted(self._root.rglob("*")) if self._offline else ():
@@ -229,17 +233,17 @@ class _Wandb:
                 yield f"wandb/{self._root.name}-{self.place}/{name}", path.read_bytes()
 
     def close(self) -> None:
-        self._wandb.finish()
+        self._run.finish()
         self._teardown()  # only then are offline files whole
 
 
-def _scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
     """The numbers of a line; those by time are named by it, `validation/t=0.0625`."""
-    for name, value in line.items():
-        if isinstance(value, list):
-            for time, one in zip((*VALIDATION_TIMES, 1.0), value, strict=False):
+    for name, value in line.model_dump(exclude_unset=True, exclude={"step", "times"}).items():
+        if isinstance(value, list | tuple):
+            for time, one in zip(line.times, value, strict=True):
                 yield f"{name}/t={time:g}", float(one)
-        elif name != "step" and value is not None:
+        elif value is not None:
             yield name, float(value)
 
 

@@ -1,4 +1,4 @@
-"""The training loop. There is one; expert, router and monolith each supply a `Task`."""
+"""The training loop. There is one; expert, router, monolith and student each supply a `Task`."""
 
 import json
 import math
@@ -14,9 +14,10 @@ from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.text import duration
-from atoll.campaign.publication import announce, settle, tidy
+from atoll.campaign.publication import announce, settle
+from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.loggers import TrackingConfig
-from atoll.campaign.settings.train import Recipe
+from atoll.ensemble.expert import write_part
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
@@ -27,6 +28,7 @@ from atoll.train.loggers import Subject, Tracks
 from atoll.train.parallel import StepSharding, whole
 from atoll.train.preemption import Interrupted, leaving
 from atoll.train.prefetch import Ahead
+from atoll.train.rows import TrainingRows
 from atoll.train.spike_guard import Guard
 from atoll.train.state import Saver, TrainState
 
@@ -37,6 +39,11 @@ class Task(Protocol):
     @property
     def network(self) -> nn.Module:
         """The network that learns, on its device."""
+        ...
+
+    @property
+    def rows(self) -> TrainingRows:
+        """What it learns from, with the recipe."""
         ...
 
     def batch(self, positions: range) -> Any:
@@ -55,25 +62,14 @@ class Task(Protocol):
         """A PNG that shows what the network can do now, or None."""
         ...
 
-    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write the finished network below `prefix`, its card last."""
-        ...
-
 
 def train(
-    task: Task,
-    recipe: Recipe,
-    store: Store,
-    name: str,
-    *,
-    wait: bool = False,
-    tracking: TrackingConfig | None = None,
+    task: Task, store: Store, name: str, *, wait: bool = False, tracking: TrackingConfig | None = None
 ) -> None:
     """Train to the end, or go on where an earlier process stopped; alone or as one rank of `torchrun`.
 
     Args:
         task: network, data and objective.
-        recipe: settings and numbers.
         store: narrowed to the run's own folder (`islands/K`, `router`, `monolith`).
         name: for messages.
         wait: wait while another living process holds the run.
@@ -85,35 +81,35 @@ def train(
         Fenced: another process took the run over.
         AtollError: too many steps in a row were skipped; data or another rank did not come.
     """
-    torch.set_num_threads(recipe.train.threads)
-    with joined(recipe.train.parallel.collective_timeout_s) as group:
-        if group.once(lambda: _is_finished(store)):
-            _say(group, f"{name}: finished already")
-            return
-        _Run(task, recipe, store, name, group).go(wait, tracking or TrackingConfig())
+    settings = task.rows.recipe.train
+    torch.set_num_threads(settings.threads)
+    with joined(settings.parallel.collective_timeout_s) as group:
+        _Run(task, store, name, group).go(wait, tracking or TrackingConfig())
 
 
 class _Run:
     """One process's part in one run."""
 
-    def __init__(self, task: Task, recipe: Recipe, store: Store, name: str, group: ProcessGroup) -> None:
-        self.task, self.recipe, self.store, self.name, self.group = task, recipe, store, name, group
-        self.settings, self.plan, self.learned = recipe.train, recipe.plan, recipe.learned()
-        settings = self.settings
+    def __init__(self, task: Task, store: Store, name: str, group: ProcessGroup) -> None:
+        self.task, self.store, self.name, self.group = task, store, name, group
+        self.recipe = task.rows.recipe
+        self.settings, self.plan, self.learned = self.recipe.train, self.recipe.plan, self.recipe.learned()
+        settings, network = self.settings, task.network
         self.autocast = settings.precision == "bf16" or (
             settings.precision == "auto" and group.device.type != "cpu"
         )
-        self.sharding = StepSharding(task.network, settings.parallel, group, self.plan.batch, self.autocast)
+        self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
         self.forward = self.sharding.wrap(task.step)
+        self.parameters = list(network.parameters())
         optimizer = torch.optim.AdamW(
-            task.network.parameters(),
+            self.parameters,
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,  # one pass over the weights: on a CPU at small batches a third of a step's time
         )
-        ema = Ema(task.network, settings.ema_half_life * self.plan.samples, settings.ema_warmup)
-        self.state = TrainState(task.network, ema, optimizer, Guard(settings.guard))
+        ema = Ema(network, settings.ema_half_life * self.plan.samples, settings.ema_warmup)
+        self.state = TrainState(network, ema, optimizer, Guard(settings.guard))
         self.run = store.sub("run")
         self.log = Log(self.run, new_holder())
         self.saver = Saver(self.run, self.log, self.learned, settings.keep)
@@ -125,14 +121,15 @@ class _Run:
         with leaving() as stop_requested:
             if not self.group.once(lambda: self._acquire(wait, stop_requested)):
                 self.group.once(lambda: settle(self.store, self.log))
-                _say(self.group, f"{self.name}: finished already")
+                self._say(f"{self.name}: finished already")
                 return
             try:
                 self._hold(stop_requested, tracking)
             except Fenced:
                 raise
             except BaseException as error:
-                self._release(error)
+                if self.group.first:
+                    self._release(error)
                 raise
 
     def _hold(self, stop_requested: list[int], tracking: TrackingConfig) -> None:
@@ -145,7 +142,11 @@ class _Run:
             self._resume()
             stack.callback(self.tracks.close)
             if self.group.first:
-                self.tracks.open(tracking, self.run, self.log.holder, self._subject())
+                starts = sum(entry.kind == "acquire" for entry in self.log.entries())
+                settings = self.recipe.model_dump(mode="json")
+                tracker, step = self.state.tracker, self.state.step
+                subject = Subject(tracker, self.name, self.plan.role, starts, step, settings)
+                self.tracks.open(tracking, self.run, self.log.holder, subject)
             self._steps(stop_requested)
             self._publish()
 
@@ -159,61 +160,49 @@ class _Run:
 
         first = next((e for e in self.log.entries() if e.tracker), None)
         self.state.tracker = first.tracker if first else uuid.uuid4().hex[:8]
-        own = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
-        return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **own)
+        about = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
+        return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **about)
 
     def _resume(self) -> None:
         state, before = self.state, read_heartbeat(self.run) if self.group.first else None
-        mine: list[checkpoint.Loaded] = []
+        loaded: list[checkpoint.Loaded] = []  # on rank 0: the others are told its name and load it as well
 
         def find() -> tuple[str, str] | None:
             found = checkpoint.newest(self.run, self.log)
-            if found is None:
-                return None
-            mine.append(found[2])
-            return found[:2]
+            loaded.extend(found[2:] if found else ())
+            return found and found[:2]
 
-        found = self.group.once(find)
-        if found is not None:
-            loaded = mine[0] if mine else checkpoint.load(self.run, *found)
-            checkpoint.restore(state, found[0], loaded, self.learned)
+        newest = self.group.once(find)
+        if newest is not None:
+            content = loaded[0] if loaded else checkpoint.load(self.run, *newest)
+            checkpoint.restore(state, newest[0], content, self.learned)
             self.saver.committed = state.step
-            _say(self.group, f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
+            self._say(f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
         if self.group.first:
             reached = (before.step or 0) if before else 0
-            if reached or found:
+            if reached or newest:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
             state.metrics = _metrics_until(self.run, state.step)
 
-    def _subject(self) -> Subject:
-        return Subject(
-            id=self.state.tracker,
-            name=self.name,
-            role=self.plan.role,
-            start=sum(entry.kind == "acquire" for entry in self.log.entries()),
-            step=self.state.step,
-            settings=self.recipe.model_dump(mode="json"),
-        )
-
     def _publish(self) -> None:
         self.phase = "publishing"
-        state = self.state
-        kept = {**state.ema.weights, **kept_buffers(self.task.network)}
+        state, network = self.state, self.task.network
+        kept = {**state.ema.weights, **kept_buffers(network)}
         gathered = ((name, whole(tensor)) for name, tensor in kept.items())
         weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
 
-        def write() -> None:
-            announce(
-                self.run, self.log, state.step, lambda s, p: self.task.publish(s, p, weights, state.seconds)
-            )
+        def write(store: Store, prefix: str) -> None:
+            card = self.task.rows.card(network, weights, state.seconds)
+            write_part(store, prefix, network, weights, card)
+
+        def publish() -> None:
+            announce(self.run, self.log, state.step, write)
             settle(self.store, self.log)
 
-        self.group.once(write)
-        _say(self.group, f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
+        self.group.once(publish)
+        self._say(f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
 
     def _release(self, error: BaseException) -> None:
-        if not self.group.first:
-            return
         left = isinstance(error, Interrupted)
         why = {} if left else {"error": str(error) or type(error).__name__}
         try:
@@ -222,6 +211,7 @@ class _Run:
             say(f"warning: {unsaid}")
 
     def _signs(self) -> dict[str, Any]:
+        """What the heartbeat says."""
         state = self.state
         return {
             "phase": self.phase,
@@ -234,6 +224,10 @@ class _Run:
             "committed": max(0, self.saver.committed),
             "ranks": self.group.size,
         }
+
+    def _say(self, message: str) -> None:
+        if self.group.first:
+            say(message)
 
     # The loop.
 
@@ -260,23 +254,24 @@ class _Run:
                 if save:
                     self._save()
                     saved = time.monotonic()
-                self._still_ours()
+                if self.group.first:  # still ours?
+                    self.heart.check()
+                    self.saver.poll()
 
                 assert batches is not None
                 metrics = self._step(batches)
                 state.seconds += time.monotonic() - started
                 self.speed = (state.samples - first) / (time.monotonic() - start)
 
-                # Report.
                 if state.step % settings.log_every == 0 or state.step == plan.steps:
-                    self._note(metrics)
+                    self._note(**metrics)
                     if self.group.first:
                         progress(state.samples, note=f"loss {self.loss:.4f}")
                 self._look()
                 if _due(state.step, plan.steps, settings.milestones):
                     self._save(milestone=True)
             self._save()
-            self.saver.wait()
+            self.saver.settle(fatal=True)
 
     def _step(self, batches: list[Any]) -> dict[str, Any]:
         """Loss, gradient, update; returns the step's line of metrics."""
@@ -294,64 +289,58 @@ class _Run:
                 with self._precision():
                     loss, metrics = self.forward(batch)
                 (loss if weight == 1 else loss * weight).backward()
-            for key, value in {"loss": loss.detach(), **metrics}.items():
+            values: dict[str, Any] = {"loss": loss.detach(), **metrics}
+            for key, value in values.items():
                 sums[key] = sums.get(key, 0.0) + float(value) * weight / self.group.size
         means = dict(zip(sums, self.group.sum(list(sums.values())), strict=True))
-        norm = self._clip(settings.clip)
+        norm = clip(self.parameters, settings.clip)
         state.samples, state.step = begin + plan.batch, state.step + 1
-        if state.guard.admits(means["loss"], norm):
-            state.optimizer.step()
-            state.ema.update(self.task.network, state.samples, plan.batch)
-        else:
-            self._skip(means["loss"], norm)
         self.loss = means["loss"]
-        line = {"step": state.step, "samples": state.samples, **means, "lr": lr, "grad_norm": norm}
-        line |= {"skipped": state.guard.skipped, "seconds": round(state.seconds, 3)}
+        if state.guard.admits(self.loss, norm):
+            state.optimizer.step()
+            state.ema.update(state.samples, plan.batch)
+        else:
+            self._skip(norm)
+        line = {**means, "lr": lr, "grad_norm": norm, "skipped": state.guard.skipped}
+        line["seconds"] = round(state.seconds, 3)
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
-    def _clip(self, most: float | None) -> float:
-        """The gradient's norm, and the gradient no longer than `most`."""
-        parameters = list(self.task.network.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        length = float(whole(norm))
-        # Torch would multiply by 1 where nothing is to be done: a pass over all gradients, for nothing.
-        if most is not None and not length < 0.999 * most:
-            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return length
-
-    def _skip(self, loss: float, norm: float) -> None:
+    def _skip(self, norm: float) -> None:
         guard, step = self.state.guard, self.state.step
-        what = f"{self.name}: loss {loss:g}, gradient {norm:g} at step {step:,}"
+        what = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {step:,}"
         if guard.exhausted:
             raise AtollError(
                 f"{what}: the last {guard.in_a_row} steps were skipped (bound {guard.bound():.3g})",
                 "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
             )
-        _say(self.group, f"warning: {what}: skipped (bound {guard.bound():.3g})")
+        self._say(f"warning: {what}: skipped (bound {guard.bound():.3g})")
 
     def _look(self) -> None:
         """Validate and draw with the averaged weights where it is time to."""
-        state, steps = self.state, self.plan.steps
-        validate = _due(state.step, steps, self.settings.validations)
-        draw = _due(state.step, steps, self.settings.previews)
+        state, network = self.state, self.task.network
+        validate, draw = (
+            _due(state.step, self.plan.steps, times)
+            for times in (self.settings.validations, self.settings.previews)
+        )
         if not validate and not draw:
             return
         self.phase = "validating"
-        self.task.network.eval()
-        with state.ema.in_place(self.task.network), torch.no_grad(), self._precision():
+        network.eval()
+        with state.ema.in_place(), torch.no_grad(), self._precision():
             if validate:
-                self._note({"step": state.step, "samples": state.samples, **self.task.validate()})
+                started = time.monotonic()
+                metrics = self.task.validate()
+                self._note(**metrics, validation_seconds=round(time.monotonic() - started, 3))
             picture = self.task.preview() if draw else None
-        self.task.network.train()
-        if not self.group.first:
-            return
-        if picture is not None:
-            self.tracks.picture(state.step, picture)
-            self._try_to_write(f"previews/{state.step:08d}.png", picture)
-        self._write_metrics()
+        network.train()
+        if self.group.first:
+            if picture is not None:
+                self.tracks.picture(state.step, picture)
+                self._try_to_write(f"previews/{state.step:08d}.png", picture)
+            self._write_metrics()
 
     # Saving and leaving.
 
@@ -366,18 +355,15 @@ class _Run:
 
     def _leave(self) -> None:
         self._save()
-        self.group.once(self.saver.wait)  # whoever leaves earlier takes the others along
+        # Whoever leaves earlier takes the others along.
+        self.group.once(lambda: self.saver.settle(fatal=True))
         where = f"step {self.state.step:,} of {self.plan.steps:,}"
         if self.group.first:
             raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
         raise SystemExit(Interrupted.exit_code)
 
-    def _still_ours(self) -> None:
-        if self.group.first:
-            self.heart.check()
-            self.saver.poll()
-
-    def _note(self, line: dict[str, Any]) -> None:
+    def _note(self, **values: Any) -> None:
+        line = MetricsLine(step=self.state.step, samples=self.state.samples, **values)
         self.state.metrics.append(line)
         self.tracks.line(line)
 
@@ -389,8 +375,8 @@ class _Run:
         except StoreError as error:
             say(f"warning: metrics.jsonl waits for the next time: {error}")
             return
-        lines = "".join(json.dumps(line) + "\n" for line in self.state.metrics)
-        self._try_to_write("metrics.jsonl", lines.encode())
+        lines = (json.dumps(line.model_dump(exclude_unset=True)) + "\n" for line in self.state.metrics)
+        self._try_to_write("metrics.jsonl", "".join(lines).encode())
         self.tracks.flush()
 
     def _try_to_write(self, key: str, data: bytes) -> None:
@@ -401,16 +387,14 @@ class _Run:
             say(f"warning: {error}")
 
 
-def _is_finished(store: Store) -> bool:
-    if not store.exists("expert/card.json"):
-        return False
-    tidy(store)
-    return True
-
-
-def _say(group: ProcessGroup, message: str) -> None:
-    if group.first:
-        say(message)
+def clip(parameters: list[nn.Parameter], most: float | None) -> float:
+    """Scale the gradient to a norm of `most` if it is longer; the norm before."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    length = float(whole(norm))
+    # Torch would multiply by 1 where nothing is to be done: a pass over all gradients, for nothing.
+    if most is not None and not length < 0.999 * most:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return length
 
 
 def _due(step: int, steps: int, times: int) -> bool:
@@ -418,17 +402,16 @@ def _due(step: int, steps: int, times: int) -> bool:
     return times > 0 and (step * times) // steps > ((step - 1) * times) // steps
 
 
-def _metrics_until(run: Store, step: int) -> list[dict[str, Any]]:
+def _metrics_until(run: Store, step: int) -> list[MetricsLine]:
     """Lines up to a step; what an interrupted process logged after its last commit is logged anew."""
     try:
         text = run.get("metrics.jsonl").decode(errors="replace")
     except StoreError:
         return []
-    found = []
+    lines = []
     for line in text.splitlines():
         try:
-            made = json.loads(line)
-            found.append({**made, "step": int(made["step"])})
-        except (ValueError, TypeError, KeyError):
+            lines.append(MetricsLine.of_json(json.loads(line), "metrics.jsonl"))
+        except (ValueError, AtollError):
             say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
-    return [line for line in found if line["step"] <= step]
+    return [line for line in lines if line.step <= step]

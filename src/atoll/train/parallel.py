@@ -20,6 +20,9 @@ from atoll.base.errors import ConfigError
 from atoll.base.processes import COLLECTIVE, ProcessGroup, named
 from atoll.campaign.settings.train import ParallelConfig
 
+Step = Callable[[Any], tuple[Tensor, dict[str, float]]]
+"""Loss and metrics of a batch."""
+
 
 class StepSharding:
     """One step spread over processes and micro-batches.
@@ -43,19 +46,18 @@ class StepSharding:
                 f"{group.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
             )
         self.network, self.config, self.group, self.size = network, config, group, batch
-        if config.checkpointing:
-            _recompute(network)
+        if config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False):
+            network.enable_gradient_checkpointing()  # type: ignore[operator]  # the router is too small for it
         if config.compile:
             network.compile()
         if group.size > 1 and config.strategy == "fsdp":
             _shard(network, config.shard or group.size, group, bf16)
 
-    def wrap(self, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> nn.Module:
-        """The step as a module that DDP can hold; call it with a batch."""
-        module = _Step(self.network, step)
+    def wrap(self, step: Step) -> Step:
+        """The step, with the exchange of gradients that DDP adds."""
         if self.group.size == 1 or self.config.strategy == "fsdp":
-            return module
-        return DistributedDataParallel(module)
+            return step
+        return DistributedDataParallel(_Step(self.network, step))
 
     def parts(self, begin: int) -> list[range]:
         """Positions of this process's micro-batches in the step that begins at a position."""
@@ -72,11 +74,11 @@ class StepSharding:
         return len(part) * self.group.size / self.size
 
     @contextmanager
-    def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
+    def accumulating(self, step: Step, last: bool) -> Iterator[None]:
         """Gradients are exchanged after a step's last micro-batch only."""
         with named("the exchange of weights and gradients", COLLECTIVE):
-            if isinstance(module, DistributedDataParallel) and not last:
-                with module.no_sync():
+            if isinstance(step, DistributedDataParallel) and not last:
+                with step.no_sync():
                     yield
             else:
                 if isinstance(self.network, FSDPModule):
@@ -85,7 +87,9 @@ class StepSharding:
 
 
 class _Step(nn.Module):
-    def __init__(self, network: nn.Module, step: Callable[[Any], tuple[Tensor, dict[str, float]]]) -> None:
+    """A step as a module, which DDP can hold."""
+
+    def __init__(self, network: nn.Module, step: Step) -> None:
         super().__init__()
         self.network, self._step = network, step
 
@@ -93,20 +97,14 @@ class _Step(nn.Module):
         return self._step(batch)
 
 
-def _recompute(network: nn.Module) -> None:
-    if not getattr(network, "_supports_gradient_checkpointing", False):
-        return  # the router: too small to need it
-    network.enable_gradient_checkpointing()  # type: ignore[operator]
-
-
 def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> None:
     if group.size % shard:
         raise ConfigError(
             f"{group.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
         )
-    shape = (shard,) if shard == group.size else (group.size // shard, shard)
-    names = ("shard",) if len(shape) == 1 else ("copy", "shard")
-    mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
+    shape, names = (group.size // shard, shard), ("copy", "shard")
+    whole_group = shard == group.size
+    mesh = init_device_mesh(group.device.type, shape[whole_group:], mesh_dim_names=names[whole_group:])
     # Inputs are left alone: a time of 1000 t does not fit into bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}

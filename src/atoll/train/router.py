@@ -8,12 +8,9 @@ from torch import Tensor
 
 from atoll.base.rng import uniforms
 from atoll.campaign.settings.train import VALIDATION_TIMES
-from atoll.data.samples import Samples
-from atoll.ensemble.expert import write_part
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.networks.router import Router
-from atoll.store.store import Store
 from atoll.train.rows import Batch, TrainingRows
 
 
@@ -33,10 +30,9 @@ class RouterTask:
 
     def batch(self, positions: range) -> Batch:
         """Latents, conditions, noise, times and clusters of these positions."""
-        batch, index = self.rows.batch(positions)
+        batch = self.rows.batch(positions)
         pure = uniforms(self.rows.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
-        t = torch.where(pure, torch.ones_like(batch.t), batch.t)
-        return Batch(batch.x0, batch.cond, batch.eps, t, self._clusters(self.rows.train, index))
+        return replace(batch, t=torch.where(pure, torch.ones_like(batch.t), batch.t))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy of the cluster."""
@@ -47,27 +43,18 @@ class RouterTask:
     def validate(self) -> dict[str, Any]:
         """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
         times = (*VALIDATION_TIMES, 1.0)
-        index, batches = self.rows.validation(times)
-        if not batches:
-            return {}
         losses, hits = [], []
-        for batch in batches:
-            known = replace(batch, clusters=self._clusters(self.rows.heldout, index))
-            logits, clusters = self._classify(known.to(self.device))
+        for batch in self.rows.validation(times):
+            logits, clusters = self._classify(batch.to(self.device))
             losses.append(float(torch.nn.functional.cross_entropy(logits, clusters)))
             hits.append(float((logits.argmax(1) == clusters).float().mean()))
-        return {"validation": losses, "accuracy_by_time": hits, "validation_loss": sum(losses) / len(losses)}
+        if not losses:
+            return {}
+        mean = sum(losses) / len(losses)
+        return {"times": times, "validation": losses, "accuracy_by_time": hits, "validation_loss": mean}
 
     def preview(self) -> None:
         """A router draws nothing."""
-
-    def publish(self, store: Store, prefix: str, weights: dict[str, Tensor], seconds: float) -> None:
-        """Write network and card."""
-        card = self.rows.card(self.network, "router", weights, seconds)
-        write_part(store, prefix, self.network, weights, card)
-
-    def _clusters(self, samples: Samples, index: Any) -> Tensor:
-        return self.rows.clusters[torch.from_numpy(samples.rows[index])]
 
     def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.clusters is not None

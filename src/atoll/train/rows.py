@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,9 +25,6 @@ from atoll.flow.objective import drop_condition
 from atoll.flow.schedule import schedule
 from atoll.flow.timesteps import training_times
 from atoll.networks.families import parameter_count
-
-Index = NDArray[np.int64]
-"""Numbers of samples within the training rows, or within the held-out ones."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,7 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: None if part is None else part.to(device) for name, part in parts.items()
-        }
-        return Batch(**moved)
+        return replace(self, **{name: p.to(device) for name, p in parts.items() if p is not None})
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,7 @@ class TrainingRows:
         recipe: settings and numbers.
         latents: what made the latents (for previews and the card).
         text: what made the text states.
+        clusters: cluster of every row of the data set `(rows,)`, where batches are to have them.
     """
 
     train: Samples
@@ -76,33 +71,27 @@ class TrainingRows:
     recipe: Recipe
     latents: dict[str, Any]
     text: dict[str, Any] | None
+    clusters: Tensor | None = None
 
     @classmethod
-    def of(cls, dataset: DataSet, condition: ConditionKind, recipe: Recipe) -> "TrainingRows":
+    def of(
+        cls, dataset: DataSet, condition: ConditionKind, recipe: Recipe, *, clusters: bool = False
+    ) -> "TrainingRows":
         """Both splits of a data set."""
         train, heldout = (
             Samples(dataset, dataset.split(name), condition, recipe.plan.shape)
             for name in ("train", "heldout")
         )
-        return cls(train, heldout, recipe, *dataset.producers())
+        known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None
+        return cls(train, heldout, recipe, *dataset.producers(), known)
 
     @cached_property
     def order(self) -> Order:
         """Which row each position of the run sees."""
         return Order(len(self.train), self.recipe.plan.seed, self.train.dataset.id_hash)
 
-    @cached_property
-    def clusters(self) -> Tensor:
-        """Cluster of every row of the data set `(rows,)`."""
-        dataset = self.train.dataset
-        return dataset.column("clusters").read(range(len(dataset))).long()
-
-    def batch(self, positions: range) -> tuple[Batch, Index]:
-        """The samples at these positions of the run, with noise, times and dropout of their own.
-
-        Returns:
-            The batch, and the numbers of its samples within the training rows.
-        """
+    def batch(self, positions: range) -> Batch:
+        """The samples at these positions of the run, with noise, times and dropout of their own."""
         index, objective = self.order.at(positions), self.recipe.objective
         seed, where = self.recipe.plan.seed, list(positions)
         x0 = self.train.latents(index)
@@ -113,29 +102,29 @@ class TrainingRows:
             objective.condition_dropout,
         )
         t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
-        return Batch(x0, cond, normals(seed, "noise", where, x0.shape[1:]), t), index
+        eps = normals(seed, "noise", where, x0.shape[1:])
+        return Batch(x0, cond, eps, t, self._clusters(self.train, index))
 
-    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> tuple[Index, list[Batch]]:
-        """Held-out samples at fixed times, with fixed noise and no dropout.
-
-        Returns:
-            Their numbers within the held-out rows, and a batch of all of them for each time; none
-            without rows.
-        """
+    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[Batch]:
+        """The same held-out samples at each time, with fixed noise and no dropout; none without rows."""
         index = spread(len(self.heldout), self.recipe.train.validation_rows)
         if not len(index):
-            return index, []
+            return []
         x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
         eps = normals(0, "validation", range(len(index)), x0.shape[1:])
-        return index, [Batch(x0, cond, eps, torch.full((len(index),), time)) for time in times]
+        clusters = self._clusters(self.heldout, index)
+        return [Batch(x0, cond, eps, torch.full((len(index),), time), clusters) for time in times]
 
-    def card(self, network: nn.Module, family: str, weights: dict[str, Tensor], seconds: float) -> Card:
-        """What the finished network says of itself."""
-        plan, objective = self.recipe.plan, self.recipe.objective
+    def _clusters(self, samples: Samples, index: NDArray[np.int64]) -> Tensor | None:
+        return None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
+
+    def card(self, network: nn.Module, weights: dict[str, Tensor], seconds: float) -> Card:
+        """What the finished network says of itself; a student also says who its teachers were."""
+        plan, objective, settings = self.recipe.plan, self.recipe.objective, self.recipe.network
         return Card(
             role=plan.role,
             island=plan.island,
-            family=family,
+            family=settings.get("family", plan.role),
             prediction=objective.prediction,
             schedule=objective.schedule,
             condition=self.train.condition,
@@ -161,6 +150,7 @@ class TrainingRows:
                 "data": self.train.dataset.id_hash,
                 "seconds": round(seconds, 1),
                 "peak_lr": self.recipe.train.lr,
+                **({"student": settings["student"]} if "student" in settings else {}),
             },
         )
 

@@ -3,9 +3,7 @@
 An expert's run opens `islands/K/` and nothing else of the store.
 """
 
-from collections.abc import Callable, Mapping
-
-import torch
+from torch import nn
 
 from atoll.base.console import say
 from atoll.base.device import own_device
@@ -18,7 +16,6 @@ from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import tidy
 from atoll.campaign.runs import run_folder
-from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape
@@ -27,12 +24,13 @@ from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
+from atoll.networks.router import Router
 from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask
 from atoll.train.expert import DenoiserTask
 from atoll.train.loggers import check_trackers
-from atoll.train.loop import train
+from atoll.train.loop import Task, train
 from atoll.train.router import RouterTask
 from atoll.train.rows import TrainingRows
 from atoll.train.teachers import lay_start, load_teacher, settings_of_student, teachers
@@ -67,9 +65,12 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         check_trackers(campaign.config.tracking)
         # Damage is told before the first step, and loader workers find all they read on local disk.
         dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
-        make: Callable[..., DenoiserTask | RouterTask] = _router_task if role == "router" else _denoiser_task
-        task = make(campaign, plan, dataset, store, name)
-        train(task, task.rows.recipe, store, name, wait=wait, tracking=_tracking(campaign))
+        task = _task(campaign, plan, dataset, store, name)
+        tracking = campaign.config.tracking
+        if not tracking.name:  # the campaign's own
+            title = campaign.store.location.rstrip("/").rpartition("/")[2]
+            tracking = tracking.model_copy(update={"name": title})
+        train(task, store, name, wait=wait, tracking=tracking)
     if role == "pretrain":
         hand_over(campaign)
     return read_card(store, "expert")
@@ -122,7 +123,7 @@ def train_network(
         objective=objective or ObjectiveConfig(), train=training, network=network.model_dump(), plan=plan
     )
     task = DenoiserTask(denoiser.to(own_device()), TrainingRows.of(dataset, condition, recipe))
-    train(task, recipe, store, "network")
+    train(task, store, "network")
     return read_card(store, "expert")
 
 
@@ -143,60 +144,38 @@ def _check(campaign: Campaign, role: str, folder: str) -> None:
         )
 
 
-def _denoiser_task(
-    campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str
-) -> DenoiserTask:
-    config = campaign.config
-    settings, training = config.denoiser(plan.role, plan.island)
-    cards = teachers(campaign, plan) if plan.role == "student" else {}
-    network = initial_network(settings, plan.shape, plan.init_seed)
+def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> Task:
+    """Network, rows and objective of a run, with the weights that it starts from."""
+    config, cards = campaign.config, dict[str, Card]()
+    network: nn.Module
+    if plan.role == "router":
+        router = config.router
+        training, network = router.train, initial_router(campaign, plan.shape)
+        objective = ObjectiveConfig(time=router.time, condition_dropout=router.condition_dropout)
+        tree = router.model_dump(exclude={"time", "condition_dropout", "train", "share"})
+    else:
+        settings, training = config.denoiser(plan.role, plan.island)
+        objective, tree = config.objective_of(plan.island), settings.model_dump()
+        network = initial_network(settings, plan.shape, plan.init_seed)
+    if plan.role == "student":
+        # Its recipe names its teachers, so it does not go on under others.
+        student, cards = settings_of_student(campaign), teachers(campaign, plan)
+        objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
+        hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
+        lesson = student.model_dump(include={"teacher", "routing", "data_weight"})
+        tree["student"] = {**lesson, "teachers": hashes}
     if plan.init == "experts":
         lay_start(campaign, store, plan, network, cards)
     plan = start(network, plan, store, name)
-    network = network.to(own_device())
-    recipe = Recipe(
-        objective=config.objective_of(plan.island), train=training, network=settings.model_dump(), plan=plan
-    )
+    recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
+    labelled, device = plan.role in ("router", "student"), own_device()
+    rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled)
+    network = network.to(device)
+    if isinstance(network, Router):
+        return RouterTask(network, rows, router.pure_noise)
     if plan.role == "student":
-        return _student_task(campaign, network, dataset, recipe, cards)
-    return DenoiserTask(network, TrainingRows.of(dataset, config.condition, recipe))
-
-
-def _student_task(
-    campaign: Campaign, network: torch.nn.Module, dataset: DataSet, recipe: Recipe, cards: Mapping[str, Card]
-) -> DistillTask:
-    """The student's task. Its recipe names its teachers, so it does not go on under others."""
-    settings, objective = settings_of_student(campaign), recipe.objective
-    lesson = settings.model_dump(include={"teacher", "routing", "data_weight"})
-    lesson["teachers"] = {folder: card.weights_sha256 for folder, card in cards.items()}
-    objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
-    recipe = recipe.model_copy(
-        update={"objective": objective, "network": {**recipe.network, "student": lesson}}
-    )
-    teacher = load_teacher(campaign, cards, own_device())
-    rows = TrainingRows.of(dataset, campaign.config.condition, recipe)
-    return DistillTask(network, rows, teacher, settings.data_weight)
-
-
-def _router_task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> RouterTask:
-    settings = campaign.config.router
-    network = initial_router(campaign, plan.shape)
-    plan = start(network, plan, store, name)
-    recipe = Recipe(
-        objective=ObjectiveConfig(time=settings.time, condition_dropout=settings.condition_dropout),
-        train=settings.train,
-        network=settings.model_dump(exclude={"time", "condition_dropout", "train", "share"}),
-        plan=plan,
-    )
-    rows = TrainingRows.of(dataset, campaign.config.condition, recipe)
-    return RouterTask(network.to(own_device()), rows, settings.pure_noise)
-
-
-def _tracking(campaign: Campaign) -> TrackingConfig:
-    """The settings, with the campaign's own name where none is set."""
-    settings = campaign.config.tracking
-    name = settings.name or campaign.store.location.rstrip("/").rpartition("/")[2]
-    return settings.model_copy(update={"name": name})
+        return DistillTask(network, rows, load_teacher(campaign, cards, device), student.data_weight)
+    return DenoiserTask(network, rows)
 
 
 def parse_role(role: str, island: int | None, k: int) -> None:

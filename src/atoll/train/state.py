@@ -5,7 +5,6 @@ real by `COMMIT.json`; the island's log names it, with the hash of that file. Th
 whole wins; one that is torn or damaged is set aside in the log, where everybody sees it.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
+from atoll.campaign.results import MetricsLine
 from atoll.store.log import COMMIT, Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Damaged, Store
@@ -50,7 +50,7 @@ class TrainState:
     samples: int = 0
     step: int = 0
     seconds: float = 0.0
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[MetricsLine] = field(default_factory=list)
 
     def tensors(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
         """The state's tensors by file: whole, on the CPU, apart from the live ones.
@@ -59,15 +59,13 @@ class TrainState:
         """
         weights = {name: p.detach() for name, p in self.network.named_parameters()}
         files = {"weights": weights, "ema": self.ema.weights, "optimizer": self._optimizer_tensors()}
-        return {f"{file}.safetensors": dict(_apart(tensors, keep)) for file, tensors in files.items()}
-
-    def blobs(self) -> dict[str, bytes]:
-        """The state as files."""
-        return {name: save_tensors(tensors) for name, tensors in self.tensors().items()}
-
-    def counters(self) -> dict[str, Any]:
-        """The state's plain numbers that everybody may see."""
-        return {"samples": self.samples, "step": self.step, "seconds": self.seconds}
+        result: dict[str, dict[str, Tensor]] = {f"{file}.safetensors": {} for file in files}
+        for part, tensors in zip(result.values(), files.values(), strict=True):
+            for name, tensor in tensors.items():
+                gathered = whole(tensor.detach())
+                if keep:
+                    part[name] = gathered.to("cpu", copy=True).contiguous()
+        return result
 
     def restore(self, commit: Commit, blobs: dict[str, bytes]) -> None:
         """Take over a saved state, in place."""
@@ -81,22 +79,22 @@ class TrainState:
         self._restore_optimizer(load_tensors(blobs["optimizer.safetensors"]))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self.network.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = torch.as_tensor(value)
-        return found
+        return {
+            f"{name}/{key}": torch.as_tensor(value)
+            for name, parameter in self.network.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
 
     def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
         parameters = dict(self.network.named_parameters())
         for full_name, value in tensors.items():
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
-            own = value.clone()  # mapped bytes may be unaligned, which changes how kernels sum
+            moment = value.clone()  # mapped bytes may be unaligned, which changes how kernels sum
             if value.shape == parameter.shape and value.ndim:
-                own = torch.empty_like(parameter, dtype=value.dtype)
-                fill(own, value)
-            self.optimizer.state[parameter][key] = own.to(parameter.device)
+                moment = torch.empty_like(parameter, dtype=value.dtype)
+                fill(moment, value)
+            self.optimizer.state[parameter][key] = moment.to(parameter.device)
 
 
 class Saver:
@@ -120,14 +118,16 @@ class Saver:
 
     def lacks(self, step: int) -> bool:
         """Whether this step is yet to be committed; waits for a write that is under way."""
-        self._settle(fatal=False)
+        self.settle()
         return self.committed != step
 
     def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
-        self._settle(fatal=False)
+        self.settle()
         commit = Commit(
-            **state.counters(),
+            samples=state.samples,
+            step=state.step,
+            seconds=state.seconds,
             recipe=digest(self.learned),
             guard=state.guard.counters(),
             tracker=state.tracker,
@@ -137,21 +137,14 @@ class Saver:
     def poll(self) -> None:
         """Raise `Fenced` if a finished write found that the run was taken over."""
         if self._pending is not None and self._pending.done():
-            self._settle(fatal=False)
-
-    def wait(self) -> None:
-        """Until the last write is done.
-
-        Raises:
-            StoreError: it failed.
-        """
-        self._settle(fatal=True)
+            self.settle()
 
     def close(self) -> None:
         """End the thread; a write that is under way is finished."""
         self._thread.shutdown()
 
-    def _settle(self, fatal: bool) -> None:
+    def settle(self, fatal: bool = False) -> None:
+        """Wait until the last write is done; one that failed is told, or `fatal`: a `StoreError`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -235,11 +228,3 @@ def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any
     if commit.recipe != digest(learned):
         raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
     state.restore(commit, blobs)
-
-
-def _apart(tensors: dict[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Copies on the CPU that later steps do not change."""
-    for name, tensor in tensors.items():
-        there = whole(tensor.detach())
-        if keep:
-            yield name, there.to("cpu", copy=True).contiguous()
