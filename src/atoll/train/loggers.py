@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.store.store import Store
@@ -150,7 +150,7 @@ class Tracks:
         try:
             self._trackers[name] = make()
         except Exception as error:  # whatever a third party raises: the run goes on without it
-            say(f"warning: {name} does not start, the run goes on without it: {_line(error)}")
+            say(f"warning: {name} does not start, the run goes on without it: {first_line(error)}")
 
     def _each(self, do: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -160,7 +160,7 @@ class Tracks:
                 say(f"warning: {name}: {error}")
             except Exception as error:
                 self._trackers.pop(name, None)
-                say(f"warning: {name} failed, the run goes on without it: {_line(error)}")
+                say(f"warning: {name} failed, the run goes on without it: {first_line(error)}")
 
 
 class _TensorBoard:
@@ -263,7 +263,3 @@ def _logged_in() -> bool:
         return host in netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
