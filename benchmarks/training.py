@@ -294,7 +294,7 @@ def whole_turn(
     with contextlib.suppress(Interrupted):
         loop.train(clocked, run, "whole loop")
     commits = [entry for entry in Log(run.sub("run"), "reader").entries() if entry.kind == "commit"]
-    written = [entry for entry in commits if clocked.began[0] < entry["time"] < clocked.ended[0]]
+    written = [entry for entry in commits if clocked.began[0] < entry.time < clocked.ended[0]]
     return *per_step(clocked.began, clocked.ended), len(written)
 
 
