@@ -20,7 +20,7 @@ from atoll.measure.training_curve import Course
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import Answer, command, entries, merged, of_no_number, partitioned, refused
-from helpers_extractors import save_clip, save_dinov2
+from helpers_extractors import save_dinov2
 
 Drawing = tuple[str | None, float, int]
 MILESTONES: dict[str, Any] = {
@@ -162,16 +162,6 @@ def test_a_comparison_that_was_stopped_goes_on(
     assert [r["distance"] for r in one["rows"]] == [r["distance"] for r in other["rows"]]
 
 
-def test_one_more_strategy_costs_one_more_drawing(
-    folder: Path, capsys: pytest.CaptureFixture[str], draws: list[Any]
-) -> None:
-    compare(capsys, folder)
-    draws.clear()
-    assert compare(capsys, folder, "compare.strategies=[top-1, once]").code == 0
-    assert draws == [("once", 2.0, 24)]
-    assert [row["strategy"] for row in table(folder, "pairs")][::6] == ["top-1", "once"]
-
-
 def test_damaged_samples_are_drawn_again(
     folder: Path, capsys: pytest.CaptureFixture[str], draws: list[Any]
 ) -> None:
@@ -235,27 +225,12 @@ def test_a_student_is_measured_with_the_others(folder: Path, capsys: pytest.Capt
     assert '<th scope="row">Student</th><td data-label="of">pixels</td>' in page
 
 
-def test_a_stopped_sweep_goes_on(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, draws: list[Any]
-) -> None:
-    with monkeypatch.context() as patch:
-        watched(patch, stop=("top-1", 3.0, 24))
-        assert compare(capsys, folder, "compare.guidances=[1, 3]").code != 0
-    assert "sweep" not in result(folder)  # but the table is there
-    draws.clear()
-    answer = compare(capsys, folder, "compare.guidances=[1, 3]")
-    assert answer.code == 0 and draws == [("top-1", 3.0, 24)] and "known" in answer.out
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ("compare.sweep=[onec]", ["'onec'", "did you mean 'once'?"]),
         ("compare.sweep=[]", ["compare.sweep names no strategy"]),
         ("compare.guidances=[1, -2]", ["compare.guidances.1", "greater than or equal to 0"]),
-        ("compare.guidances=3", ["compare.guidances", "list"]),
-        ("compare.curve_samples=1", ["compare.curve_samples"]),
-        ("compare.curves=true", ["did you mean 'curve'?"]),
     ],
 )
 def test_wrong_settings_are_one_line(
@@ -276,14 +251,6 @@ def test_pictures_that_are_no_numbers_are_not_measured(
     words = "holds NaN" if stage == "compare" else "gives NaN"
     refused(command(capsys, stage, folder, "--set", "diagnose.rows=8"), words)
     assert not (folder / "reports/compare.json").exists()
-
-
-def test_any_extractor_may_judge(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    clip = save_clip(tmp_path / "clip")
-    answer = compare(capsys, folder, f"compare.extractor={clip}", "compare.extractor_size=null")
-    assert answer.code == 0, answer
-    found = result(folder)["metric"]
-    assert found["name"] == str(clip) and found["size"] == 28
 
 
 def test_a_sweep_that_this_ensemble_cannot_follow_is_one_line(
@@ -368,16 +335,6 @@ def test_the_curve_is_drawn_once_and_its_ends_are_those_of_the_table(
     assert compare(capsys, folder, "compare.curve=true", "compare.curve_samples=12").code == 0
     assert {count for _, _, count in draws} == {12} and len(draws) == 12
     assert (folder / "reports/compare/reach.csv").read_text().startswith("model,target,train_flops")
-
-
-def test_the_page_shows_what_was_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(capsys, folder, "compare.curve=true", "compare.guidances=[1]").code == 0
-    assert command(capsys, "report", folder).code == 0
-    page = (folder / "reports/index.html").read_text()
-    for words in ("Distance by guidance", "Distance by training FLOPs", "more alike", ">precision<"):
-        assert words in page
-    told = json.loads((folder / "reports/summary.json").read_text())["compared"]
-    assert told["reach"] == table(folder, "reach") and told["pairs"] == table(folder, "pairs")
 
 
 def test_a_damaged_milestone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

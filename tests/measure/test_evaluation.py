@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from atoll.base.pictures import to_images
 from atoll.campaign.assemble import assemble
@@ -22,7 +21,7 @@ from atoll.ensemble.model import joined
 from atoll.measure.evaluation import show_all
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.train.run import train_run
-from helpers import atoll, command, of_no_number, partitioned, refused, refused_process
+from helpers import atoll, command, partitioned, refused, refused_process
 from helpers_extractors import save_clip, save_dinov2, save_pictures
 
 QUICK = ["--set", "evaluate.threads=1", "--set", "evaluate.batch=8", "--set", "evaluate.kid_size=20"]
@@ -89,15 +88,6 @@ def test_rows_of_what_has_none_are_refused(
     assert not (tmp_path / "reports").exists()
 
 
-def test_a_folder_against_itself(
-    folders: tuple[Path, Path], net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command(capsys, *of_folders((folders[0], folders[0]), net, tmp_path))
-    found = values(result(tmp_path))
-    assert found["frechet"] == pytest.approx(0, abs=1e-9)
-    assert found["precision"] == found["recall"] == found["coverage"] == 1.0
-
-
 def test_saved_statistics_are_as_good_as_the_pictures(
     folders: tuple[Path, Path], net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,22 +104,6 @@ def test_saved_statistics_are_as_good_as_the_pictures(
         "was made by another extractor",
         "give the pictures",
     )
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(folders: tuple[Path, Path], net: Path, tmp_path: Path) -> None:
-    """To the bit: features lie by number, however many processes took them in."""
-    for processes in (1, 2):
-        done = atoll(*of_folders(folders, net, tmp_path / str(processes)), "--processes", processes)
-        assert done.returncode == 0, done.stderr
-    one, other = (result(tmp_path / name) for name in ("1", "2"))
-    assert one["key"] == other["key"] and other["cost"]["processes"] == 2
-    assert one["values"] == other["values"]
-    tensors = []
-    for name in ("1", "2"):
-        (saved,) = (tmp_path / name / "reports/references").glob("*.safetensors")
-        tensors.append(load_file(saved))
-    assert torch.equal(tensors[0]["rows"], tensors[1]["rows"])
 
 
 @pytest.mark.slow
@@ -241,28 +215,9 @@ def test_models_of_a_campaign(letters: Path, net: Path, capsys: pytest.CaptureFi
 def drawing(campaign: Campaign, **generation: Any) -> Drawn:
     """20 pictures of the ensemble at held-out conditions."""
     candidate = published(campaign, "ensemble", torch.device("cpu"))
-    rows = samples_of(campaign, candidate.model, "heldout")
+    rows = samples_of(campaign, campaign.dataset(), "heldout", candidate.model.card)
     conditions = RowConditions.drawn(campaign, rows, "heldout", 20, 0)
     return Drawn(candidate, Generation(**generation), conditions)
-
-
-def test_pictures_do_not_depend_on_the_share_that_draws_them(trained: Path, net: Path) -> None:
-    """Any range of numbers gives the pictures that the whole gives, under strategies of both kinds."""
-    campaign = Campaign.open(trained, ["evaluate.samples=20"])
-    for routing in ("once", "top-1", "oracle"):
-        source = drawing(campaign, routing=routing, steps=2)
-
-        def drawn(part: range, batch: int) -> dict[int, Any]:
-            return {
-                number: np.asarray(picture).astype(int)
-                for found in source.batches(part, batch)  # noqa: B023
-                for number, picture in zip(found.numbers, found.pictures, strict=True)
-            }
-
-        whole, parts = drawn(range(20), 20), drawn(range(8), 4) | drawn(range(8, 20), 4)
-        assert sorted(whole) == sorted(parts) == list(range(20))
-        worst = max(np.abs(whole[number] - parts[number]).max() for number in whole)
-        assert worst <= 1, (routing, worst)
 
 
 @pytest.mark.slow
@@ -349,14 +304,6 @@ def test_the_clip_score_needs_clip_and_captions(
         clip,
     ]
     refused(command(capsys, *argv, "--metrics", "clip-score"), "clip-score needs captions")
-
-
-def test_weights_that_hold_nan_are_no_black_pictures(
-    letters: Path, net: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A NaN would turn into a grey picture, and a distance that nobody doubts."""
-    of_no_number(letters / "monolith/expert")
-    refused(command(capsys, *of_model(letters, net, "--model", "monolith")), "picture 0 holds NaN", "8 of 8")
 
 
 def test_models_that_are_not_there(letters: Path, net: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,10 +85,6 @@ def test_a_field_that_differs_is_named(field: str) -> None:
     assert f"warning: {field} differs" in made.text()
 
 
-def test_close_numbers_still_differ() -> None:
-    assert table([result(guidance=2.0), result(guidance=2.0000001)]).warnings
-
-
 def test_another_version_is_a_note() -> None:
     made = table([result(), result(code="0.2.0")])
     assert made.warnings == [] and "code differs: 0.1.0, 0.2.0" in made.notes

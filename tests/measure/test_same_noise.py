@@ -46,7 +46,7 @@ def test_the_same_noise_is_told_from_other_samples() -> None:
     alien = rng.integers(0, 256, size=base.shape, dtype=np.uint8)
     others = {"near": made(noisy), "far": made(alien)}
     table = pair_table(made(base), others, np.arange(60) % 3, np.arange(60), seed=0)
-    found = {(r["strategy"], r["space"], r["partner"]): r for r in table.records()}
+    found = {(r["strategy"], r["space"], r["partner"]): r for r in table.records}
     assert len(found) == 2 * 2 * 3
     near, far = found["near", "pixels", "same noise"], found["far", "pixels", "same noise"]
     expected = correlations(base, noisy)
@@ -67,7 +67,7 @@ def test_the_effect_is_cohens_d() -> None:
     """Two pictures of one value each way: +1 with the same noise, -1 with any other, no spread but in one."""
     base = np.array([[0, 9, 0, 9], [9, 0, 9, 0], [0, 9, 0, 9], [9, 0, 9, 0]], dtype=np.uint8)
     table = pair_table(made(base), {"a": made(base)}, np.zeros(4, int), np.arange(4), seed=0)
-    same, _, apart = (r for r in table.records() if r["space"] == "pixels")
+    same, _, apart = (r for r in table.records if r["space"] == "pixels")
     values = correlations(base, base[partners(np.zeros(4, dtype=np.int64), 0)])
     assert same["mean"] == 1 and same["deviation"] == 0
     expected = (1 - values.mean()) / np.sqrt(values.var(ddof=1) / 2)
@@ -78,7 +78,7 @@ def test_the_effect_is_cohens_d() -> None:
 def test_pairs_of_equal_conditions_and_of_nobody_do_not_count() -> None:
     base = np.random.default_rng(2).integers(0, 256, size=(4, 12), dtype=np.uint8)
     table = pair_table(made(base), {"a": made(base)}, np.array([0, 1, 2, 3]), np.zeros(4, int), seed=0)
-    counts = {(r["space"], r["partner"]): (r["pairs"], r["mean"]) for r in table.records()}
+    counts = {(r["space"], r["partner"]): (r["pairs"], r["mean"]) for r in table.records}
     assert counts["pixels", "same noise"][0] == 4
     assert counts["pixels", "same cluster"] == (0, None) and counts["features", "any"] == (0, None)
 

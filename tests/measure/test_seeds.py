@@ -32,7 +32,7 @@ def test_the_interval_is_scipys() -> None:
 def test_ratios_are_taken_within_a_campaign() -> None:
     """Levels differ far more between campaigns than models do within one."""
     table = seeds_table([compared(10, 8), compared(20, 19), compared(40, 40)])
-    lines = {(line["model"], line["measure"]): line for line in table.records()}
+    lines = {(line["model"], line["measure"]): line for line in table.records}
     ratio, apart = lines["once", "distance / monolith"], lines["once", "distance - monolith"]
     assert (ratio["median"], ratio["least"], ratio["most"], ratio["campaigns"]) == (0.95, 0.8, 1.0, 3)
     half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1

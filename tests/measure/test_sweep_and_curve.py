@@ -17,7 +17,7 @@ def swept(name: str, **distances: float) -> list[dict[str, Any]]:
 
 def test_each_model_has_its_own_best_guidance() -> None:
     rows = [*swept("monolith", g1=9.0, g2=4.0, g3=5.0), *swept("top-1", g3=2.0, g1=7.0, g2=3.0)]
-    mono, top = best_table(rows).records()
+    mono, top = best_table(rows).records
     assert (mono["guidance"], mono["distance"], mono["edge"], mono["ratio"]) == (2.0, 4.0, "", None)
     assert (top["guidance"], top["distance"], top["edge"], top["ratio"]) == (3.0, 2.0, "high", 0.5)
 
@@ -33,7 +33,7 @@ def test_each_model_has_its_own_best_guidance() -> None:
 def test_a_best_at_the_end_of_the_scales_is_marked(
     distances: dict[str, float], scale: float, edge: str
 ) -> None:
-    (found,) = best_table(swept("once", **distances)).records()
+    (found,) = best_table(swept("once", **distances)).records
     assert (found["guidance"], found["edge"], found["ratio"]) == (scale, edge, None)
 
 
@@ -66,18 +66,18 @@ def test_the_ensembles_path_begins_with_the_seed() -> None:
         *course("once", (60, 4.0), (100, 2.0)),
         *course("top-1", (60, 10.0), (100, 9.0)),
     ]
-    base, once, top = reach_table(rows, "pretrain").records()
+    base, once, top = reach_table(rows, "pretrain").records
     assert (base["model"], base["of_monolith"], base["how"]) == ("monolith", 1.0, "between points")
     assert (once["model"], once["target"], once["how"]) == ("once", 8.0, "between points")
     assert once["train_flops"] == pytest.approx(50) and once["of_monolith"] == pytest.approx(0.5)
     assert (top["train_flops"], top["of_monolith"], top["how"]) == (None, None, "never")
     alone = [row for row in rows if row["model"] != "pretrain"]
-    once = reach_table(alone).records()[1]
+    once = reach_table(alone).records[1]
     assert (once["of_monolith"], once["how"]) == (0.6, "at the first point")
     assert reach_table(course("once", (1, 2.0))).rows == []  # no monolith, no target
 
 
 def test_a_monolith_that_no_longer_improves_reaches_its_own_distance_early() -> None:
     rows = [*course("monolith", (50, 6.0), (75, 4.0), (100, 5.0)), *course("once", (50, 7.0), (90, 3.0))]
-    base, once = reach_table(rows).records()
+    base, once = reach_table(rows).records
     assert (base["train_flops"], once["train_flops"]) == (pytest.approx(62.5), pytest.approx(70))

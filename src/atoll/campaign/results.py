@@ -1,6 +1,8 @@
 """What a campaign fixed and what was measured of it: the types of its JSON files."""
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
@@ -12,6 +14,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
 from atoll.ensemble.routing import Routing
+from atoll.store.store import Store
 
 Record = dict[str, Any]
 Weights = list[list[list[float]]]
@@ -115,10 +118,27 @@ class MetricsLine(File):
 class Table(Config):
     """A table of measured values."""
 
-    columns: list[str]
+    columns: tuple[str, ...]
     """Names."""
     rows: list[list[Any]]
     """Values, in the order of the columns."""
+
+    @classmethod
+    def of(cls, columns: Sequence[str], rows: list[list[Any]]) -> Self:
+        """A table of these columns."""
+        return cls(columns=tuple(columns), rows=rows)
+
+    @classmethod
+    def stacked(cls, column: str, tables: Mapping[str, Self]) -> Self:
+        """Tables of the same columns, one below the other, led by a column of their names."""
+        (columns,) = {table.columns for table in tables.values()}
+        return cls.of((column, *columns), [[name, *row] for name, one in tables.items() for row in one.rows])
+
+    def to_csv(self) -> bytes:
+        """As CSV; what there is no value of is empty."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
+        return text.getvalue().encode()
 
     @cached_property
     def records(self) -> list[Record]:
@@ -167,6 +187,28 @@ class _Tables(File):
         """Rows of a table; none where it was not measured."""
         return self.tables[table].records if table in self.tables else []
 
+    @classmethod
+    def known(cls, store: Store, key: str) -> Self | None:
+        """What was measured before, where it is of this version and this key."""
+        content = store.get_json(cls.PLACE) if store.exists(cls.PLACE) else {}
+        fits = cls.fits(content) and content.get("key") == key
+        return cls.of_json(content, store.name(cls.PLACE)) if fits else None
+
+    def csv_tables(self) -> dict[str, Table]:
+        """Tables that lie beside the JSON as CSV."""
+        return self.tables
+
+    def write(self, store: Store) -> None:
+        """Write the file and, before it, its tables as CSV; those of other settings are deleted."""
+        folder = self.PLACE.removesuffix(".json")
+        tables = {f"{folder}/{name}.csv": table for name, table in self.csv_tables().items()}
+        for key in store.list(folder):
+            if key.endswith(".csv") and key not in tables:
+                store.delete(key)
+        for key, table in tables.items():
+            store.put(key, table.to_csv())
+        store.put_json(self.PLACE, self.to_json())
+
 
 class ComparedModel(Config):
     """A row of the comparison: the monolith, the student, or the ensemble under one routing."""
@@ -177,6 +219,10 @@ class ComparedModel(Config):
     """`monolith`, `student`, or the routing."""
     distance: float | None = None
     """Fréchet distance to the reference."""
+    precision: float | None = None
+    """Share of samples that lie among real pictures."""
+    recall: float | None = None
+    """Share of real pictures that lie among samples."""
     seconds: float | None = None
     """Of sampling."""
     gflops_per_step: float | None = None
@@ -185,10 +231,8 @@ class ComparedModel(Config):
     """Experts that are evaluated for a sample at a step."""
     router_calls_per_step: float | None = None
     """How often the router is."""
-    precision: float | None = None
-    """Share of samples that lie among real pictures."""
-    recall: float | None = None
-    """Share of real pictures that lie among samples."""
+    router_share: float | None = None
+    """Part of the operations that is the router's."""
 
     @cached_property
     def routing(self) -> Routing | None:
@@ -219,6 +263,18 @@ class Comparison(_Tables):
     """Cluster of the training picture that each caption is of."""
     routing: dict[str, Weights]
     """What the router said of them, by routing."""
+    train_flops: dict[str, float | None] = {}
+    """Operations of training, by part: monolith, experts, router, pretrain, student."""
+    sweep: dict[str, Any] | None = None
+    """What the guidance sweep was of; none where there was none."""
+    curve: dict[str, Any] | None = None
+    """The same of the training curve."""
+
+    def csv_tables(self) -> dict[str, Table]:
+        """Its tables, and the models as `models.csv`."""
+        columns = list(ComparedModel.model_fields)
+        models = Table.of(columns, [[getattr(row, name) for name in columns] for row in self.rows])
+        return {"models": models, **self.tables}
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
@@ -274,6 +330,8 @@ class Diagnosis(_Tables):
     """Numbers of the experts that were not there."""
     strategies: list[str]
     """Routings that were sampled."""
+    departures: dict[str, list[float]] = {}
+    """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
     copies: dict[str, Any] | None
     """How copies of training pictures were looked for, and `leaked`: held-out pictures that are copies."""
     pictures: list[PicturePair]
@@ -298,6 +356,24 @@ class Diagnosis(_Tables):
         if rows and "split" in rows[0]:
             where = {"split": self.splits[0], **where}
         return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+class SeedsTable(File):
+    """`seeds.json`: what comparisons of several seeds have in common."""
+
+    FORMAT, PLACE = "atoll/seeds", "reports/seeds.json"
+    ERROR, REMEDY = DataError, "run 'atoll compare' again"
+
+    code: str
+    """Version of Atoll."""
+    metric: dict[str, Any]
+    """What the distance is, as in the first comparison."""
+    campaigns: list[dict[str, Any]]
+    """Place, seed, and key of the comparison of each."""
+    columns: tuple[str, ...]
+    """Of the table."""
+    rows: list[list[Any]]
+    """One for each number of each model."""
 
 
 class Protocol(Config):

@@ -1,9 +1,9 @@
 """The compare stage: monolith, student and ensemble side by side, with equal conditions and equal noise."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ from atoll.base.version import code_version
 from atoll.campaign.baselines import dense_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.pretrain import pretrain_finished
-from atoll.campaign.results import Comparison
+from atoll.campaign.results import ComparedModel, Comparison, Table
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
-from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, akin
 from atoll.ensemble.card import Card
@@ -32,29 +31,23 @@ from atoll.ensemble.expert import read_card
 from atoll.ensemble.folder import Manifest, read_manifest
 from atoll.ensemble.model import ENSEMBLE, joined
 from atoll.ensemble.routing import Routing
-from atoll.measure.departure import Departure, must_be_some, possible, routings
+from atoll.measure.departure import Departure, possible, routings
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
 from atoll.measure.metrics.projection import Axes, Projection
-from atoll.measure.models import Candidate, Drawn, RowConditions, published
+from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Rows
 from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import Kept, pair_table
-from atoll.measure.table import Row, Table, to_csv
 
-RESULT = "reports/compare.json"
 FOLDER = "reports/compare"
-MODELS = (
-    *("name", "distance", "precision", "recall", "seconds"),
-    *("gflops_per_step", "experts_per_step", "router_calls_per_step", "router_share"),
-)
-"""Columns of `models.csv`."""
-TABLES = ("pairs", "guidance", "best", "curve", "reach")
-"""The other tables, in the JSON and as CSV."""
 USUAL = ("once", "top-1", "top-2", "full", "oracle")
 """Strategies beside the campaign's own, if none are named."""
 BASE = "monolith"
+NUMBERS = {"distance": "frechet", "precision": "precision", "recall": "recall"}
+COSTS = ("gflops_per_step", "experts_per_step", "router_calls_per_step", "router_share")
+"""Columns of a row, of a point's metrics and of its cost."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,8 @@ class Request:
             return cls(strategies, departure, None, None)
         names = possible(routings(campaign, config.sweep, ["top-1"]), content.k, missing)
         names = list({str(Routing.named(name)): name for name in names}.values())
-        must_be_some(names, "compare.sweep")
+        if not names:
+            raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")
         scale = departure.generation.guidance
         kind = campaign.config.condition
         each = [departure.generation.with_(guidance=one).for_condition(kind) for one in config.guidances]
@@ -95,10 +89,10 @@ class Request:
             strategies, departure, sweep if config.guidances else None, curve if config.curve else None
         )
 
-    def missing(self, found: dict[str, Any]) -> list[str]:
-        """What a result of the same table does not hold."""
+    def missing(self, result: Comparison | None) -> list[str]:
+        """What a result of the same table does not hold, `sweep` or `curve`."""
         beyond = {"sweep": self.sweep, "curve": self.curve}
-        return [name for name, value in beyond.items() if value is not None and found.get(name) != value]
+        return [n for n, asked in beyond.items() if asked is not None and getattr(result, n, None) != asked]
 
 
 class Bench:
@@ -119,7 +113,7 @@ class Bench:
         self.config: CompareConfig = campaign.config.compare
         self.seed, self.device = campaign.config.seed, own_device()
         self.dataset, self.partition = campaign.clustered()
-        self.train, heldout = self._samples("train"), self._samples("heldout")
+        self.train, heldout = (samples_of(campaign, self.dataset, s, router) for s in ("train", "heldout"))
         self.heldout = len(heldout)
         if not self.heldout:
             raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
@@ -128,10 +122,6 @@ class Bench:
         self.conditions = RowConditions.drawn(campaign, rows, self.config.conditions, most, self.seed)
         self.published = cache(lambda name: published(campaign, name, self.device))
         self.judge = cache(self._judge)
-
-    def _samples(self, split: str) -> Samples:
-        kind, rows = self.campaign.config.condition, self.dataset.split(split)
-        return Samples(self.dataset, rows, kind, self.router.shape)
 
     @cached_property
     def encoder(self) -> VisionEncoder:
@@ -146,8 +136,7 @@ class Bench:
 
     @cached_property
     def _fit(self) -> Rows:
-        """Training pictures that fix the components."""
-        return self.training("judge", self.config.fit_rows)
+        return self.training("judge", self.config.fit_rows)  # they fix the components
 
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
@@ -168,7 +157,7 @@ class Bench:
         """The judge of so many pictures: no more components than half of them."""
         axes = Axes(
             {"axes": "of training pictures", "axes_hash": self._fit.digest, "most": self.components},
-            self._projection,
+            lambda: self._projection,
         )
         components = min(self.components, samples // 2)
         encoder, held = self.encoder, self.heldout
@@ -178,11 +167,8 @@ class Bench:
             metrics += ["precision", "recall"]
         return Judge(self.campaign.store, encoder, self.reference, metrics, how, self.config.batch)
 
-    def _projection(self) -> Projection:
-        return self._fitted
-
     @cached_property
-    def _fitted(self) -> Projection:
+    def _projection(self) -> Projection:
         name = "training pictures of the campaign"
         fit = Reference.of_pictures(self._fit, name, self.encoder, self.campaign.store)
         features = fit.features(self.encoder, self.config.batch, ProcessGroup())
@@ -199,12 +185,14 @@ class Bench:
         """A single network as it was published, or the ensemble, by the name of a strategy."""
         return self.published(name if name in (*self.dense, "pretrain") else ENSEMBLE)
 
-    def row(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> tuple[Row, bool]:
+    def row(
+        self, candidate: Candidate, name: str, guidance: float | None, samples: int
+    ) -> tuple[ComparedModel, bool]:
         """What is known of a model, drawn now if nothing is; and whether it was."""
         row, _, new = self._row(candidate, name, guidance, samples, keep=False)
         return row, new
 
-    def kept(self, name: str) -> tuple[Row, Kept]:
+    def kept(self, name: str) -> tuple[ComparedModel, Kept]:
         """The same at the comparison's own guidance, with its first samples."""
         row, kept, _ = self._row(self.model(name), name, None, self.config.samples, keep=True)
         assert kept is not None
@@ -212,15 +200,13 @@ class Bench:
 
     def _row(
         self, candidate: Candidate, name: str, guidance: float | None, samples: int, keep: bool
-    ) -> tuple[Row, Kept | None, bool]:
+    ) -> tuple[ComparedModel, Kept | None, bool]:
         drawn = self.drawn(candidate, name, guidance, samples)
         point, kept, new = self.judge(samples).look(drawn, keep)
         assert point is not None
-        cost = {key: value for key, value in point.cost.items() if key not in ("processes", "draw_seconds")}
-        values = {key: point.number(key) for key in ("precision", "recall")}
-        seconds = point.cost["draw_seconds"]
-        row = {"name": name, "distance": point.number("frechet"), **values, **cost, "seconds": seconds}
-        return row, kept, new
+        numbers = {column: point.number(metric) for column, metric in NUMBERS.items()}
+        cost = {column: point.cost[column] for column in COSTS} | {"seconds": point.cost["draw_seconds"]}
+        return ComparedModel(name=name, **numbers, **cost), kept, new
 
     def show(self, name: str, shown: RowConditions) -> list[Any] | None:
         """Draw the pictures to look at and write them; weights `[step][picture][expert]` of an ensemble."""
@@ -243,7 +229,7 @@ class Bench:
         self.campaign.store.put(f"{FOLDER}/{name}/{number:02d}.png", picture)
 
 
-def compare(campaign: Campaign) -> dict[str, Any]:
+def compare(campaign: Campaign) -> Comparison:
     """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated.
 
     Every point that was measured is kept, so a comparison that was stopped goes on where it was, and one with
@@ -270,52 +256,38 @@ def compare(campaign: Campaign) -> dict[str, Any]:
             "generation": request.departure.generation.model_dump(mode="json"),
         }
     )
-    found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
-    same = found.get("key") == key and Comparison.fits(found)
-    if same and not request.missing(found):
+    result = Comparison.known(store, key)
+    missing = request.missing(result)
+    if result is not None and not missing:
         say("compare: finished already")
-        return found
-    on_the_way = request.curve is not None and (not same or "curve" in request.missing(found))
-    course = Course(campaign, content, router, list(dense)) if on_the_way else None
+        return result
+    course = Course(campaign, content, router, list(dense)) if "curve" in missing else None
     bench = Bench(campaign, request, router, dense)
     with using_threads(config.threads):
-        if not same:
-            head = {**Comparison.header(), "key": key, "parts": parts, "code": code_version(), "seconds": 0.0}
-            found = _write(campaign, head, lambda: _table(bench))
-        for name in request.missing(found):
+        if result is None:
+            result = _table(bench, key, parts)
+            result.write(store)
+        for name in missing:
+            start = time.monotonic()
             if name == "sweep":
                 assert request.sweep is not None
-                more = partial(guidance_sweep, bench, request.sweep)
+                tables = guidance_sweep(bench, request.sweep)
             else:
                 assert request.curve is not None and course is not None
-                more = partial(training_curve, bench, course, request.curve)
-            found = _write(campaign, found, more)
-    return found
+                tables = training_curve(bench, course, request.curve)
+            seconds = round(result.seconds + time.monotonic() - start, 1)
+            more = {name: getattr(request, name), "tables": {**result.tables, **tables}, "seconds": seconds}
+            result = result.model_copy(update=more)
+            result.write(store)
+    return result
 
 
-def _write(campaign: Campaign, found: dict[str, Any], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Measure more, and write the result with it: JSON, and its tables as CSV."""
-    store, start = campaign.store, time.monotonic()
-    added = more()
-    tables = {**found.get("tables", {}), **{n: t.to_json() for n, t in added.pop("tables").items()}}
-    seconds = round(found["seconds"] + time.monotonic() - start, 1)
-    found = {**found, **added, "seconds": seconds, "tables": tables}
-    store.put(f"{FOLDER}/models.csv", to_csv(MODELS, [[row.get(c) for c in MODELS] for row in found["rows"]]))
-    for name in TABLES:
-        if name in tables:
-            store.put(f"{FOLDER}/{name}.csv", to_csv(tables[name]["columns"], tables[name]["rows"]))
-        elif store.exists(f"{FOLDER}/{name}.csv"):
-            store.delete(f"{FOLDER}/{name}.csv")  # of other settings
-    store.put_json(RESULT, found)
-    return found
-
-
-def _table(bench: Bench) -> dict[str, Any]:
+def _table(bench: Bench, key: str, parts: dict[str, str]) -> Comparison:
     """Every model and strategy: how good, at what cost, how alike; and pictures to look at."""
-    campaign, config, departure = bench.campaign, bench.config, bench.request.departure
+    start, departure = time.monotonic(), bench.request.departure
     shown = _shown(bench)
-    say(f"compare: {config.samples} pictures each, {departure.text}")
-    rows: list[Row] = []
+    say(f"compare: {bench.config.samples} pictures each, {departure.text}")
+    rows: list[ComparedModel] = []
     samples, traces = dict[str, Kept](), dict[str, Any]()
     for name in (*bench.dense, *bench.request.strategies):
         row, samples[name] = bench.kept(name)
@@ -324,22 +296,27 @@ def _table(bench: Bench) -> dict[str, Any]:
             traces[name] = weights
         rows.append(row)
         say(
-            f"  {name:<20} distance {row['distance']:8.3f}   {row['gflops_per_step']:.3f} GFLOPs a step"
-            f" (router {row['router_share']:.1%})   {row['seconds']:.0f} s"
+            f"  {name:<20} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
+            f" (router {row.router_share:.1%})   {row.seconds:.0f} s"
         )
     for number, index in enumerate(shown.index):
         bench.write("data", number, png(bench.dataset.image(int(bench.train.rows[index]))))
-    return {
-        "metric": _metric(bench),
-        "default": str(campaign.config.sampling.routing),
-        "departures": departure.changes,
-        "rows": rows,
-        "train_flops": _train_flops(bench),
-        "prompts": shown.captions(),
-        "clusters": shown.clusters.tolist(),
-        "routing": traces,
-        "tables": _pairs(bench, samples),
-    }
+    metric, tables = _metric(bench), _pairs(bench, samples)
+    return Comparison(
+        key=key,
+        parts=parts,
+        code=code_version(),
+        default=str(bench.campaign.config.sampling.routing),
+        departures=departure.changes,
+        prompts=shown.captions(),
+        clusters=shown.clusters.tolist(),
+        routing=traces,
+        metric=metric,
+        rows=rows,
+        train_flops=_train_flops(bench),
+        tables=tables,
+        seconds=round(time.monotonic() - start, 1),
+    )
 
 
 def _train_flops(bench: Bench) -> dict[str, Any]:
@@ -399,9 +376,9 @@ def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Table]:
     others = {name: kept for name, kept in samples.items() if name != BASE}
     where = bench.conditions
     table = pair_table(samples[BASE], others, where.clusters, where.index, bench.seed)
-    for record in table.records():
+    for record in table.records:
         if record["space"] == "pixels" and record["partner"] == "any" and record["effect"] is not None:
-            same = next(r for r in table.records() if r["strategy"] == record["strategy"])
+            same = next(r for r in table.records if r["strategy"] == record["strategy"])
             say(
                 f"  {record['strategy']:<20} and monolith, same noise: pixels correlate by"
                 f" {same['mean']:.3f}, any two by {record['mean']:.3f}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.ensemble.generation import Generation
@@ -27,12 +26,9 @@ class Departure:
     @classmethod
     def of(cls, campaign: Campaign, config: CompareConfig | DiagnoseConfig) -> "Departure":
         """Of a stage. Noise and draws are those of the campaign's seed."""
-        sampling = campaign.config.sampling
-        values = {**dict(sampling), "seed": campaign.config.seed}
-        own = Generation(**{name: values[name] for name in Generation.model_fields})
-        generation = own.with_(steps=config.steps, guidance=config.guidance)
+        sampled = generation_of(campaign).for_condition(campaign.config.condition)
+        generation = generation_of(campaign).with_(steps=config.steps, guidance=config.guidance)
         generation = generation.for_condition(campaign.config.condition)
-        sampled = own.for_condition(campaign.config.condition)
         pairs = {name: [getattr(generation, name), getattr(sampled, name)] for name in ("steps", "guidance")}
         return cls(generation, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
@@ -44,6 +40,12 @@ class Departure:
         return f"{values['steps']} steps{beside.get('steps', '')}, guidance {values['guidance']:g}" + (
             beside.get("guidance", "")
         )
+
+
+def generation_of(campaign: Campaign) -> Generation:
+    """What the campaign samples with, under its own seed."""
+    values = {**dict(campaign.config.sampling), "seed": campaign.config.seed}
+    return Generation(**{name: values[name] for name in Generation.model_fields})
 
 
 def routings(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[str]) -> list[str]:
@@ -64,9 +66,3 @@ def possible(names: Sequence[str], experts: int, missing: Sequence[int]) -> list
         else:
             kept.append(name)
     return kept
-
-
-def must_be_some(names: Sequence[str], setting: str) -> None:
-    """Refuse an empty choice."""
-    if not names:
-        raise ConfigError(f"{setting}: none of these strategies is possible here", "name another one")

@@ -18,7 +18,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.results import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
-from atoll.ensemble.generation import Generation
+from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How, parse
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Folder
@@ -60,7 +60,9 @@ def requested(options: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         ConfigError: options of a model beside a folder of pictures.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    generation = {name: given[name] for name in ("routing", "guidance", "steps", "seed") if name in given}
+    generation: dict[str, Any] = {
+        name: given[name] for name in ("routing", "guidance", "steps", "seed") if name in given
+    }
     of_model = [name for name in ("model", *generation, "samples") if name in given]
     if "images" in given and of_model:
         raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
@@ -132,11 +134,9 @@ def _drawn(
     campaign: Campaign, request: Request, config: EvaluateConfig, world: ProcessGroup, captioned: bool
 ) -> Drawn:
     """Pictures of a model, at conditions of the campaign's data."""
-    values = dict(campaign.config.sampling) | {"seed": campaign.config.seed}
-    generation = Generation(**{name: values[name] for name in Generation.model_fields})
-    generation = generation.with_(**request.generation)
+    generation = generation_of(campaign).with_(**request.generation)
     candidate = published(campaign, request.model, world.device)
-    rows = samples_of(campaign, candidate.model, config.conditions)
+    rows = samples_of(campaign, campaign.dataset(), config.conditions, candidate.model.card)
     conditions = RowConditions.drawn(campaign, rows, config.conditions, config.samples, generation.seed)
     return Drawn(candidate, generation, conditions, captioned)
 

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.base.console import say
+from atoll.campaign.results import ComparedModel, Record, Table
 from atoll.measure.comparison import BASE, Bench
-from atoll.measure.table import Cell, Record, Table, number, ratio_of
+from atoll.measure.table import Cell, number, ratio_of
 
 MEASURED = ("distance", "precision", "recall")
 GUIDANCE = ("model", "guidance", *MEASURED)
 BEST = (*GUIDANCE, "edge", "ratio")
 
 
-def guidance_sweep(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+def guidance_sweep(bench: Bench, request: dict[str, Any]) -> dict[str, Table]:
     """Tables `guidance` and `best`.
 
     Args:
@@ -26,20 +27,20 @@ def guidance_sweep(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
         for scale in request["guidances"]:
             row, new = bench.row(bench.model(name), name, scale, bench.config.samples)
             tell(name, f"guidance {scale:<6g}", row, new)
-            lines.append([name, scale, *(row[key] for key in MEASURED)])
-    table = Table(GUIDANCE, lines)
-    best = best_table(table.records())
-    for record in best.records():
+            lines.append([name, scale, *(getattr(row, key) for key in MEASURED)])
+    table = Table.of(GUIDANCE, lines)
+    best = best_table(table.records)
+    for record in best.records:
         ratio = f"   {record['ratio']:.3f} of the monolith's" if record["ratio"] is not None else ""
         edge = ", the last scale tried" if record["edge"] else ""
         say(f"  {record['model']:<20} best at guidance {record['guidance']:g}{edge}{ratio}")
-    return {"sweep": request, "tables": {"guidance": table, "best": best}}
+    return {"guidance": table, "best": best}
 
 
-def tell(name: str, where: str, row: dict[str, Any], new: bool) -> None:
+def tell(name: str, where: str, row: ComparedModel, new: bool) -> None:
     """Print a point."""
-    spent = f"{row['seconds']:.0f} s" if new else "known"
-    say(f"  {name:<20} {where}   distance {row['distance']:8.3f}   {spent}")
+    spent = f"{row.seconds:.0f} s" if new else "known"
+    say(f"  {name:<20} {where}   distance {row.distance:8.3f}   {spent}")
 
 
 def best_table(rows: Sequence[Record]) -> Table:
@@ -59,7 +60,7 @@ def best_table(rows: Sequence[Record]) -> Table:
     for name, (row, edge) in best.items():
         ratio = None if name == BASE or base is None else ratio_of(row["distance"], base[0]["distance"])
         lines.append([*(row[column] for column in GUIDANCE), edge, ratio])
-    return Table(BEST, lines)
+    return Table.of(BEST, lines)
 
 
 def _best(rows: Sequence[Record]) -> tuple[Record, str]:

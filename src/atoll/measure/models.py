@@ -15,7 +15,9 @@ from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
+from atoll.ensemble.card import Card
 from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.generate import Conditions
 from atoll.ensemble.generation import Generation
@@ -204,7 +206,6 @@ class Drawn:
             start = time.monotonic()
 
 
-def samples_of(campaign: Campaign, model: Model, split: str) -> Samples:
-    """Rows of a split of the campaign's data, with the columns that a model is conditioned on."""
-    dataset, kind = campaign.dataset(), campaign.config.condition
-    return Samples(dataset, dataset.split(split), kind, model.card.shape)
+def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
+    """Rows of a split, with the columns that a model of this card is conditioned on."""
+    return Samples(dataset, dataset.split(split), campaign.config.condition, like.shape)

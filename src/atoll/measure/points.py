@@ -90,7 +90,8 @@ class Judge:
         Raises:
             DataError: too few pictures, of another size, or with values that are no numbers.
         """
-        how, protocol = self._how(source), self.protocol(source)
+        protocol = self.protocol(source)
+        how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{FOLDER}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
         if self.world.once(lambda: self.store.exists(f"{key}.json")):
             kept = self._kept(key) if keep else None
@@ -102,9 +103,6 @@ class Judge:
                 )
         return self._measured(key, source, how, protocol, keep)
 
-    def _how(self, source: Source) -> How:
-        return replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
-
     def _measured(
         self, key: str, source: Source, how: How, protocol: Protocol, keep: bool
     ) -> tuple[MeasuredPoint | None, Kept | None, bool]:
@@ -114,7 +112,7 @@ class Judge:
         samples = extract(source, self.encoder, name, self.batch, self.world, wanted, watch)
         if samples is None or reference is None:
             return None, None, True
-        kept = watch.kept(samples.rows) if keep else None
+        kept = Kept.of(watch.pixels, samples.rows) if keep else None
         cost: dict[str, float | None] = {
             "seconds": round(time.monotonic() - start, 1),
             "processes": float(self.world.size),
@@ -154,10 +152,6 @@ class Watch:
             self.traces.append(replace(batch.trace, weights=[]))
         if self.keep:
             self.pixels |= Kept.pixels_of(batch.numbers, batch.pictures)
-
-    def kept(self, rows: Any) -> Kept:
-        """The first pictures, with their features out of all `(N, D)`."""
-        return Kept.of(self.pixels, rows)
 
     def cost(self, source: Drawn) -> dict[str, float]:
         """Cost of one step of one sample: operations and experts of one branch of guidance, as the paper's

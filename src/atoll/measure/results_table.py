@@ -7,13 +7,12 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
-from atoll.campaign.results import MeasuredPoint, Protocol
+from atoll.campaign.results import MeasuredPoint, Protocol, Table
 from atoll.measure.metrics.metric import metrics
-from atoll.measure.table import to_csv
 
 
 @dataclass(frozen=True)
-class Table:
+class Listing:
     """Results side by side.
 
     Attributes:
@@ -30,7 +29,7 @@ class Table:
 
     def to_csv(self) -> bytes:
         """The rows as CSV."""
-        return to_csv(self.rows[0], [row.values() for row in self.rows])
+        return Table.of(list(self.rows[0]), [list(row.values()) for row in self.rows]).to_csv()
 
     def text(self) -> str:
         """Table, warnings and notes."""
@@ -39,7 +38,7 @@ class Table:
         )
 
 
-def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> Table:
+def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> Listing:
     """Results side by side, with a warning for every field of the protocols that differs.
 
     Args:
@@ -83,7 +82,7 @@ def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> T
         for result in results:
             if note := result.values.get(name, {}).get("note"):
                 notes.append(f"{name} of {result.subject['name']}: {note}")
-    return Table(lines, warnings, notes, rows)
+    return Listing(lines, warnings, notes, rows)
 
 
 def _row(result: MeasuredPoint, names: Sequence[str], compared: Collection[str]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.rng import generator
-from atoll.measure.table import Cell, Table, finite
+from atoll.campaign.results import Table
+from atoll.measure.table import Cell, finite
 
 MOST = 500
 """Most samples of a model that are kept and paired, its first ones."""
@@ -142,7 +143,7 @@ def pair_table(
                 apart = correlations(mine, theirs[index])
                 apart[(index < 0) | (conditions == conditions[index])] = np.nan
                 rows.append([name, space, partner, *_summary(apart), *_contrast(same, apart)])
-    return Table(COLUMNS, rows)
+    return Table.of(COLUMNS, rows)
 
 
 def _summary(values: F64) -> list[Cell]:

@@ -10,21 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atoll.base.config import loose_fields
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign, decisive
+from atoll.campaign.results import Comparison, SeedsTable, Table
 from atoll.campaign.settings.campaign import UNFROZEN
+from atoll.campaign.settings.measure import CompareConfig
 from atoll.measure.comparison import BASE, compare
-from atoll.measure.comparison import RESULT as COMPARED
 from atoll.measure.pictures import Rows
-from atoll.measure.table import Cell, Table, to_csv
+from atoll.measure.table import Cell
 from atoll.store.store import Store
 
-RESULT = "reports/seeds"
-SCHEMA = 1
-PRACTICAL = {"batch", "threads", "prompts", "shown"}
-"""Settings of a comparison that decide no number."""
 OWN = ("seed", "data.path", "data.source")
 """Settings that campaigns of several seeds need not share; which pictures their data holds is checked."""
 COLUMNS = ("model", "measure", "campaigns", "median", "least", "most", "mean", "low", "high")
@@ -90,7 +88,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 def seeds_table(found: Sequence[Found], base: str = BASE) -> Table:
     """All that these comparisons have in common, a row for each number."""
-    return Table(COLUMNS, [one.cells() for one in over_seeds(found, base)])
+    return Table.of(COLUMNS, [one.cells() for one in over_seeds(found, base)])
 
 
 def over_seeds(found: Sequence[Found], base: str = BASE) -> Iterator[Values]:
@@ -158,7 +156,7 @@ def unlike(one: Found, other: Found) -> list[str]:
         if name not in MAY_DIFFER and _alike(first.get(name)) != _alike(second.get(name))
     ]
     return differs + [
-        name for name in ("sweep", "curve") if name in one and name in other and one[name] != other[name]
+        name for name in ("sweep", "curve") if one.get(name) and other.get(name) and one[name] != other[name]
     ]
 
 
@@ -169,7 +167,7 @@ def _alike(value: Any) -> Any:
     return {key: part for key, part in value.items() if not key.startswith("real_")}
 
 
-def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> dict[str, Any]:
+def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
     """Compare every campaign, then write `reports/seeds.json` and `.csv` with what they have in common.
 
     Args:
@@ -184,24 +182,25 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> dict[str, Any]:
     found = []
     for campaign in campaigns:
         say(f"{campaign.store.location}, seed {campaign.config.seed}")
-        found.append(compare(campaign))
+        found.append(compare(campaign).to_json())
         if differs := unlike(found[0], found[-1]):
             raise ConfigError(
                 f"{campaign.store.location} was measured otherwise than {campaigns[0].store.location}:"
                 f" {', '.join(differs)}",
-                f"remove {COMPARED} of the older one (points are kept), and compare again",
+                f"remove {Comparison.PLACE} of the older one (points are kept), and compare again",
             )
     table, metric = seeds_table(found), found[0]["metric"]
     named = [
         {"campaign": campaign.store.location, "seed": campaign.config.seed, "key": one["key"]}
         for campaign, one in zip(campaigns, found, strict=True)
     ]
-    made = {"schema": SCHEMA, "code": code_version(), "metric": metric, "campaigns": named}
-    result = {**made, **table.to_json()}
-    out.put(f"{RESULT}.csv", to_csv(table.columns, table.rows))
-    out.put_json(f"{RESULT}.json", result)
+    result = SeedsTable(
+        code=code_version(), metric=metric, campaigns=named, columns=table.columns, rows=table.rows
+    )
+    out.put(SeedsTable.PLACE.replace(".json", ".csv"), table.to_csv())
+    out.put_json(SeedsTable.PLACE, result.to_json())
     _show(table, len(found))
-    say(f"wrote {out.name(RESULT)}.json and .csv")
+    say(f"wrote {out.name(SeedsTable.PLACE)} and .csv")
     return result
 
 
@@ -236,14 +235,14 @@ def _settings(campaign: Campaign) -> dict[str, Any]:
     found = {name: value for name, value in decisive(tree).items() if name not in OWN}
     return {
         **found,
-        **decisive({"compare": campaign.config.compare.model_dump(exclude=PRACTICAL)}),
+        **decisive({"compare": campaign.config.compare.model_dump(exclude={*loose_fields(CompareConfig)})}),
     }
 
 
 def _show(table: Table, seeds: int) -> None:
     """What somebody compares seeds for."""
     say(f"over {seeds} seeds: median (range), and the mean with its 95 % interval")
-    for one in table.records():
+    for one in table.records:
         if str(one["measure"]).startswith(("distance", "training")):
             interval = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
             few = f", in {one['campaigns']} of them" if one["campaigns"] != seeds else ""

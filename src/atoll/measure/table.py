@@ -1,59 +1,10 @@
-"""Tables of measured values, for JSON and CSV."""
+"""Cells of the tables that measuring makes."""
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 Cell = float | int | str | None
-Record = Mapping[str, Cell]
-"""A row by column."""
-Row = dict[str, Any]
-"""A model's row of a comparison."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table for JSON and CSV.
-
-    Attributes:
-        columns: their names.
-        rows: one value per column; None where there is none.
-    """
-
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
-
-    def to_json(self) -> dict[str, Any]:
-        """`{"columns": [...], "rows": [[...], ...]}`."""
-        return {"columns": list(self.columns), "rows": self.rows}
-
-    def records(self) -> list[dict[str, Cell]]:
-        """Rows as mappings."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-
-    @classmethod
-    def joined(cls, tables: Sequence["Table"]) -> "Table":
-        """Tables of the same columns, one after the other."""
-        assert len({table.columns for table in tables}) == 1
-        return cls(tables[0].columns, [row for table in tables for row in table.rows])
-
-    def led_by(self, column: str, value: Cell) -> "Table":
-        """The same with one more column in front, of one value."""
-        return Table((column, *self.columns), [[value, *row] for row in self.rows])
-
-
-def to_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
-    """A table as CSV; what there is no value of is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return text.getvalue().encode()
 
 
 def finite(value: Tensor | float) -> float | None:

@@ -17,6 +17,7 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Milestone, averaged, milestones
 from atoll.campaign.pretrain import pretrain_finished
+from atoll.campaign.results import Record, Table
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, filled, read_card, read_part
@@ -25,7 +26,7 @@ from atoll.ensemble.model import ENSEMBLE, Model
 from atoll.measure.comparison import BASE, Bench
 from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
-from atoll.measure.table import Cell, Record, Table, number, ratio_of
+from atoll.measure.table import Cell, number, ratio_of
 from atoll.networks.families import family
 from atoll.store.store import Store
 
@@ -55,8 +56,9 @@ class Origin:
     @classmethod
     def of(cls, store: Store, part: str, run: str) -> "Origin":
         """Look at a part's log."""
-        found = tuple(milestones(store.sub(run), store.sub(part)))
-        return cls(store, part, run, read_card(store, part), found)
+        return cls(
+            store, part, run, read_card(store, part), tuple(milestones(store.sub(run), store.sub(part)))
+        )
 
     @property
     def steps(self) -> int:
@@ -81,13 +83,13 @@ class Origin:
             StoreError: a file is damaged, or the checkpoint is another network's.
         """
         if milestone is None:
-            found = Expert.load(self.store, self.part)
-            found.network.to(device)
-            return found
+            expert = Expert.load(self.store, self.part)
+            expert.network.to(device)
+            return expert
         card, config, weights = read_part(self.store, self.part)
         average = averaged(self.store.sub(self.run), milestone)
-        own = {name: tuple(value.shape) for name, value in weights.items()}
-        if any(own.get(name) != tuple(value.shape) for name, value in average.items()):
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
             where = self.store.name(f"{self.run}/{milestone.folder}")
             raise StoreError(f"{where} is of another network than {self.part}", "leave out compare.curve")
         network = filled(family(card.family).load(config), {**weights, **average}).to(device)
@@ -167,7 +169,9 @@ class Course:
         return [*stages, self._stage(1.0, {})]
 
     def _stage(self, share: float, chosen: Mapping[str, Milestone | None]) -> Stage:
-        spent = self.router.train_flops + (self.single["pretrain"].card.train_flops if self.seeded else 0.0)
+        spent = self.router.train_flops + (
+            self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
+        )
         weights = {"router": self.router.weights_sha256} if chosen else {}
         for n, one in self.experts.items():
             milestone = chosen.get(f"experts/{n}")
@@ -176,13 +180,8 @@ class Course:
                 weights[f"experts/{n}"] = milestone.sha256 if milestone else one.card.weights_sha256
         return Stage(share, spent, weights, chosen)
 
-    @property
-    def seeded(self) -> bool:
-        """Whether the experts start from shared pretraining."""
-        return "pretrain" in self.single
-
     def dense(self, name: str) -> list[Stage]:
-        """Monolith or seed at its own milestones, and at the end."""
+        """Monolith or pretraining at its own milestones, and at the end."""
         origin = self.single[name]
         stages = [
             Stage(share, origin.card.train_flops * share, {name: one.sha256}, {name: one})
@@ -213,7 +212,7 @@ class Course:
         return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs)
 
 
-def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dict[str, Any]:
+def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dict[str, Table]:
     """Tables `curve`, every model after every part of its training, and `reach`.
 
     Args:
@@ -233,21 +232,19 @@ def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dic
             row, new = bench.row(candidate, name, None, samples)
             tell(name, f"{stage.share:6.1%} trained", row, new)
             cost = [stage.share, stage.train_flops, ratio_of(stage.train_flops, base)]
-            lines.append([name, *cost, *(row[key] for key in MEASURED)])
+            lines.append([name, *cost, *(getattr(row, key) for key in MEASURED)])
     order = [*course.single, *strategies]
-    table = Table(CURVE, sorted(lines, key=lambda line: order.index(str(line[0]))))
-    reach = reach_table(table.records(), "pretrain" if course.seeded else None)
-    for record in reach.records():
-        say(f"  {record['model']:<20} {told(record)}")
-    return {"curve": request, "tables": {"curve": table, "reach": reach}}
-
-
-def told(record: dict[str, Cell]) -> str:
-    """A row of `reach` in words."""
-    if record["of_monolith"] is None:
-        return "does not reach the monolith's final distance"
-    least = "at most " if record["how"] == "at the first point" else ""
-    return f"as good as the finished monolith after {least}{record['of_monolith']:.1%} of its FLOPs"
+    table = Table.of(CURVE, sorted(lines, key=lambda line: order.index(str(line[0]))))
+    reach = reach_table(table.records, "pretrain" if "pretrain" in course.single else None)
+    for record in reach.records:
+        least = "at most " if record["how"] == "at the first point" else ""
+        say(
+            f"  {record['model']:<20} does not reach the monolith's final distance"
+            if record["of_monolith"] is None
+            else f"  {record['model']:<20} as good as the finished monolith after {least}"
+            f"{record['of_monolith']:.1%} of its FLOPs"
+        )
+    return {"curve": table, "reach": reach}
 
 
 @dataclass(frozen=True)
@@ -307,4 +304,4 @@ def reach_table(rows: Sequence[Record], start: str | None = None) -> Table:
         path = [(number(row["train_flops"]), number(row["distance"])) for row in points]
         first = reached(path, target)
         lines.append([name, target, first.train_flops, ratio_of(first.train_flops, whole), first.how])
-    return Table(REACH, lines)
+    return Table.of(REACH, lines)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
+from atoll.campaign.results import Table
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.generate import Conditions, Sampling
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import starting_noise
 from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.stability import stability
-from atoll.measure.table import Table
 
 SHAPE, STEPS = (1, 2, 2), 4
 
@@ -47,8 +47,8 @@ def measured(
     generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
     sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
     ends, path = stability(model, sampling)  # type: ignore[arg-type]
-    (line,) = ends.records()
-    return line, path.records()  # type: ignore[return-value]
+    (line,) = ends.records
+    return line, path.records  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -101,7 +101,7 @@ def test_where_samples_land_by_hand() -> None:
     weights = np.array([[[1, 0], [1, 0], [0.25, 0.75]]] * 2)
     heldout, clusters = np.array([[0, 1.0]], np.float32), np.array([1])
     table = landing(features, weights, heldout, clusters, centroids)
-    rows = {row["cluster"]: row for row in table.records()}
+    rows = {row["cluster"]: row for row in table.records}
     far = math.sqrt(2)
     assert (rows[0]["samples"], rows[0]["landed"]) == (2, 0.5)  # the second sample left its expert's cluster
     assert rows[0]["served"] == pytest.approx(far / 2) and rows[0]["others"] == pytest.approx(far / 2)
@@ -116,6 +116,6 @@ def test_where_samples_land_by_hand() -> None:
 def test_nothing_held_out_and_a_single_cluster_leave_gaps() -> None:
     one = np.ones((4, 2), np.float32)
     table: Table = landing(one, np.ones((2, 4, 1)), one[:0], np.zeros(0, np.int64), one[:1])
-    for row in table.records():
+    for row in table.records:
         assert row["samples"] == 4 and row["landed"] == 1.0
         assert row["others"] is None and row["heldout"] == 0 and row["own"] is None

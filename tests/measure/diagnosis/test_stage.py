@@ -12,7 +12,6 @@ from PIL import Image
 
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.store.store import Store
 from helpers import Answer, command, refused
 
 QUICK = [
@@ -126,13 +125,6 @@ def test_another_extractor_knows_nothing_of_the_clusters(
     assert "nearest" in tables and not {"landing", "stability", "lipschitz"} & set(tables)
 
 
-def test_without_a_router_there_is_no_ensemble(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(folder / "ensemble")
-    refused(diagnose(capsys, folder), "has no ensemble", "atoll assemble")
-    shutil.rmtree(folder / "router/expert")
-    refused(command(capsys, "assemble", folder), "no router")
-
-
 def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = Campaign.open(folder).dataset()
     shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
@@ -142,20 +134,3 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.C
     said = diagnose(capsys, folder, "diagnose.splits=[train]", "diagnose.conditions=train")
     assert said.code == 0
     assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("diagnose.strategies=[oracle]", "nothing to trace"),
-        ("diagnose.times=[0]", "t = 0"),
-        ("diagnose.extractor=nothing", "unknown extractor"),
-        ("diagnose.row=3", "did you mean 'rows'"),
-    ],
-)
-def test_wrong_settings_are_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], setting: str, words: str
-) -> None:
-    said = diagnose(capsys, folder, setting)
-    assert said.code == 2 and said.err.count("\n") == 1 and words in said.err
-    assert not Store.open(folder).exists("reports/diagnostics.json")

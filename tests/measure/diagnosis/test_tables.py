@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.results import Table
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.ensemble.ensemble import Ensemble
 from atoll.flow.objective import noisy
@@ -18,10 +19,9 @@ from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.alignment import Alignment
 from atoll.measure.diagnosis.calibration import TEMPERATURES, Calibration
 from atoll.measure.diagnosis.labelled_rows import Rows, measure
-from atoll.measure.diagnosis.memorization import Copies, Nearest, leaders, two_nearest
+from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.diagnosis.usage import switched, switches, usage
-from atoll.measure.table import Table
 
 SHAPE = (1, 2, 2)
 
@@ -32,7 +32,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def found(table: Table, **where: object) -> dict[str, float]:
     """The one row of a table that these columns pick."""
-    (record,) = [r for r in table.records() if all(r[name] == value for name, value in where.items())]
+    (record,) = [r for r in table.records if all(r[name] == value for name, value in where.items())]
     return record
 
 
@@ -94,12 +94,6 @@ def test_means_and_standard_errors_are_those_of_all_rows_at_once(batch: int) -> 
     assert se == pytest.approx(float(both.std() / math.sqrt(len(both))), rel=1e-6)
 
 
-def test_one_row_has_no_standard_error() -> None:
-    means = Means(1, (1,))
-    means.add(torch.tensor([[2.5]]), torch.tensor([0]))
-    assert means.of(0).cells(0) == (1, 2.5, None)
-
-
 # The router.
 
 
@@ -143,7 +137,7 @@ def test_the_exact_posterior_is_calibrated() -> None:
     assert one["accuracy"] == pytest.approx(float(POSTERIORS.max(1).values.mean()), abs=1e-12)
     assert one["ece"] == pytest.approx(0, abs=1e-12) and one["ece_chance"] > 0.03
     assert one["temperature"] == 1 and one["nll_tempered"] == pytest.approx(one["nll"], abs=1e-12)
-    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in calibration.reliability().records())
+    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in calibration.reliability().records)
     third = found(calibration.by_cluster(), cluster=0)
     assert third["rows"] == 21 and third["accuracy"] == pytest.approx(14 / 21)
 
@@ -157,7 +151,7 @@ def test_a_router_that_is_too_sure_has_the_error_that_was_put_in() -> None:
     one = found(calibration.by_time())
     assert one["ece"] == pytest.approx(0.75 * 0.3 + 0.25 * 0.1)
     assert one["confidence"] - one["accuracy"] == pytest.approx(one["ece"])
-    first, second = calibration.reliability().records()
+    first, second = calibration.reliability().records
     assert (first["rows"], first["accuracy"], first["confidence"]) == (
         10,
         pytest.approx(0.7),
@@ -233,20 +227,6 @@ def test_constant_experts_have_the_errors_of_arithmetic() -> None:
     }  # fmt: skip
 
 
-def test_the_router_decides_row_by_row() -> None:
-    p = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
-    ensemble = Ensemble([Constant(0.0), Constant(1.0)], Fixed(p))
-    tables = measure(ensemble, None, rows([0, 1, 1], [0.0, 1.0, 1.0], batch=2), [1, 2], config())
-    one = found(tables["errors"], t=0.25, cluster=1, model="selected")
-    assert (one["rows"], one["error"]) == (2, pytest.approx(0.5))
-    one = found(tables["errors"], t=0.25, cluster=1, model="others")
-    assert one["error"] == pytest.approx(0.5)
-    one = found(tables["errors"], t="mean", cluster="all", model="mixture")
-    assert one["error"] == pytest.approx((0.1**2 + 0.2**2 + 0.6**2) / 3, rel=1e-6)
-    assert {r["model"] for r in tables["errors"].records()} == {"own", "selected", "others", "mixture"}
-    assert found(tables["router"], t=0.25)["accuracy"] == pytest.approx(2 / 3)
-
-
 def test_means_over_time_leave_out_pure_noise() -> None:
     class Clock:
         def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -254,10 +234,10 @@ def test_means_over_time_leave_out_pure_noise() -> None:
 
     ensemble = Ensemble([Clock()], Fixed([1.0]))
     tables = measure(ensemble, None, rows([0], [0.0]), [1], config())
-    errors = [r["error"] for r in tables["errors"].records() if (r["model"], r["cluster"]) == ("own", 0)]
+    errors = [r["error"] for r in tables["errors"].records if (r["model"], r["cluster"]) == ("own", 0)]
     assert errors == pytest.approx([0.25**2, 0.75**2, 1.0, (0.25**2 + 0.75**2) / 2])
     alone = measure(ensemble, None, rows([0], [0.0]), [1], config(times=[1.0]))
-    assert {r["t"] for r in alone["errors"].records()} == {1.0}
+    assert {r["t"] for r in alone["errors"].records} == {1.0}
 
 
 def test_the_angle_between_experts() -> None:
@@ -283,13 +263,13 @@ def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
     tables = measure(
         ensemble, Constant(1.0), rows([0, 1, 2, 2], [0.0, 1.0, 2.0, 2.0]), [1, 1, 2], config(times=[0.5])
     )
-    assert {r["expert"] for r in tables["experts"].records()} == {0, 2}
-    assert {r["expert"] for r in tables["missing"].records()} == {0, 2}
+    assert {r["expert"] for r in tables["experts"].records} == {0, 2}
+    assert {r["expert"] for r in tables["missing"].records} == {0, 2}
     one = found(tables["errors"], t=0.5, cluster=1, model="own")
     assert (one["rows"], one["error"]) == (0, None)
     assert found(tables["errors"], t=0.5, cluster=1, model="mixture")["error"] == pytest.approx(0)
     # Means over all rows count those that every model has.
-    assert {r["rows"] for r in tables["errors"].records() if (r["t"], r["cluster"]) == (0.5, "all")} == {3}
+    assert {r["rows"] for r in tables["errors"].records if (r["t"], r["cluster"]) == (0.5, "all")} == {3}
     # The router is judged on all clusters, missing or not.
     one = found(tables["router"], t=0.5)
     assert (one["rows"], one["accuracy"]) == (4, pytest.approx(0.25))
@@ -377,7 +357,7 @@ def exact() -> tuple[World, dict[str, Table]]:
 
 def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Table]]) -> None:
     _, tables = exact
-    for record in tables["differences"].records():
+    for record in tables["differences"].records:
         if record["gap"] == "mixture-monolith":
             assert abs(record["difference"]) < 1e-7
 
@@ -446,9 +426,9 @@ def test_the_switch_rate_of_a_trace_made_by_hand() -> None:
     rates = np.array([1 / 4, 3 / 4, 0])
     assert whole["rate"] == pytest.approx(rates.mean()) and whole["ever"] == pytest.approx(2 / 3)
     assert whole["se"] == pytest.approx(rates.std(ddof=1) / math.sqrt(3))
-    assert [r["rate"] for r in table.records()[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
-    assert [r["ever"] for r in table.records()[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
-    assert [r["t"] for r in table.records()[1:]] == [0.8, 0.6, 0.4, 0.2]
+    assert [r["rate"] for r in table.records[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
+    assert [r["ever"] for r in table.records[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
+    assert [r["t"] for r in table.records[1:]] == [0.8, 0.6, 0.4, 0.2]
 
 
 def test_one_step_cannot_switch() -> None:
@@ -460,11 +440,11 @@ def test_usage_counts_samples_and_steps() -> None:
     weights[0, :, 0] = 1
     weights[1, 0, 0] = weights[1, 1:, 2] = 1
     table = usage(weights, torch.tensor([0, 0, 1, 1]), [6, 3, 1])
-    assert [r["size"] for r in table.records()] == pytest.approx([0.6, 0.3, 0.1])
-    assert [r["asked"] for r in table.records()] == pytest.approx([0.5, 0.5, 0.0])
-    assert [r["used"] for r in table.records()] == pytest.approx([5 / 8, 0, 3 / 8])
-    assert [r["first"] for r in table.records()] == pytest.approx([1, 0, 0])
-    assert table.records()[0]["used_se"] == pytest.approx(np.std([1, 0.5, 0.5, 0.5], ddof=1) / 2)
+    assert [r["size"] for r in table.records] == pytest.approx([0.6, 0.3, 0.1])
+    assert [r["asked"] for r in table.records] == pytest.approx([0.5, 0.5, 0.0])
+    assert [r["used"] for r in table.records] == pytest.approx([5 / 8, 0, 3 / 8])
+    assert [r["first"] for r in table.records] == pytest.approx([1, 0, 0])
+    assert table.records[0]["used_se"] == pytest.approx(np.std([1, 0.5, 0.5, 0.5], ddof=1) / 2)
 
 
 # Copies.
@@ -499,14 +479,14 @@ def test_a_copied_training_picture_is_found() -> None:
     samples = draws.normal(size=(50, 8))
     samples[13], samples[20] = train[77], train[5] + 1e-2 * draws.normal(size=8)
     copies = check(samples, train)
-    records = copies.suspicious(10).records()
+    records = copies.suspicious(10).records
     assert [(r["sample"], r["row"], r["cluster"]) for r in records[:2]] == [(13, 177, 1), (20, 105, 0)]
     assert records[0]["why"] == "copy, ratio, distance" and records[0]["ratio"] == 0
     assert records[1]["why"] == "ratio, distance" and records[1]["ratio"] < 0.05
     whole = found(copies.by_cluster(2), cluster="all")
     assert whole["memorised"] == pytest.approx(2 / 50) and whole["memorised_heldout"] == 0
-    assert copies.suspicious(1).records() == records[:1]
-    assert copies.closest().records() == [records[1], records[0]], "of cluster 0 and of cluster 1"
+    assert copies.suspicious(1).records == records[:1]
+    assert copies.closest().records == [records[1], records[0]], "of cluster 0 and of cluster 1"
     assert found(copies.by_cluster(2), cluster=1)["memorised"] == pytest.approx(1 / 25)
 
 
@@ -517,9 +497,9 @@ def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
     train[1] = train[0]
     samples = draws.normal(size=(5, 8))
     samples[2] = train[0]
-    assert check(samples, train).suspicious(5).records()[0]["sample"] == 2
+    assert check(samples, train).suspicious(5).records[0]["sample"] == 2
     samples[2] += 1e-2 * draws.normal(size=8)  # a near copy: the ratio is no help, the distance is
-    records = check(samples, train).suspicious(5).records()
+    records = check(samples, train).suspicious(5).records
     assert [(r["sample"], r["why"]) for r in records] == [(2, "distance")]
 
 
@@ -547,7 +527,7 @@ def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() 
     assert found(dirty.by_cluster(2), cluster="all")["memorised_heldout"] == 0
     only = Copies(near[0], near[1], clean.served, np.zeros(100, dtype=np.int64), 0.01)
     assert only.limits is None
-    assert [(r["sample"], r["why"]) for r in only.suspicious(5).records()] == [(13, "copy")]
+    assert [(r["sample"], r["why"]) for r in only.suspicious(5).records] == [(13, "copy")]
 
 
 def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
@@ -557,7 +537,7 @@ def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
     assert 0 < whole["suspicious"] < 0.06 and whole["memorised"] < 0.01
     near = check(samples[:9], train)
     ratios = near.samples.ratio
-    assert [r["sample"] for r in near.closest().records()] == [
+    assert [r["sample"] for r in near.closest().records] == [
         2 * ratios[::2].argmin(),
         2 * ratios[1::2].argmin() + 1,
     ]
@@ -583,14 +563,6 @@ def test_features_that_are_none_are_refused() -> None:
         two_nearest(np.full((2, 3), np.nan), parts(np.zeros((4, 3)), 2))
     with pytest.raises(DataError, match="no training picture"):
         two_nearest(np.zeros((2, 3)), [])
-
-
-def test_the_expert_that_served_most_steps_served_the_sample() -> None:
-    weights = np.zeros((3, 2, 2))
-    weights[:, 0] = [[1, 0], [0, 1], [0, 1]]
-    weights[:, 1] = [[0.9, 0.1], [0.9, 0.1], [0.1, 0.9]]
-    assert leaders(weights).tolist() == [1, 0]
-    assert isinstance(Nearest(np.ones((1, 2)), np.ones((1, 2), dtype=np.int64), np.ones(1)).ratio, np.ndarray)
 
 
 # Settings.

@@ -28,38 +28,11 @@ def reference(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
     return float(((m1 - m2) ** 2).sum() + np.trace(c1 + c2 - 2 * np.real(root)))
 
 
-def test_diagonal_covariances() -> None:
-    draws = np.random.default_rng(0)
-    m1, m2, s1, s2 = (draws.uniform(0.1, 3, 7) for _ in range(4))
-    expected = ((m1 - m2) ** 2).sum() + ((s1 - s2) ** 2).sum()
-    assert frechet_of_moments(m1, np.diag(s1**2), m2, np.diag(s2**2)) == pytest.approx(expected, abs=1e-8)
-
-
-def test_covariances_that_commute() -> None:
-    draws = np.random.default_rng(1)
-    basis = np.linalg.qr(draws.normal(size=(12, 12)))[0]
-    a, b = draws.uniform(0.1, 4, 12), draws.uniform(0.1, 4, 12)
-    m = np.zeros(12)
-    found = frechet_of_moments(m, (basis * a) @ basis.T, m, (basis * b) @ basis.T)
-    assert found == pytest.approx(((a**0.5 - b**0.5) ** 2).sum(), abs=1e-8)
-
-
 @pytest.mark.parametrize("d", [1, 2, 16, 64])
 def test_it_agrees_with_scipy(d: int) -> None:
     draws = np.random.default_rng(d)
     m1, m2, c1, c2 = draws.normal(size=d), draws.normal(size=d), covariance(1, d), covariance(2, d, 50.0)
     assert frechet_of_moments(m1, c1, m2, c2) == pytest.approx(reference(m1, c1, m2, c2), rel=1e-8, abs=1e-8)
-
-
-def test_it_is_symmetric() -> None:
-    m1, m2, c1, c2 = np.zeros(9), np.ones(9), covariance(1, 9), covariance(2, 9, 1e4)
-    there, back = frechet_of_moments(m1, c1, m2, c2), frechet_of_moments(m2, c2, m1, c1)
-    assert there == pytest.approx(back, rel=1e-10) and there > 9
-
-
-def test_a_covariance_without_full_rank_is_no_trouble_here() -> None:
-    flat = np.diag([4.0, 0.0, 0.0])
-    assert frechet_of_moments(np.zeros(3), flat, np.zeros(3), np.eye(3)) == pytest.approx(1 + 1 + 1, abs=1e-8)
 
 
 @pytest.mark.parametrize("d", [1, 8, 32])
@@ -76,21 +49,6 @@ def test_rounding_makes_no_distance_negative() -> None:
     assert 0 <= frechet_distance(x, x) < 1e-3
     assert rank(Moments.of(x)) == 5 and rank(Moments.of(samples(0, 300, 8))) == 8
     assert rank(Moments.of(np.ones((300, 4)))) == 0
-
-
-def test_a_set_that_is_stretched() -> None:
-    x = samples(0, 300, 6)
-    x = x - x.mean(0)
-    assert frechet_distance(x, 3 * x) == pytest.approx(4 * np.trace(np.cov(x, rowvar=False)), rel=1e-9)
-
-
-def test_sets_agree_with_scipy_on_their_moments() -> None:
-    x, y = samples(1, 150, 5), samples(2, 90, 5)
-    moments = [f(v) for v in (x, y) for f in (lambda v: v.mean(0), lambda v: np.cov(v, rowvar=False))]
-    assert frechet_distance(x, y) == pytest.approx(reference(*moments), rel=1e-9)
-    assert frechet_distance(x.astype(np.float32), y.astype(np.float32)) == pytest.approx(
-        reference(*moments), rel=1e-4
-    )
 
 
 def test_too_few_samples_are_refused() -> None:

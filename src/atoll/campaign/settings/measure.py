@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config
+from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError
 from atoll.ensemble.routing import Routing
 
@@ -29,7 +29,7 @@ class CompareConfig(Config):
     """Sampling steps in place of `sampling.steps`."""
     guidance: float | None = Field(default=None, ge=0)
     """Guidance scale in place of `sampling.guidance`."""
-    batch: int = Field(default=250, ge=1)
+    batch: int = loose(default=250, ge=1)
     """Pictures sampled at once; it does not change them."""
     extractor: str = LITE
     """Network whose features are compared: another one than the partition's."""
@@ -39,9 +39,9 @@ class CompareConfig(Config):
     """Most principal components that the distance is taken in; half the pictures at hand if that is less."""
     fit_rows: int = Field(default=2000, ge=2)
     """Training pictures that fix the components."""
-    prompts: list[str] = []
+    prompts: list[str] = loose(default=[])
     """Captions to show side by side; training captions are added up to `shown`."""
-    shown: int = Field(default=12, ge=1)
+    shown: int = loose(default=12, ge=1)
     """How many prompts are shown."""
     guidances: list[Annotated[float, Field(ge=0)]] = []
     """Further guidance scales that monolith, student and `sweep` are measured at; none by default."""
@@ -51,7 +51,7 @@ class CompareConfig(Config):
     """Whether distances over training FLOPs are measured, at the checkpoints that `train.milestones` kept."""
     curve_samples: int | None = Field(default=None, ge=2)
     """Pictures drawn at each point of the curve; `samples` if not set, so that its ends are known."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = loose(default=0, ge=0)
     """CPU threads; 0 uses all cores."""
 
     @model_validator(mode="after")
@@ -110,7 +110,7 @@ class DiagnoseConfig(Config):
     """Most rows of each split, drawn by the campaign's seed."""
     times: list[float] = Field(default=[*((i + 0.5) / 8 for i in range(8)), 1.0], min_length=1)
     """Times t in (0, 1], where 1 is noise. Means over time leave out t = 1, where `once` asks."""
-    batch: int = Field(default=128, ge=1)
+    batch: int = loose(default=128, ge=1)
     """Rows measured, and pictures sampled, at once; it does not change them."""
     bins: int = Field(default=15, ge=1)
     """Bins of confidence for the calibration error."""
@@ -135,7 +135,7 @@ class DiagnoseConfig(Config):
     """Samples nearer to a training picture than all but this share of held-out ones are suspicious."""
     named: int = Field(default=12, ge=0)
     """Most suspicious samples that are named and shown."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = loose(default=0, ge=0)
     """CPU threads; 0 uses all cores."""
 
     @model_validator(mode="after")

@@ -13,8 +13,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from atoll.campaign.results import Table
 from atoll.measure.diagnosis.running_stats import Means, Moments
-from atoll.measure.table import Cell, Table
+from atoll.measure.table import Cell
 
 MODELS = ("own", "selected", "others", "mixture", "monolith")
 """`own`: the expert of the row's cluster, as `oracle` takes it. `selected`: the one that the router finds
@@ -136,7 +137,7 @@ class Alignment:
             for a, b in zip(both[::2], both[1::2], strict=True)
             if a[2] == "angle"
         ]
-        return Table(columns, rows)
+        return Table.of(columns, rows)
 
     def _table(self, kind: str, names: Sequence[tuple[Cell, str]], value: str) -> Table:
         rows: list[list[Cell]] = []
@@ -147,7 +148,7 @@ class Alignment:
             for cluster, moments in groups:
                 for name, column in names:
                     rows.append([t, cluster, name, *moments.cells(number, self._place[column])])
-        return Table(("t", "cluster", kind, "rows", value, "se"), rows)
+        return Table.of(("t", "cluster", kind, "rows", value, "se"), rows)
 
 
 def _without(number: int, logits: Tensor, gram: Tensor) -> Tensor:

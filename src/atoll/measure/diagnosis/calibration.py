@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from atoll.campaign.results import Table
 from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell, Table, finite
+from atoll.measure.table import Cell, finite
 
 TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))
 """Tried for the best one: 1/8 to 8 in steps of an eighth of an octave."""
@@ -93,7 +94,7 @@ class Calibration:
                     beside.cells(0)[1], beside.cells(1)[1], entropy,
                 ]
             )  # fmt: skip
-        return Table(columns, rows)
+        return Table.of(columns, rows)
 
     def by_cluster(self) -> Table:
         """The same by the cluster that rows belong to; accuracy is then the share that is found (recall)."""
@@ -103,7 +104,7 @@ class Calibration:
             for cluster in range(self.k):
                 own = self._rows.of(cluster)
                 rows.append([t, cluster, *own.cells(number, 0), *own.cells(number, 1)[1:]])
-        return Table(columns, rows)
+        return Table.of(columns, rows)
 
     def reliability(self) -> Table:
         """Confidence against accuracy in bins of confidence (the reliability diagram); no empty bins."""
@@ -114,4 +115,4 @@ class Calibration:
                 if count:
                     ends = (place / self.bins, (place + 1) / self.bins)
                     rows.append([t, *ends, int(count), sure / count, right / count])
-        return Table(columns, rows)
+        return Table.of(columns, rows)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from atoll.campaign.results import Table
 from atoll.data.cluster import Features, nearest_centroid, normalise
 from atoll.measure.diagnosis.memorization import leaders
 from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell, Table
+from atoll.measure.table import Cell
 
 COLUMNS = (
     "cluster", "samples", "landed", "landed_se", "served", "served_se", "others", "others_se",
@@ -51,7 +52,7 @@ def landing(
         real.add(_columns(*_distances(heldout, centroids, own)), torch.from_numpy(clusters))
     names: list[Cell] = ["all", *range(k)]
     rows = zip(names, _cells(samples, k), _cells(real, k), strict=True)
-    return Table(COLUMNS, [[name, *own, *other] for name, own, other in rows])
+    return Table.of(COLUMNS, [[name, *own, *other] for name, own, other in rows])
 
 
 def _distances(

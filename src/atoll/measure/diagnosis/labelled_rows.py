@@ -16,6 +16,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
+from atoll.campaign.results import Table
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.samples import Samples
 from atoll.ensemble.ensemble import Ensemble
@@ -23,10 +24,6 @@ from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.alignment import Alignment
 from atoll.measure.diagnosis.calibration import Calibration
-from atoll.measure.table import Table
-
-PRACTICAL = {"batch", "threads"}
-"""Settings that change no number."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
-from atoll.measure.metrics.projection import finite
-from atoll.measure.table import Cell, Table
+from atoll.campaign.results import Table
+from atoll.measure.metrics.projection import must_be_finite
+from atoll.measure.table import Cell, finite
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -69,12 +70,12 @@ def two_nearest(
     Raises:
         DataError: NaN or infinity among the features, or an empty reference.
     """
-    own = finite(queries)
+    own = must_be_finite(queries)
     distances = np.full((len(own), 2), np.inf)
     rows = np.full((len(own), 2), -1, dtype=np.int64)
     seen = 0
     for numbers, features in reference:
-        values = finite(features)
+        values = must_be_finite(features)
         seen += len(values)
         for first in range(0, len(own), _QUERIES):
             part = slice(first, first + _QUERIES)
@@ -154,7 +155,7 @@ class Copies:
             leaked = float(self.heldout.same[real].mean()) if real.any() else None
             own, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
             rows.append([cluster, own[0], share, *own[1:], int(real.sum()), *other[1:], leaked])
-        return Table(columns, rows)
+        return Table.of(columns, rows)
 
     def suspicious(self, most: int) -> Table:
         """The most suspicious samples, nearest by ratio first: number of the sample, cluster whose expert
@@ -181,13 +182,13 @@ class Copies:
                 n,
                 int(self.served[n]),
                 int(self.samples.rows[n, 0]),
-                _number(self.samples.ratio[n]),
-                _number(self.samples.distances[n, 0]),
+                finite(self.samples.ratio[n]),
+                finite(self.samples.distances[n, 0]),
                 reasons[n],
             ]
             for n in samples
         ]
-        return Table(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
+        return Table.of(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
 
 
 def _part(found: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
@@ -196,11 +197,7 @@ def _part(found: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
     if not len(ratio):
         return [0, None, None, None]
     medians = (np.median(ratio), np.median(found.distances[which, 0]))
-    return [len(ratio), float((ratio < MEMORISED).mean()), *(_number(value) for value in medians)]
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return [len(ratio), float((ratio < MEMORISED).mean()), *(finite(value) for value in medians)]
 
 
 def leaders(weights: Sequence[F64] | F64) -> I64:

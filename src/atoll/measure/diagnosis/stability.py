@@ -14,11 +14,12 @@ from torch import Tensor
 from atoll.base.condition import Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
+from atoll.campaign.results import Table
 from atoll.ensemble.ensemble import Ensemble, Field
 from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.integrate import euler
 from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell, Table
+from atoll.measure.table import Cell
 
 NUDGE = 0.01
 """Root mean square of a nudge, per dimension; noise has 1. Large enough for networks in half precision."""
@@ -107,8 +108,8 @@ def stability(model: Ensemble | Denoiser, sampling: Sampling) -> tuple[Table, Ta
     line: list[Cell] = [*whole.cells(0), *whole.cells(1)[1:]]
     times = [float(t) for t in euler(generation.steps).sigmas[:-1]]
     return (
-        Table(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
-        Table(
+        Table.of(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
+        Table.of(
             ("step", "t", "samples", "lipschitz", "lipschitz_se", "foreseen", "foreseen_se"),
             [[n, t, *steps.cells(n, 0), *steps.cells(n, 1)[1:]] for n, t in enumerate(times)],
         ),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from atoll.base.condition import Denoiser
+from atoll.base.config import loose_fields
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import DataError
@@ -21,10 +22,10 @@ from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.baselines import dense_cards
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import Diagnosis
+from atoll.campaign.results import Diagnosis, Table
+from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
-from atoll.data.samples import Samples
 from atoll.data.settings import features_column
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, vision_encoder
@@ -37,14 +38,12 @@ from atoll.ensemble.integrate import euler
 from atoll.ensemble.routing import Routing
 from atoll.measure.departure import Departure, possible, routings
 from atoll.measure.diagnosis.cluster_match import landing
-from atoll.measure.diagnosis.labelled_rows import PRACTICAL, labelled, measure
+from atoll.measure.diagnosis.labelled_rows import labelled, measure
 from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest
 from atoll.measure.diagnosis.stability import stability
-from atoll.measure.diagnosis.usage import by_strategy, switches, usage
-from atoll.measure.models import Candidate, RowConditions, published
-from atoll.measure.table import Table, to_csv
+from atoll.measure.diagnosis.usage import switches, usage
+from atoll.measure.models import Candidate, RowConditions, published, samples_of
 
-RESULT = "reports/diagnostics.json"
 FOLDER = "reports/diagnostics"
 USUAL = ("once", "top-1")
 """Strategies beside the campaign's own, if none are named."""
@@ -52,7 +51,7 @@ _CHUNK = 4096
 F32 = NDArray[np.float32]
 
 
-def diagnose(campaign: Campaign) -> dict[str, Any]:
+def diagnose(campaign: Campaign) -> Diagnosis:
     """Measure and write; what was measured of the same parts with the same settings is not measured again."""
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
     content = read_manifest(store)
@@ -62,33 +61,32 @@ def diagnose(campaign: Campaign) -> dict[str, Any]:
     dataset, made = _data(campaign)
     departure = Departure.of(campaign, config)
     strategies = [str(Routing.named(name)) for name in routings(campaign, config.strategies, USUAL)]
-    settings = config.model_dump(exclude=PRACTICAL) | {"seed": seed, "strategies": strategies}
+    settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)}) | {
+        "seed": seed,
+        "strategies": strategies,
+    }
     settings |= {name: getattr(departure.generation, name) for name in ("steps", "guidance")}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
-    found: dict[str, Any] = store.get_json(RESULT) if store.exists(RESULT) else {}
-    if found.get("key") == key and Diagnosis.fits(found):
+    if (known := Diagnosis.known(store, key)) is not None:
         say("diagnose: finished already")
-        return found
+        return known
     start = time.monotonic()
     with using_threads(config.threads):
         tables, about = _Diagnosis(campaign, dataset, made, router, departure, strategies).run(bool(baseline))
-    result = {
-        **Diagnosis.header(),
-        "key": key,
-        "parts": parts,
-        "code": code_version(),
-        "seconds": round(time.monotonic() - start, 1),
-        "settings": settings,
-        "departures": departure.changes,
-        "k": made.k,
-        "sizes": made.sizes,
-        "missing": sorted(set(range(made.k)) - set(content.experts)),
+    result = Diagnosis(
+        key=key,
+        parts=parts,
+        code=code_version(),
+        seconds=round(time.monotonic() - start, 1),
+        settings=settings,
+        departures=departure.changes,
+        k=made.k,
+        sizes=made.sizes,
+        missing=sorted(set(range(made.k)) - set(content.experts)),
+        tables=tables,
         **about,
-        "tables": {name: table.to_json() for name, table in tables.items()},
-    }
-    for name, table in tables.items():
-        store.put(f"{FOLDER}/{name}.csv", to_csv(table.columns, table.rows))
-    store.put_json(RESULT, result)
+    )
+    result.write(store)
     return result
 
 
@@ -158,19 +156,16 @@ class _Diagnosis:
         _summarise(tables)
         return tables, about
 
-    def _samples(self, split: str) -> Samples:
-        shape, kind = self.router.shape, self.campaign.config.condition
-        return Samples(self.dataset, self.dataset.split(split), kind, shape)
-
     def _measured(self, monolith: Denoiser | None) -> dict[str, Table]:
-        config, found = self.config, []
+        config, tables = self.config, dict[str, dict[str, Table]]()
         for split in config.splits:
-            samples = self._samples(split)
+            samples = samples_of(self.campaign, self.dataset, split, self.router)
             say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
             rows = labelled(samples, self.made.clusters, config.rows, self.seed, config.batch)
             measured = measure(self.ensemble, monolith, rows, self.made.sizes, config, self.device)
-            found.append({name: table.led_by("split", split) for name, table in measured.items()})
-        return {name: Table.joined([one[name] for one in found]) for name in found[0]}
+            for name, table in measured.items():
+                tables.setdefault(name, {})[split] = table
+        return {name: Table.stacked("split", by_split) for name, by_split in tables.items()}
 
     def _sampling(self, routing: Routing, count: int) -> Sampling:
         """All about drawing the first pictures at the conditions of `_conditions`."""
@@ -195,7 +190,7 @@ class _Diagnosis:
     @cached_property
     def _conditions(self) -> RowConditions:
         """Those of rows of the chosen split, in a seeded order."""
-        samples = self._samples(self.config.conditions)
+        samples = samples_of(self.campaign, self.dataset, self.config.conditions, self.router)
         order = np.random.default_rng(self.seed).permutation(len(samples))
         index = np.resize(order, self.config.samples).astype(np.int64)
         clusters = self.made.clusters[samples.rows[index]]
@@ -204,11 +199,11 @@ class _Diagnosis:
     def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
         clusters = self._conditions.labels
         times = [float(t) for t in euler(self.departure.generation.steps).sigmas[:-1]]
+        used = {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
+        changed = {n: switches(s.weights, times) for n, s in sampled.items()}
         return {
-            "usage": by_strategy(
-                {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
-            ),
-            "switches": by_strategy({n: switches(s.weights, times) for n, s in sampled.items()}),
+            "usage": Table.stacked("strategy", used),
+            "switches": Table.stacked("strategy", changed),
         }
 
     def _stability(self, routings: dict[str, Routing], monolith: Candidate | None) -> dict[str, Table]:
@@ -229,8 +224,8 @@ class _Diagnosis:
             for name, (model, routing) in models.items()
         }
         return {
-            "stability": by_strategy({name: ends for name, (ends, _) in found.items()}),
-            "lipschitz": by_strategy({name: path for name, (_, path) in found.items()}),
+            "stability": Table.stacked("strategy", {name: ends for name, (ends, _) in found.items()}),
+            "lipschitz": Table.stacked("strategy", {name: path for name, (_, path) in found.items()}),
         }
 
     def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
@@ -257,7 +252,7 @@ class _Diagnosis:
             if first and len(heldout):
                 copies = self._copies(encoder, features, real, leaders(weights))
                 tables, told = self._told(copies, encoder, pictures)
-        return tables | ({"landing": by_strategy(landings)} if landings else {}), told
+        return tables | ({"landing": Table.stacked("strategy", landings)} if landings else {}), told
 
     def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
         """Samples and held-out pictures beside their nearest training pictures."""
@@ -314,7 +309,7 @@ class _Diagnosis:
     def _show(self, named: Table, pictures: list[Image.Image], folder: str) -> list[dict[str, Any]]:
         """Write the samples of a table and their nearest training pictures; their keys and the caption."""
         shown = []
-        for number, record in enumerate(named.records()):
+        for number, record in enumerate(named.records):
             sample, row = record["sample"], record["row"]
             assert isinstance(sample, int) and isinstance(row, int)
             keys = {name: f"{FOLDER}/{folder}/{number:02d}-{name}.png" for name in ("sample", "training")}
@@ -327,14 +322,14 @@ class _Diagnosis:
 
 def _summarise(tables: dict[str, Table]) -> None:
     """A few lines for whoever waits."""
-    first = tables["router"].records()[0]["split"]
-    for record in tables["router"].records():
+    first = tables["router"].records[0]["split"]
+    for record in tables["router"].records:
         if record["split"] == first:
             say(
                 f"  t = {record['t']:<7g} router: accuracy {_f(record['accuracy'])}, NLL {_f(record['nll'])}"
                 f" (prior {_f(record['prior_nll'])}), calibration error {_f(record['ece'])}"
             )
-    for record in tables["errors"].records():
+    for record in tables["errors"].records:
         if (record["split"], record["t"], record["cluster"]) == (first, "mean", "all"):
             say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
 

@@ -1,13 +1,14 @@
 """Who serves whom while sampling: from the traces of a strategy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from atoll.campaign.results import Table
 from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell, Table
+from atoll.measure.table import Cell
 
 
 def usage(weights: Float[Tensor, "S N K"], clusters: Tensor, sizes: Sequence[int]) -> Table:
@@ -31,7 +32,7 @@ def usage(weights: Float[Tensor, "S N K"], clusters: Tensor, sizes: Sequence[int
         [n, sizes[n] / total, float(asked[n]), *moments.cells(0, n)[1:], moments.cells(1, n)[1]]
         for n in range(k)
     ]
-    return Table(("expert", "size", "asked", "used", "used_se", "first"), rows)
+    return Table.of(("expert", "size", "asked", "used", "used_se", "first"), rows)
 
 
 def switched(weights: Float[Tensor, "S N K"]) -> Tensor:
@@ -61,9 +62,4 @@ def switches(weights: Float[Tensor, "S N K"], times: Sequence[float]) -> Table:
         found = means.of(0)
         rows.append(["all", None, *found.cells(len(changed))[1:], ever[-1]])
         rows += [[n + 1, times[n + 1], *found.cells(n)[1:], ever[n]] for n in range(len(changed))]
-    return Table(("step", "t", "rate", "se", "ever"), rows)
-
-
-def by_strategy(tables: Mapping[str, Table]) -> Table:
-    """One table of several strategies."""
-    return Table.joined([table.led_by("strategy", name) for name, table in tables.items()])
+    return Table.of(("step", "t", "rate", "se", "ever"), rows)

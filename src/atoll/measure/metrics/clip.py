@@ -19,11 +19,9 @@ class ClipScore(Metric):
     captions = True
 
     def label(self, name: str, how: How) -> str:
-        """CLIP score, of whichever CLIP."""
         return "CLIP score"
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
-        """Its weight."""
         return {"scale": 100.0}
 
     def score(self, encoder: VisionEncoder, features: F32, captions: list[str]) -> F64:
@@ -35,7 +33,6 @@ class ClipScore(Metric):
         return scores
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        """Mean and standard deviation over pictures."""
         scores = samples.scores["clip-score"]
         return {"clip-score": Value(float(scores.mean()), float(scores.std(ddof=1)))}
 

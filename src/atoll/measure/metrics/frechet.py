@@ -36,12 +36,10 @@ class Frechet(Metric):
         return {"components": how.components, **(how.axes.about if how.axes else {})}
 
     def check(self, how: How) -> None:
-        """Refuse so few pictures that a covariance must be singular."""
         for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
             must_be_regular(count, how.components, what, "fewer components: --set evaluate.components=N")
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        """The distance, with a note where a set is small or flat."""
         sets = samples.rows, reference.rows
         if how.components == how.width:
             moments = [Moments.of(rows) for rows in sets]

@@ -34,16 +34,13 @@ class Kid(Metric):
         return "KID" if how.kind == "inception" else f"kernel distance on {how.extractor}"
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
-        """Subsets and their seed."""
         size = min(how.subset, how.samples, how.references)
         return {"subsets": how.subsets, "size": size, "seed": how.seed}
 
     def check(self, how: How) -> None:
-        """Refuse a handful of pictures."""
         enough(how, FEW)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        """Mean and standard deviation over subsets."""
         return {"kid": kid(samples.rows, reference.rows, **self.settings("kid", how), device=how.device)}
 
 
@@ -57,15 +54,12 @@ class Cmmd(Metric):
         return "CMMD" if how.kind == "clip" else f"Gaussian MMD on {how.extractor}"
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
-        """Width of the kernel, and the factor."""
         return {"sigma": CMMD_SIGMA, "scale": CMMD_SCALE}
 
     def check(self, how: How) -> None:
-        """Refuse a handful of pictures."""
         enough(how, FEW)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        """The distance over all pairs."""
         return {"cmmd": Value(cmmd(samples.rows, reference.rows, device=how.device))}
 
 

@@ -32,15 +32,12 @@ class Neighbours(Metric):
     names = ("precision", "recall", "density", "coverage")
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
-        """Number of the neighbour that a ball reaches to."""
         return {"k": PRECISION_K if name in ("precision", "recall") else DENSITY_K}
 
     def check(self, how: How) -> None:
-        """Refuse sets in which not everybody has so many neighbours."""
         enough(how, DENSITY_K)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        """All four, from one pass over the pairs."""
         shares = neighbourhoods(samples.rows, reference.rows, device=how.device)
         return {name: Value(share) for name, share in shares.items()}
 

@@ -41,7 +41,7 @@ class Moments:
         """Moments of features `(N, D)`; `DataError` where one is not finite."""
         moments = cls(np.asarray(features).shape[1])
         for first in range(0, len(features), _ROWS):
-            moments.add(finite(features[first : first + _ROWS]))
+            moments.add(must_be_finite(features[first : first + _ROWS]))
         return moments
 
     def add(self, values: F64) -> None:
@@ -63,7 +63,7 @@ class Moments:
         return self.scatter / (self.count - 1)
 
 
-def finite(features: NDArray[np.floating]) -> F64:
+def must_be_finite(features: NDArray[np.floating]) -> F64:
     """Features in float64; `DataError` where one is not finite."""
     values = np.asarray(features, dtype=np.float64)
     if not np.isfinite(values).all():
@@ -95,7 +95,7 @@ class Projection:
 
     def __call__(self, features: NDArray[np.floating]) -> F64:
         """Features `(N, P)`."""
-        projected: F64 = (finite(features) - self.mean) @ self.axes
+        projected: F64 = (must_be_finite(features) - self.mean) @ self.axes
         return projected
 
     def first(self, components: int) -> "Projection":
