@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from atoll.base.errors import DataError, StoreError
 from atoll.base.processes import ProcessGroup
-from atoll.campaign.results import Statistics
+from atoll.campaign.points import Statistics
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.measure.pictures import Folder
 from atoll.measure.reference import Reference, reference

@@ -15,7 +15,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import MeasuredPoint
+from atoll.campaign.points import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
 from atoll.measure.departure import generation_of

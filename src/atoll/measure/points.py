@@ -16,7 +16,7 @@ from safetensors.torch import save as save_tensors
 from atoll.base.errors import DataError
 from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
-from atoll.campaign.results import MeasuredPoint, Protocol, point_key
+from atoll.campaign.points import MeasuredPoint, Protocol, point_key
 from atoll.encoders.vision import VisionEncoder
 from atoll.ensemble.ensemble import Trace
 from atoll.measure.features import extract

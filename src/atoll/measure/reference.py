@@ -13,7 +13,7 @@ from atoll.base.hashing import sha256
 from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
 from atoll.campaign.folder import FROZEN, YAML, Campaign
-from atoll.campaign.results import Statistics
+from atoll.campaign.points import Statistics
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.features import Features, extract

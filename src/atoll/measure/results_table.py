@@ -7,7 +7,8 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
-from atoll.campaign.results import MeasuredPoint, Protocol, Table
+from atoll.campaign.points import MeasuredPoint, Protocol
+from atoll.campaign.results import Table
 from atoll.measure.metrics.metric import metrics
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from atoll.campaign.results import MeasuredPoint
+from atoll.campaign.points import MeasuredPoint
 from atoll.report.facts import Facts
 from atoll.report.text import clean_tree
 
