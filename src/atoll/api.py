@@ -13,6 +13,7 @@ from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import Run
 from atoll.data.partition import Partition
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
@@ -63,7 +64,7 @@ def fit(campaign: Campaign, role: str = "expert", expert: int | None = None) -> 
         expert: number of the expert.
     """
     train_run(campaign, role, expert)
-    return read_card(campaign.store, f"islands/{expert}/expert" if role == "expert" else f"{role}/expert")
+    return read_card(campaign.store, Run(role, expert).network)
 
 
 def load(

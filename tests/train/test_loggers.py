@@ -162,9 +162,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     tracks.flush()
     tracks.close()
     assert broken.lines == 1
-    assert capsys.readouterr().out == (
-        "warning: broken failed, the run goes on without it: no route\n"
-    )
+    assert capsys.readouterr().out == ("warning: broken failed, the run goes on without it: no route\n")
 
     def fail() -> Any:
         raise OSError("disk full")

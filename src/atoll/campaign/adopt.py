@@ -16,7 +16,7 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import announce, settle
-from atoll.campaign.runs import run_folder
+from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.ensemble.card import Card
@@ -99,21 +99,19 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
 
 
 def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
-    k, folder = campaign.config.partition.k, run_folder("expert", number)
+    k, run = campaign.config.partition.k, Run("expert", number)
     if not 0 <= number < k:
         raise PartitionError(f"there is no expert {number}", f"give --expert 0 to {k - 1}")
-    key = f"{folder}/island.json"
-    if not campaign.store.exists(key):
-        raise PartitionError(
-            f"{campaign.store.name(folder)} has no island.json", "run 'atoll partition' first"
-        )
-    store = campaign.store.sub(folder)
+    if not campaign.store.exists(run.plan):
+        what = f"{campaign.store.name(run.folder)} has no island.json"
+        raise PartitionError(what, "run 'atoll partition' first")
+    store = campaign.store.sub(run.folder)
     fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
     if published(store, "expert"):
         raise PartitionError(f"there is an expert {number} already", fix)
     if any(entry.kind == "commit" for entry in Log(store.sub("run"), "").entries()):
         raise PartitionError(f"expert {number} has begun to train", fix)
-    return store, RunPlan.read(campaign.store, key)
+    return store, RunPlan.read(campaign.store, run.plan)
 
 
 def _family(found: Checkpoint, condition: str) -> Family:

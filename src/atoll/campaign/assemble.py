@@ -6,6 +6,7 @@ from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import Run, experts_of
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import published, read_card
 from atoll.ensemble.folder import FolderWriter, defaults, parts_of
@@ -43,8 +44,8 @@ def assemble(campaign: Campaign) -> Assembled:
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)
     for number in numbers:
-        writer.copy(store, f"islands/{number}/expert", number)
-    writer.copy(store, "router/expert")
+        writer.copy(store, Run("expert", number).network, number)
+    writer.copy(store, Run("router").network)
     if not writer.describe({"scheduler": writer.scheduler()}, defaults(campaign.config.sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
@@ -70,11 +71,12 @@ def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
             f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )
     cut = store.get_json("partition/partition.json")
-    present = [number for number in range(cut["k"]) if published(store, f"islands/{number}/expert")]
+    present = [n for n, run in enumerate(experts_of(cut["k"])) if published(store, run.network)]
     if not present or not published(store, "router/expert"):
         what = "no expert" if not present else "no router"
         raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
-    folders = {f"experts/{n}": f"islands/{n}/expert" for n in present} | {"router": "router/expert"}
+    folders = {f"experts/{n}": Run("expert", n).network for n in present}
+    folders["router"] = Run("router").network
     cards = {name: read_card(store, folder) for name, folder in folders.items()}
     check_together(list(cards.values()))
     if cards["router"].partition != cut["hash"]:
@@ -82,5 +84,5 @@ def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
             f"the parts in {store.location} were made for another partition", "put their own back"
         )
     for number in present:
-        check_place(cards[f"experts/{number}"], number, f"islands/{number}")
+        check_place(cards[f"experts/{number}"], number, Run("expert", number).folder)
     return cut["k"], present, cards["router"]

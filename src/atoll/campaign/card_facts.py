@@ -6,6 +6,7 @@ from typing import Any
 from atoll.base.errors import AtollError
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import experts_of
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.ensemble.expert import published, read_card
 
@@ -56,7 +57,7 @@ def _spread(texts: Sequence[str], count: int) -> list[str]:
 
 def _source(campaign: Campaign, k: int) -> dict[str, Any]:
     """Name and licence of the source, from the data set or from an island's part of it."""
-    places = [f"islands/{number}/data" for number in range(k)]
+    places = [f"{run.folder}/data" for run in experts_of(k)]
     for prefix in [None, *places]:
         try:
             if prefix is None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import made_by, run_folder, stored_bytes, wanted_columns
+from atoll.campaign.runs import experts_of, made_by, stored_bytes, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
@@ -71,10 +71,8 @@ def row_bytes(shape: DataShape) -> int:
 
 
 def _partitioned(campaign: Campaign) -> Expected:
-    store, plans = campaign.store, []
-    for number in range(campaign.config.partition.k):
-        name = f"{run_folder('expert', number)}/island.json"
-        plans.append(RunPlan.read(store, name))
+    store = campaign.store
+    plans = [RunPlan.read(store, run.plan) for run in experts_of(campaign.config.partition.k)]
     shape, sizes = plans[0].shape, [plan.rows for plan in plans]
     stored = []
     for number, plan in enumerate(plans):

@@ -11,7 +11,7 @@ from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, start_of
-from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.campaign.runs import Run, experts_of, made_by, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
@@ -25,6 +25,9 @@ from atoll.networks.init import initialise
 from atoll.networks.pipelines import check_data
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
+
+FIRST_NAMES = {"pretrain": "seed"}
+"""What a run was called when the streams of its random numbers were named."""
 
 
 def make_islands(campaign: Campaign) -> Partition:
@@ -51,8 +54,9 @@ def make_islands(campaign: Campaign) -> Partition:
     plans, parts = _Plans(campaign, made, shape, Checkpoints(store.location)), []
     for number in range(made.k):
         rows = (made.clusters == number).nonzero()[0]
-        parts.append(write_subset(dataset, rows, store, f"islands/{number}/data", columns))
-        plans.write("expert", number, made.sizes[number], budget.experts[number])
+        run = Run("expert", number)
+        parts.append(write_subset(dataset, rows, store, f"{run.folder}/data", columns))
+        plans.write(run, made.sizes[number], budget.experts[number])
     for role, share in budget.whole().items():
         plans.write_whole(role, parts, columns, share)
     partitions.save(made, store, dataset)
@@ -63,8 +67,8 @@ def make_islands(campaign: Campaign) -> Partition:
 def _add_student(campaign: Campaign, made: Partition) -> None:
     """The student's folder, in a campaign that was partitioned without one."""
     store, config = campaign.store, campaign.config
-    parts = [DataSet.open(store, f"{run_folder('expert', number)}/data") for number in range(made.k)]
-    shape = RunPlan.read(store, "islands/0/island.json").shape
+    parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(made.k)]
+    shape = RunPlan.read(store, Run("expert", 0).plan).shape
     budget = divide(config, shape, made.sizes)
     assert budget.student is not None
     plans = _Plans(campaign, made, shape, Checkpoints(store.location))
@@ -138,31 +142,31 @@ class _Plans:
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
         _write_clusters(whole, parts, self.made)
-        self.write(role, None, sum(self.made.sizes), share)
+        self.write(Run(role), sum(self.made.sizes), share)
 
-    def write(self, role: str, island: int | None, rows: int, share: Share) -> None:
-        config, folder = self.campaign.config, run_folder(role, island)
-        start, settings = start_of(config, role, island), config.denoiser(role, island)[0]
+    def write(self, run: Run, rows: int, share: Share) -> None:
+        config, (role, expert) = self.campaign.config, run
+        start, settings = start_of(config, role, expert), config.denoiser(role, expert)[0]
         initial: torch.nn.Module
         if role == "router":
             initial = initial_router(self.campaign, self.shape)
         else:
             initial = initial_network(settings, self.shape, config.seed)
         if start == "pretrain":
-            self._check_pretrain(initial, settings, island)
+            self._check_pretrain(initial, settings, expert)
         if start == "checkpoint":
-            run = self.campaign.store.sub(folder)
-            weights = self.checkpoints.start(run, initial, settings, self.made.hash)
+            store = self.campaign.store.sub(run.folder)
+            weights = self.checkpoints.start(store, initial, settings, self.made.hash)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(
             role=role,  # type: ignore[arg-type]
-            island=island,
+            island=expert,
             rows=rows,
             steps=share.steps,
             batch=share.batch,
             partition=self.made.hash,
-            seed=seed_of(config.seed, "run/" + ("seed" if role == "pretrain" else folder)),  # its first name
+            seed=seed_of(config.seed, "run/" + FIRST_NAMES.get(role, run.folder)),
             init=start,
             init_seed=config.seed,
             init_sha256=None if start in ("pretrain", "experts") else weights,
@@ -171,7 +175,7 @@ class _Plans:
             forward_flops=share.flops.forward,
             shape=self.shape,
         )
-        self.campaign.store.put_json(f"{folder}/island.json", plan.to_json())
+        self.campaign.store.put_json(run.plan, plan.to_json())
 
     def _check_pretrain(self, initial: torch.nn.Module, settings: NetworkConfig, island: int | None) -> None:
         """Tell before shared pretraining is trained that an expert could take nothing over from it."""

@@ -7,7 +7,7 @@ from atoll.base.errors import DataError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
-from atoll.campaign.runs import made_by, run_folder, wanted_columns
+from atoll.campaign.runs import Run, made_by, wanted_columns
 from atoll.data.dataset import DataSet
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
@@ -95,6 +95,6 @@ def prepare(campaign: Campaign) -> Partition:
     return make_islands(campaign)
 
 
-def finished(campaign: Campaign, role: str, island: int | None = None) -> bool:
+def finished(campaign: Campaign, run: Run) -> bool:
     """Whether a run has published its network."""
-    return campaign.store.exists(f"{run_folder(role, island)}/expert/card.json")
+    return campaign.store.exists(f"{run.network}/card.json")

@@ -8,6 +8,7 @@ from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
+from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import RunPlan
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card, read_part
@@ -29,7 +30,7 @@ def hand_over(campaign: Campaign) -> None:
     origin = _origin(card)
     waiting = []
     for number in range(campaign.config.partition.k):
-        run = campaign.store.sub(f"islands/{number}")
+        run = campaign.store.sub(Run("expert", number).folder)
         plan = RunPlan.read(run, "island.json")
         if plan.partition != card.partition:
             raise PartitionError(

@@ -1,7 +1,7 @@
 """Which runs and columns a campaign wants, and what its folders are called."""
 
 import posixpath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.base.errors import AtollError
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -13,17 +13,49 @@ if TYPE_CHECKING:  # it imports torch, which status does without
     from atoll.data.dataset import DataSet
 
 
-def run_folder(role: str, island: int | None = None) -> str:
-    """Folder of a run inside the campaign."""
-    return f"islands/{island}" if role == "expert" else role
+class Run(NamedTuple):
+    """One training run of a campaign: what it trains, and where that lies.
+
+    Attributes:
+        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
+        expert: number of the cluster; None unless it is an expert's.
+    """
+
+    role: str
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people: `expert 3`, `router`."""
+        return self.role if self.expert is None else f"expert {self.expert}"
+
+    @property
+    def folder(self) -> str:
+        """Within the campaign; an expert's run lies on its island."""
+        return self.role if self.expert is None else f"islands/{self.expert}"
+
+    @property
+    def plan(self) -> str:
+        """Key of its `RunPlan`."""
+        return f"{self.folder}/island.json"
+
+    @property
+    def network(self) -> str:
+        """Folder of what it publishes."""
+        return f"{self.folder}/expert"
 
 
-def runs_of(config: CampaignConfig) -> list[tuple[str, int | None]]:
-    """Role and island of all runs that a campaign wants, those first that others start from."""
-    found: list[tuple[str, int | None]] = [("pretrain", None)] if config.budget.pretrain else []
-    found += [("expert", number) for number in range(config.partition.k)]
-    found += [("router", None)] + ([("monolith", None)] if config.monolith else [])
-    return found + ([("student", None)] if config.student is not None else [])
+def experts_of(k: int) -> list[Run]:
+    """The runs of all experts."""
+    return [Run("expert", number) for number in range(k)]
+
+
+def runs_of(config: CampaignConfig) -> list[Run]:
+    """All runs that a campaign wants, those first that others start from."""
+    runs = [Run("pretrain")] if config.budget.pretrain else []
+    runs += [*experts_of(config.partition.k), Run("router")]
+    runs += [Run("monolith")] if config.monolith else []
+    return runs + ([Run("student")] if config.student is not None else [])
 
 
 def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
@@ -50,7 +82,7 @@ def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
 
     None where they are not here or cannot be read.
     """
-    folder = f"{run_folder('expert', expert)}/data"
+    folder = f"{Run('expert', expert).folder}/data"
     try:
         shards = Manifest.read(store, f"{folder}/manifest.json").shards
         files = [entry for shard in shards for entry in shard.files.values()]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import run_folder, runs_of, stored_bytes
+from atoll.campaign.runs import Run, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
 from atoll.store.lease import Heartbeat, LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
@@ -167,7 +167,7 @@ class Observer:
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
-        self._runs = [_Observed(campaign, role, island) for role, island in runs_of(campaign.config)]
+        self._runs = [_Observed(campaign, run) for run in runs_of(campaign.config)]
         self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
         self._clock: Literal["store", "local"] = "store"
 
@@ -200,10 +200,9 @@ class Observer:
 class _Observed:
     """One run, and what was read of it."""
 
-    def __init__(self, campaign: Campaign, role: str, island: int | None) -> None:
-        self.campaign, self.role, self.island = campaign, role, island
-        self.folder = run_folder(role, island)
-        self.blank = RunStatus(self.folder.replace("islands/", "expert "), role, island)
+    def __init__(self, campaign: Campaign, run: Run) -> None:
+        self.campaign, self.folder, (self.role, self.island) = campaign, run.folder, run
+        self.blank = RunStatus(run.name, *run)
         self.history = History(campaign.store, f"{self.folder}/run")
         self.plan: RunPlan | None = None
         self._bytes_out: tuple[int, int] | None = None

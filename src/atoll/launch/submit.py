@@ -14,7 +14,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
 from atoll.campaign.prepare import finished, prepare
 from atoll.campaign.pretrain import hand_over, pretrain_finished
-from atoll.campaign.runs import run_folder, runs_of
+from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
@@ -92,8 +92,8 @@ def _targets(placed: list[Placed]) -> list[Target]:
 
 def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     """Jobs of all runs that are not finished, every job after those that it needs; the assembly last."""
-    left = [run for run in runs_of(campaign.config) if not finished(campaign, *run)]
-    placed = [_run(campaign, *run, on, _needs(campaign.config, run[0], left)) for run in left]
+    left = [run for run in runs_of(campaign.config) if not finished(campaign, run)]
+    placed = [_run(campaign, run, on, _needs(campaign.config, run.role, left)) for run in left]
     parts = [one for one in placed if one.job.name not in BESIDE]
     # On this machine the launch assembles by itself.
     targets = {one.target for one in parts}
@@ -105,24 +105,18 @@ def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     return placed
 
 
-def _needs(config: CampaignConfig, role: str, left: list[tuple[str, int | None]]) -> tuple[str, ...]:
+def _needs(config: CampaignConfig, role: str, left: list[Run]) -> tuple[str, ...]:
     """Names of the jobs that a run waits for, of those that are left."""
     wanted = {"expert": ["pretrain"], "student": ["expert"]}.get(role, [])
     if role == "student" and config.student is not None and config.student.teacher == "routed":
         wanted = ["expert", "router"]
-    return tuple(_name(*run) for run in left if run[0] in wanted)
+    return tuple(run.name for run in left if run.role in wanted)
 
 
-def _name(role: str, island: int | None) -> str:
-    return role if island is None else f"expert {island}"
-
-
-def _run(
-    campaign: Campaign, role: str, island: int | None, on: Target | None, needs: tuple[str, ...]
-) -> Placed:
-    config, key = campaign.config, f"{run_folder(role, island)}/island.json"
-    place, target = config.launch.of(role, island), config.launch.target(role, island, on)
-    options = ["--expert", str(island)] if island is not None else []
+def _run(campaign: Campaign, run: Run, on: Target | None, needs: tuple[str, ...]) -> Placed:
+    config, role = campaign.config, run.role
+    place, target = config.launch.of(*run), config.launch.target(*run, on)
+    options = ["--expert", str(run.expert)] if run.expert is not None else []
     # Elsewhere a job may come back before the lease of a holder that was lost has expired.
     options += [] if launcher(target).WAITS else ["--wait"]
     # These are not frozen, so the run would not know of them.
@@ -132,18 +126,18 @@ def _run(
     argv = command("train", role, campaign.store.location, *options, python=python)
     gpus = launcher(target).gpus_of(place)
     memory, work = BASE_MEMORY, 0.0
-    if campaign.store.exists(key):
-        plan = RunPlan.read(campaign.store, key)
+    if campaign.store.exists(run.plan):
+        plan = RunPlan.read(campaign.store, run.plan)
         memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
         memory += _teacher_bytes(campaign) if role == "student" else 0
-    name, threads = _name(role, island), config.training(role, island).threads
-    return Placed(_job(name, argv, place, threads, memory, work, needs, gpus), target)
+    threads = config.training(*run).threads
+    return Placed(_job(run.name, argv, place, threads, memory, work, needs, gpus), target)
 
 
 def _teacher_bytes(campaign: Campaign) -> int:
     """Memory of the networks that a student learns from, as if all were loaded."""
-    keys = [f"{run_folder('expert', number)}/island.json" for number in range(campaign.config.partition.k)]
-    return sum(4 * RunPlan.read(campaign.store, key).parameters for key in keys)
+    runs = experts_of(campaign.config.partition.k)
+    return sum(4 * RunPlan.read(campaign.store, run.plan).parameters for run in runs)
 
 
 def _job(

@@ -60,9 +60,8 @@ def requested(options: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         ConfigError: options of a model beside a folder of pictures.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    generation: dict[str, Any] = {
-        name: given[name] for name in ("routing", "guidance", "steps", "seed") if name in given
-    }
+    names = ("routing", "guidance", "steps", "seed")
+    generation: dict[str, Any] = {name: given[name] for name in names if name in given}
     of_model = [name for name in ("model", *generation, "samples") if name in given]
     if "images" in given and of_model:
         raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")

@@ -18,6 +18,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Milestone, averaged, milestones
 from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Record, Table
+from atoll.campaign.runs import Run
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, filled, read_card, read_part
@@ -130,7 +131,8 @@ class Course:
         store = campaign.store
         self.store, self.router, self.k = store, router, content.k
         self.experts = {
-            n: Origin.of(store, f"ensemble/experts/{n}", f"islands/{n}/run") for n in content.experts
+            n: Origin.of(store, f"ensemble/experts/{n}", f"{Run('expert', n).folder}/run")
+            for n in content.experts
         }
         names = [
             *(["pretrain"] if pretrain_finished(campaign) else []),

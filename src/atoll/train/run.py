@@ -15,7 +15,7 @@ from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import tidy
-from atoll.campaign.runs import run_folder
+from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape
@@ -49,15 +49,16 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
             weights or learns from experts that are not there.
         ConfigError: a tracker is wanted whose package or key is not there.
     """
-    folder = run_folder(role, expert)
-    _check(campaign, role, folder)
-    store = campaign.store.sub(folder)
+    run = Run(role, expert)
+    _check(campaign, run)
+    store, name = campaign.store.sub(run.folder), run.name
     plan = RunPlan.read(store, "island.json")
     # An expert sees its own folder; the others read the islands' shards by path.
     dataset = (
-        DataSet.open(store, "data") if role == "expert" else DataSet.open(campaign.store, f"{folder}/data")
+        DataSet.open(store, "data")
+        if role == "expert"
+        else DataSet.open(campaign.store, f"{run.folder}/data")
     )
-    name = folder.replace("islands/", "expert ")
     if published(store, "expert"):
         tidy(store)
         say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
@@ -127,19 +128,19 @@ def train_network(
     return read_card(store, "expert")
 
 
-def _check(campaign: Campaign, role: str, folder: str) -> None:
+def _check(campaign: Campaign, run: Run) -> None:
     """Refuse a run that the campaign has not."""
-    if role == "pretrain" and not campaign.config.budget.pretrain:
+    if run.role == "pretrain" and not campaign.config.budget.pretrain:
         raise ConfigError(
             f"budget.pretrain is 0 in {campaign.store.location}: it has no shared pretraining",
             "start a campaign with, for example, --set budget.pretrain=0.3",
         )
-    if role == "student":
+    if run.role == "student":
         settings_of_student(campaign)
-    if not campaign.store.exists(f"{folder}/island.json"):
-        late = " with the same --set" if role == "student" else ""
+    if not campaign.store.exists(run.plan):
+        late = " with the same --set" if run.role == "student" else ""
         raise PartitionError(
-            f"{campaign.store.name(folder)} has no island.json",
+            f"{campaign.store.name(run.folder)} has no island.json",
             f"run 'atoll partition {campaign.store.location}'{late} first",
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import run_folder
+from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.train import RunPlan, StudentConfig
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.ensemble import Ensemble
@@ -41,7 +41,7 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
         PartitionError: one is missing, lies in another's place, or is of another partition.
     """
     store, k = campaign.store, campaign.config.partition.k
-    folders = {run_folder("expert", number): number for number in range(k)}
+    folders = {run.folder: number for number, run in enumerate(experts_of(k))}
     missing = [str(n) for folder, n in folders.items() if not published(store, f"{folder}/expert")]
     if missing:
         raise PartitionError(
@@ -60,7 +60,7 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
             )
         cards["router"] = read_card(store, "router/expert")
     check_together(list(cards.values()))
-    if cards["islands/0"].partition != plan.partition:
+    if cards[Run("expert", 0).folder].partition != plan.partition:
         raise PartitionError(
             f"the experts in {store.location} were made for another partition than the student",
             "put their own back",
@@ -71,7 +71,7 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
 def load_teacher(campaign: Campaign, cards: Mapping[str, Card], device: torch.device) -> Teacher:
     """Load what `teachers` found, on the device as far as `student.residency` allows."""
     settings, store, k = settings_of_student(campaign), campaign.store, campaign.config.partition.k
-    places = {number: f"{run_folder('expert', number)}/expert" for number in range(k)}
+    places = {number: Run("expert", number).network for number in range(k)}
     experts = load_experts(store, k, places, settings.residency, device, verified=False)
     if settings.teacher == "cluster":
         return ClusterTeacher(experts)
@@ -97,7 +97,7 @@ def lay_start(
         PartitionError: `init/` was made from other experts.
     """
     start, number = settings_of_student(campaign).origin()
-    chosen = [run_folder("expert", number)] if start == "expert" else [f for f in cards if f != "router"]
+    chosen = [Run("expert", number).folder] if start == "expert" else [f for f in cards if f != "router"]
     origin: dict[str, Any] = {"start": start, "experts": {f: cards[f].weights_sha256 for f in chosen}}
     if run.exists(f"{FOLDER}/{MANIFEST}"):
         if read_manifest(run).origin != origin:
