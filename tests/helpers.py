@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from atoll import cli
 from atoll.base.hashing import digest_tensors
+from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import make_islands
 from atoll.campaign.prepare import prepare
+from atoll.train.run import train_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,6 +88,16 @@ def partitioned(folder: Path, changes: Mapping[str, Any] | None = None) -> Campa
     campaign = Campaign.open(folder)
     make_islands(campaign)
     return campaign
+
+
+def assembled(folder: Path, changes: Mapping[str, Any]) -> Path:
+    """The folder of a campaign whose experts and router are trained and assembled."""
+    campaign = partitioned(folder, changes)
+    for k in range(campaign.config.partition.k):
+        train_run(campaign, "expert", k)
+    train_run(campaign, "router")
+    assemble(campaign)
+    return folder
 
 
 def environment() -> dict[str, str]:

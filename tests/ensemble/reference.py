@@ -1,4 +1,4 @@
-"""The sampler as one would write it on a blackboard: one sample at a time, every expert, no tricks."""
+"""The sampler as one would write it on a blackboard: one sample at a time, no batches, no tricks."""
 
 import torch
 
@@ -21,17 +21,19 @@ def reference_sample(
                 w_null = posterior(router, x, t, null, missing) if strategy == "full" else w
             if null_draws is not None:
                 w_null = weights("once", posterior(router, x, t, null, missing), null_draws[step][i])
-            v = sum(w[k] * experts[k].velocity(x, t, own) for k in range(len(p)) if k not in missing)
+            v = velocity(experts, w, x, t, own)
             if guidance != 1:
-                v_null = sum(
-                    w_null[k] * experts[k].velocity(x, t, null) for k in range(len(p)) if k not in missing
-                )
+                v_null = velocity(experts, w_null, x, t, null)
                 v = v_null + guidance * (v - v_null)
             x = x - v / steps
             seen.append(torch.tensor(w))
         latents.append(x)
         history.append(torch.stack(seen))
     return torch.cat(latents), torch.stack(history, dim=1)
+
+
+def velocity(experts, weights, x, t, cond):
+    return sum(w * expert.velocity(x, t, cond) for w, expert in zip(weights, experts, strict=True) if w)
 
 
 def posterior(router, x, t, cond, missing):

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.ensemble import model as model_module
 from atoll.ensemble.generation import Generation
@@ -21,24 +20,16 @@ from atoll.ensemble.settings import Residency
 from atoll.ensemble.strategies import STRATEGIES, Strategy
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
-from atoll.train.run import train_run
-from helpers import command, environment, partitioned
+from helpers import assembled, command, environment
 
 K, SEED, EACH = 3, 7, 2
-ROUTINGS = ["once", "top-1", "full", "once null sample-1"]
 
 
 @pytest.fixture(scope="module", params=["class", "none"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A campaign of class labels, and an unconditional one."""
-    place = tmp_path_factory.mktemp("model") / request.param
     settings = {"condition": request.param, "partition": {"k": K}, "budget": {"samples": 320}}
-    campaign = partitioned(place, {**settings, "monolith": False})
-    for k in range(K):
-        train_run(campaign, "expert", k)
-    train_run(campaign, "router")
-    assemble(Campaign.open(place))
-    return place
+    return assembled(tmp_path_factory.mktemp("model") / request.param, {**settings, "monolith": False})
 
 
 @pytest.fixture(scope="module")
@@ -74,31 +65,30 @@ def of_pipeline(folder: Path, model: Model, routing: str) -> list[Image.Image]:
     return images
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.fixture(scope="module")
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    request = ExportRequest(to=tmp_path_factory.mktemp("exported") / "out", picture=False)
+    return Path(export_campaign(Campaign.open(folder), request))
+
+
+@pytest.mark.parametrize("routing", ["full", "once null sample-1"])
 def test_one_seed_is_one_picture_everywhere(
-    routing: str, folder: Path, model: Model, tmp_path_factory: pytest.TempPathFactory
+    routing: str,
+    folder: Path,
+    exported: Path,
+    model: Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = drawn(model, routing=routing)
     others = drawn(model, routing=routing, seed=SEED + 1)
     assert all(one.tobytes() != other.tobytes() for one, other in zip(expected, others, strict=True))
     same(drawn(model, routing=routing, batch=3), expected)
     same(drawn(Model.load(folder, residency=Residency(experts=1)), routing=routing), expected)
-    same(of_pipeline(folder / "ensemble", model, routing), expected)
-    out = tmp_path_factory.mktemp("exported") / "out"
-    export_campaign(Campaign.open(folder), ExportRequest(to=out, picture=False))
-    same(of_pipeline(out, model, routing), expected)
-    same(drawn(Model.load(out), routing=routing), expected)
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_the_command_draws_the_same(
-    routing: str,
-    folder: Path,
-    model: Model,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    same(drawn(Model.load(exported), routing=routing), expected)
+    for pipeline in (folder / "ensemble", exported):
+        same(of_pipeline(pipeline, model, routing), expected)
     sheets: list[list[Image.Image]] = []
     grid = model_module.Pictures
 
@@ -111,10 +101,10 @@ def test_the_command_draws_the_same(
     options = ["--routing", routing, "--seed", str(SEED), "--count", str(count)]
     answer = command(capsys, "sample", folder, *prompts(model), *options, "--out", tmp_path / "sheet.png")
     assert answer.code == 0 and (tmp_path / "sheet.png").is_file()
-    same(sheets[0], drawn(model, routing=routing))
+    same(sheets[0], expected)
 
 
-@pytest.mark.parametrize("routing", ["full", "once", "once null sample-1"])
+@pytest.mark.parametrize("routing", ["full", "once null sample-1"])
 def test_only_a_condition_is_paid_for_twice(routing: str, model: Model) -> None:
     """Without one both branches are the same: one is evaluated, and guidance changes no picture."""
     rows = model.conditions(prompts(model), each=4)
@@ -122,14 +112,15 @@ def test_only_a_condition_is_paid_for_twice(routing: str, model: Model) -> None:
         list(model.generate(rows, Generation(steps=3, guidance=scale, routing=routing)))
         for scale in (2.0, 1.0)
     )
-    costs = [sum(part.trace.expert_calls for part in parts if part.trace) for parts in (guided, plain)]
-    routers = [sum(part.trace.router_calls for part in parts if part.trace) for parts in (guided, plain)]
+    calls = [
+        [sum(getattr(part.trace, name) for part in parts) for parts in (guided, plain)]
+        for name in ("expert_calls", "router_calls")
+    ]
+    equal = [torch.equal(a.latents, b.latents) for a, b in zip(guided, plain, strict=True)]
     if model.card.condition == "none":
-        assert costs[0] == costs[1] and routers[0] == routers[1]
-        assert all(torch.equal(a.latents, b.latents) for a, b in zip(guided, plain, strict=True))
+        assert all(equal) and all(both[0] == both[1] for both in calls)
     else:
-        assert costs[0] == 2 * costs[1]
-        assert not any(torch.equal(a.latents, b.latents) for a, b in zip(guided, plain, strict=True))
+        assert not any(equal) and calls[0][0] == 2 * calls[0][1]
 
 
 def likeliest(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -30,11 +30,10 @@ from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from ensemble.reference import reference_sample
 from ensemble.stores import on_disk, publish
-from helpers_networks import CLASSES, TEXT, Logits, conditions, expert, null, router
+from helpers_networks import CLASSES, TEXT, Logits, conditions, denoiser, expert, null, router
 
 K, B, STEPS, SEED = 4, 8, 3, 5  # B == W == H == 8: a broadcast over the wrong axis would be silent
-STRATEGIES = ["top-1", "top-2", "top-3", "full", "once", "top-1 every 2"]
-NULL = ["once null sample-1", "top-1 every 2 null sample-1"]
+NULL = "once null sample-1"
 
 
 @dataclass(eq=False)
@@ -52,69 +51,70 @@ class World:
     def ensemble(self, experts: Experts | None = None) -> Ensemble:
         return Ensemble(self.experts if experts is None else experts, self.router)
 
+    @functools.cache  # noqa: B019
+    def plain(self, routing: str) -> tuple[Tensor, Tensor]:
+        """One batch of the experts in memory."""
+        return run(self, self.ensemble(), routing)
+
+    @functools.cache  # noqa: B019
+    def reference(self, routing: str, guidance: float = 2.5, missing: tuple[int, ...] = ()) -> tuple:
+        named = Routing.named(routing)
+        draws, null_draws = (
+            [uniforms(SEED, f"{stream}/{step}", range(B), (1,)).tolist() for step in range(STEPS)]
+            for stream in ("route", "route-null")
+        )
+        strategy, _, other = str(named).partition(" null ")
+        assert other in ("", "sample-1")
+        return reference_sample(
+            self.experts, self.router, self.cond, null(self.shape), self.noise, STEPS,
+            strategy.split(" every")[0], guidance, draws, named.every, missing, null_draws if other else None,
+        )  # fmt: skip
+
+
+def new_world(shape: DataShape, folder: Path) -> World:
+    """Two experts of one architecture, one deeper, one that predicts noise on another schedule."""
+    name = "pixart" if shape.text_width else "dit"
+    deeper = Expert(denoiser(2, shape, depth=2), name, "v", "rectified-flow")
+    experts = [expert(0, shape), expert(1, shape), deeper, expert(3, shape, "eps", "vp-cosine")]
+    store = Store.open(folder)
+    stored = on_disk(store, experts, shape)
+    experts = [replace(e, card=s.card) for e, s in zip(experts, stored, strict=True)]
+    noise = starting_noise(SEED, range(B), (shape.channels, shape.size, shape.size))
+    return World(shape, experts, stored, store, Logits(router(9, K, shape)), conditions(B, shape), noise)
+
 
 @pytest.fixture(scope="module", params=["text", "class"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    shape = {"text": TEXT, "class": CLASSES}[request.param]
-    # Two of one architecture, one deeper, one that predicts noise on another schedule.
-    experts = [expert(0, shape), expert(1, shape), deeper(2, shape), expert(3, shape, "eps", "vp-cosine")]
-    store = Store.open(tmp_path_factory.mktemp("parity"))
-    stored = on_disk(store, experts, shape)
-    experts = [replace(one, card=own.card) for one, own in zip(experts, stored, strict=True)]
-    own = Logits(router(9, K, shape))
-    noise = starting_noise(SEED, range(B), (shape.channels, shape.size, shape.size))
-    return World(shape, experts, stored, store, own, conditions(B, shape), noise)
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world({"text": TEXT, "class": CLASSES}[request.param], tmp_path_factory.mktemp("parity"))
 
 
-def deeper(seed: int, shape: DataShape) -> Expert:
-    from helpers_networks import denoiser
-
-    return Expert(
-        denoiser(seed, shape, depth=2), "pixart" if shape.text_width else "dit", "v", "rectified-flow"
-    )
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world(TEXT, tmp_path_factory.mktemp("parity"))
 
 
-def run(
-    world: World, ensemble: Ensemble, routing: str, guidance: float, rows: list[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def run(world: World, ensemble: Ensemble, routing: str, guidance: float = 2.5) -> tuple[Tensor, Tensor]:
     """One batch: latents and weights."""
-    rows = list(range(B)) if rows is None else rows
-    field = ensemble.field(
-        world.cond.take(rows),
-        null(world.shape),
-        Generation(guidance=guidance, routing=routing, seed=SEED),
-        rows,
-    )
-    return sample(field, world.noise[rows], STEPS), field.trace.stacked()
+    how = Generation(guidance=guidance, routing=routing, seed=SEED)
+    field = ensemble.field(world.cond, null(world.shape), how, range(B))
+    return sample(field, world.noise, STEPS), field.trace.stacked()
 
 
-@functools.cache
-def reference(world: World, routing: str, guidance: float, missing: tuple[int, ...] = ()) -> tuple:
-    named = Routing.named(routing)
-    draws, null_draws = (
-        [uniforms(SEED, f"{stream}/{step}", range(B), (1,)).tolist() for step in range(STEPS)]
-        for stream in ("route", "route-null")
-    )
-    own, _, other = str(named).partition(" null ")
-    assert other in ("", "sample-1")
-    return reference_sample(
-        world.experts, world.router, world.cond, null(world.shape), world.noise, STEPS,
-        own.split(" every")[0], guidance, draws, named.every, missing, null_draws if other else None,
-    )  # fmt: skip
-
-
-def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(found[1].double(), expected[1].double(), rtol=1e-4, atol=1e-5)
+def same(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(result[1].double(), expected[1].double(), rtol=1e-4, atol=1e-5)
     bound = 1e-5 * float(expected[0].abs().max())
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=bound)
+    torch.testing.assert_close(result[0], expected[0], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("routing", STRATEGIES + NULL)
-def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, world: World) -> None:
-    found = run(world, world.ensemble(), routing, guidance)
-    same(found, reference(world, routing, guidance))
-    assert len(found[1].sum((0, 1)).nonzero()) > 2  # several experts take part
+@pytest.mark.parametrize(
+    ("routing", "guidance"),
+    [("full", 1.0), ("once", 1.0), ("top-1", 2.5), ("top-3", 2.5), ("full", 2.5), ("once", 2.5),
+     ("top-1 every 2", 2.5), (NULL, 2.5), ("top-1 every 2 null sample-1", 2.5)],
+)  # fmt: skip
+def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, either: World) -> None:
+    result = run(either, either.ensemble(), routing, guidance)
+    same(result, either.reference(routing, guidance))
+    assert len(result[1].sum((0, 1)).nonzero()) > 2  # several experts take part
 
 
 WAYS: dict[str, Callable[[World], Experts]] = {
@@ -128,69 +128,47 @@ WAYS: dict[str, Callable[[World], Experts]] = {
 }
 
 
-@functools.cache
-def plain(world: World, routing: str) -> tuple[Tensor, Tensor]:
-    """One batch of the experts in memory."""
-    return run(world, world.ensemble(), routing, 2.5)
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("routing", ["top-1", "top-3", "once", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-3", NULL])
 def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) -> None:
-    expected = plain(world, routing)
+    expected = world.plain(routing)
     ensemble = world.ensemble(WAYS[way](world))
     for _ in range(2):  # the second time some are resident, others first in line
-        found = run(world, ensemble, routing, 2.5)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-@pytest.mark.parametrize("way", ["in memory", "one resident"])
-@pytest.mark.parametrize("routing", ["top-1", "top-2", "once", NULL[0]])
-def test_a_sample_does_not_depend_on_its_batch(routing: str, way: str, world: World) -> None:
-    ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
-    expected = reference(world, routing, 2.5)
-    for groups in ([[i] for i in range(B)], [[6, 1, 4], [7], [0, 5, 3, 2]]):
-        parts = [run(world, ensemble, routing, 2.5, rows) for rows in groups]
-        order = torch.tensor([i for rows in groups for i in rows]).argsort()
-        same(
-            (torch.cat([p[0] for p in parts])[order], torch.cat([p[1] for p in parts], 1)[:, order]), expected
-        )
+        result = run(world, ensemble, routing)
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
 
 
 @pytest.mark.parametrize("batch", [3, 100])
 @pytest.mark.parametrize("way", ["in memory", "one resident", "two and one ahead"])
-@pytest.mark.parametrize("routing", ["once", "top-1", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-1", NULL])
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
     ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
-    shape = tuple(world.noise.shape[1:])
     how = Generation(routing=routing, guidance=2.5, steps=STEPS, seed=SEED)
-    rows = Conditions.of_rows(world.cond, null(world.shape), B)
-    drawn = list(generate(ensemble, Sampling(how, rows, shape, B, batch=batch)))
-    rows = [row for part in drawn for row in part.rows]
-    assert sorted(rows) == list(range(B)) and max(len(part.rows) for part in drawn) <= batch
+    conditions = Conditions.of_rows(world.cond, null(world.shape), B)
+    parts = list(generate(ensemble, Sampling(how, conditions, tuple(world.noise.shape[1:]), B, batch=batch)))
+    rows = [row for part in parts for row in part.rows]
+    assert sorted(rows) == list(range(B)) and max(len(part.rows) for part in parts) <= batch
     order = torch.tensor(rows).argsort()
-    trace = Trace.joined([part.trace for part in drawn if part.trace])
-    found = torch.cat([part.latents for part in drawn])[order], trace.stacked()[:, order]
-    same(found, reference(world, routing, 2.5))
-    assert trace.router_calls == {"once": B, "top-1": B * STEPS, NULL[0]: B + B * STEPS}[routing]
+    trace = Trace.joined([part.trace for part in parts if part.trace])
+    latents = torch.cat([part.latents for part in parts])[order]
+    same((latents, trace.stacked()[:, order]), world.reference(routing))
+    assert trace.router_calls == {"top-1": B * STEPS, NULL: B + B * STEPS}[routing]
 
 
-@pytest.mark.parametrize("routing", ["top-2", "full", "once", NULL[0]])
+@pytest.mark.parametrize("routing", ["top-2", "full", NULL])
 def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     routing: str, world: World, tmp_path: Path
 ) -> None:
-    there = [0, 2, 3]
-    partial = Ensemble([e if k in there else None for k, e in enumerate(world.experts)], world.router)
+    partial = Ensemble([e if k != 1 else None for k, e in enumerate(world.experts)], world.router)
     assert partial.missing == (1,)
-    expected = run(world, partial, routing, 2.5)
-    same(expected, reference(world, routing, 2.5, (1,)))
-    stored = [s if k in there else None for k, s in enumerate(world.stored)]
+    expected = run(world, partial, routing)
+    same(expected, world.reference(routing, missing=(1,)))
+    stored = [s if k != 1 else None for k, s in enumerate(world.stored)]
     bank = ResidentExperts(stored, Residency(experts=1))
     assert bank.missing == (1,)
-    found = run(world, Ensemble(bank, world.router, bank.missing), routing, 2.5)
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(run(world, Ensemble(bank, world.router, bank.missing), routing)[0], expected[0])
     # The last island arrives: with all experts present it is the whole ensemble, to the bit.
     store = Store.open(tmp_path)
     stored[1] = StoredExpert.find(store, publish(store, 1, world.experts[1], world.shape))
-    complete = run(world, world.ensemble(ResidentExperts(stored, Residency(experts=1))), routing, 2.5)
-    assert torch.equal(complete[0], plain(world, routing)[0])
+    complete = run(world, world.ensemble(ResidentExperts(stored, Residency(experts=1))), routing)
+    assert torch.equal(complete[0], world.plain(routing)[0])

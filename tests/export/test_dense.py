@@ -159,58 +159,57 @@ def test_a_pixart_student_runs_where_there_is_no_atoll(texts: Path, stranger: Pa
     exported = tmp_path / "a student"
     done = atoll("export", texts, "--model", "student", "--to", exported, "--encoders", "copy")
     assert done.returncode == 0, done.stderr
-    found = run_readme(stranger, exported)
-    tower = text_encoder(str(texts.parent / "text"), LENGTH)
-    states, mask = tower.encode(["a prompt", ""])
-    full = Condition(text=states, mask=mask)
-    null = full.select(slice(1, 2))
-    null = Condition(text=states[1:, : int(mask[1].sum())], mask=mask[1:, : int(mask[1].sum())])
-    close(found, *own_pictures(texts, full.select(slice(0, 1)), null, "none"))
     assert (exported / "picture.png").is_file()
+    picture = run_readme(stranger, exported)
+    close(picture, *own_pictures(texts, *prompt_and_null(str(texts.parent / "text")), "none"))
 
 
 @pytest.mark.slow
-def test_a_dit_student_runs_where_there_is_no_atoll(labels: Path, stranger: Path, tmp_path: Path) -> None:
-    """Its VAE is left outside, so the snippet fetches it by name."""
-    exported = tmp_path / "student"
-    vae = str(labels.parent / "vae")
-    done = atoll("export", labels, "--model", "student", "--to", exported, "--no-picture")
-    assert done.returncode == 0, done.stderr
-    assert not (exported / "vae").exists() and vae in (exported / "README.md").read_text()
-    found = run_readme(stranger, exported)
-    cond, null = (Condition(labels=torch.tensor([label])) for label in (0, 2))
-    close(found, *own_pictures(labels, cond, null, vae))
-
-
-@pytest.mark.slow
-def test_an_unconditional_student_runs_where_there_is_no_atoll(
-    tmp_path: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("condition", ["class", "none"])
+def test_a_dit_student_runs_where_there_is_no_atoll(
+    condition: str, labels: Path, stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vae = str(small_vae(tmp_path / "vae", shift_factor=None))
-    folder = tmp_path / "campaign"
-    with_student(folder, merged(LABELS, {"condition": "none", "data": {"vae": vae}}))
-    argv = ["export", folder, "--model", "student", "--to", tmp_path / "out", "--encoders", "copy"]
+    """Of labels with its VAE outside, which is fetched by name; without a condition, its VAE inside."""
+    vae, exported = str(labels.parent / "vae"), tmp_path / "student"
+    argv = ["export", labels, "--model", "student", "--to", exported, "--no-picture"]
+    if condition == "none":
+        with_student(tmp_path / "c", merged(LABELS, {"condition": "none", "data": {"vae": vae}}))
+        argv = ["export", tmp_path / "c", "--model", "student", "--to", exported, "--encoders", "copy"]
     assert command(capsys, *argv).code == 0
-    found = run_readme(stranger, tmp_path / "out")
-    close(found, *own_pictures(folder, Condition(), Condition(), vae, 1.0))
+    inside = (exported / "vae").exists()
+    assert inside == (condition == "none") and (inside or vae in (exported / "README.md").read_text())
+    picture = run_readme(stranger, exported)
+    if condition == "none":
+        close(picture, *own_pictures(tmp_path / "c", Condition(), Condition(), vae, 1.0))
+    else:
+        cond, null = (Condition(labels=torch.tensor([label])) for label in (0, 2))
+        close(picture, *own_pictures(labels, cond, null, vae))
 
 
-JOINT = [("sd3", False), ("sd3", True), ("flux", False), ("flux", True)]
+def prompt_and_null(tower: str) -> tuple[Condition, Condition]:
+    """The conditions of a prompt and of the empty text, which is shorter, without padding."""
+    states, mask = text_encoder(tower, LENGTH).encode(["a prompt", ""])
+    length = int(mask[1].sum())
+    assert length < states.shape[1] == int(mask[0].sum())
+    return (
+        Condition(text=states[:1], mask=mask[:1]),
+        Condition(text=states[1:, :length], mask=mask[1:, :length]),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "outside"), JOINT)
+@pytest.mark.parametrize(("name", "outside"), [("sd3", True), ("flux", False), ("flux", True)])
 def test_a_student_of_text_and_picture_together_runs_where_there_is_no_atoll(
     name: str, outside: bool, tmp_path: Path, stranger: Path
 ) -> None:
     """In pixels with the text encoder in the folder, or in latents with both encoders outside.
 
     Prompt and empty text have other lengths, so padding that was seen would show. Euler's times are those of
-    `atoll sample`, so there is no more than a level of rounding between the two. SD3's VAE shifts, Flux's
-    says nothing of it.
+    `atoll sample`, so there is no more than a level of rounding between the two.
     """
-    tower, vae = str(text_tower(tmp_path / "text")), "none"
-    if outside:
+    tower = str(text_tower(tmp_path / "text"))
+    vae = "none"
+    if outside:  # SD3's VAE shifts, Flux's says nothing of it
         vae = str(small_vae(tmp_path / "vae", **({} if name == "sd3" else {"shift_factor": None})))
     folder, exported = tmp_path / "campaign", tmp_path / "out"
     settings = {"network": {"family": name, "patch": 2}, "data": {"text_encoder": tower, "vae": vae}}
@@ -219,27 +218,16 @@ def test_a_student_of_text_and_picture_together_runs_where_there_is_no_atoll(
     done = atoll("export", folder, "--model", "student", "--to", exported, "--encoders", how)
     assert done.returncode == 0, done.stderr
     assert (exported / "picture.png").is_file()
-    found = run_readme(stranger, exported)
-    cond, null = towers_conditions(tower)
+    picture = run_readme(stranger, exported)
+    cond, null = prompt_and_null(tower)
     plain, _ = own_pictures(folder, cond, null, vae)
-    assert found.shape == plain.shape and found.std() > 5
-    assert np.abs(found - plain).max() <= 1 and np.abs(found - plain).mean() <= 0.05
-    # It is told from a picture without the prompt, and from one that saw the padding of the empty text.
+    assert picture.shape == plain.shape and picture.std() > 5
+    assert np.abs(picture - plain).max() <= 1 and np.abs(picture - plain).mean() <= 0.05
+    # It differs from a picture without the prompt, and from one that saw the padding of the empty text.
     states, mask = text_encoder(tower, LENGTH).encode(["a prompt", ""])
     padded = Condition(text=states[1:], mask=torch.ones_like(mask[1:]))
     for others in ((null, null), (cond, padded)):
-        other, _ = own_pictures(folder, *others, vae)
-        assert np.abs(found - other).max() > 5
-
-
-def towers_conditions(tower: str, prompt: str = "a prompt") -> tuple[Condition, Condition]:
-    """Those of a prompt and of the empty text, which is shorter, without padding."""
-    states, mask = text_encoder(tower, LENGTH).encode([prompt, ""])
-    length = int(mask[1].sum())
-    assert length < states.shape[1] == int(mask[0].sum())
-    return Condition(text=states[:1], mask=mask[:1]), Condition(
-        text=states[1:, :length], mask=mask[1:, :length]
-    )
+        assert np.abs(picture - own_pictures(folder, *others, vae)[0]).max() > 5
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
@@ -276,11 +264,9 @@ def test_the_hook_hides_padding_from_the_stock_network(name: str, tmp_path: Path
         "hidden_states": x,
     }
     if name == "flux":
-        from diffusers import FluxPipeline
-
         given |= {
-            "hidden_states": FluxPipeline._pack_latents(x, 2, 4, 8, 8),
-            "img_ids": FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
+            "hidden_states": diffusers.FluxPipeline._pack_latents(x, 2, 4, 8, 8),
+            "img_ids": diffusers.FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
             "txt_ids": torch.zeros(LENGTH, 3),
         }
     if joint.attention:
@@ -297,18 +283,19 @@ def test_the_hook_hides_padding_from_the_stock_network(name: str, tmp_path: Path
     assert (seen - torch.cat(own)).abs().max() > 0.05
 
 
-def test_the_moved_null_label_is_the_same_network(labels: Path, tmp_path: Path) -> None:
-    from diffusers import DiTTransformer2DModel
-
-    command_ = ["export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture"]
-    assert atoll(*command_).returncode == 0
-    stock = DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
+def test_the_moved_null_label_is_the_same_network(
+    labels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture"]
+    assert command(capsys, *argv).code == 0
+    stock = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     student = Expert.load(Campaign.open(labels).store, "student/expert")
     x, t = torch.randn(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9])
-    own = student.velocity(x, t, Condition(labels=torch.tensor([0, 1, 2])))
+    expected = student.velocity(x, t, Condition(labels=torch.tensor([0, 1, 2])))
     with torch.no_grad():
-        theirs = stock(x, timestep=1000 * t, class_labels=torch.tensor([0, 1, 1000])).sample
-    assert torch.equal(own, theirs)
+        assert torch.equal(
+            stock(x, timestep=1000 * t, class_labels=torch.tensor([0, 1, 1000])).sample, expected
+        )
     index = json.loads((tmp_path / "out/model_index.json").read_text())
     assert index["_class_name"] == "DiTPipeline" and "text_encoder" not in index
 
@@ -330,23 +317,19 @@ def test_the_readme_tells_what_it_is(texts: Path, tmp_path: Path, capsys: pytest
     refused(command(capsys, *argv[:5], other), "holds something else")
 
 
-# What no stock pipeline runs is refused, before training where settings or data tell.
-
-
-def test_a_dit_without_a_vae_is_refused_before_training(
+def test_what_no_stock_pipeline_runs_is_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_campaign(tmp_path / "c", LABELS)
+    folder, patches = tmp_path / "c", {"network": {"family": "flux", "patch": 4}}
+    write_campaign(folder, LABELS)
     refused(command(capsys, "plan", folder), "DiTPipeline needs a VAE", "student.stock=false")
-
-
-def test_flux_of_other_patches_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_campaign(tmp_path / "c", merged(TEXTS, {"network": {"family": "flux", "patch": 4}}))
-    refused(
-        command(capsys, "plan", folder), "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false"
-    )
+    write_campaign(folder, merged(TEXTS, patches))
+    words = "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false"
+    refused(command(capsys, "plan", folder), *words)
+    vae = str(small_vae(tmp_path / "vae"))
+    write_campaign(folder, merged(LABELS, {"data": {"vae": vae}}))
+    refused(command(capsys, "launch", folder), "shifts by 0.1159")
+    assert not (folder / "partition/partition.json").exists()
 
 
 def test_flux_of_other_patches_is_refused_by_the_export(
@@ -358,15 +341,6 @@ def test_flux_of_other_patches_is_refused_by_the_export(
     argv = ["export", tmp_path / "c", "--model", "student", "--to", tmp_path / "out"]
     refused(command(capsys, *argv), "the network's are of 4")
     assert not (tmp_path / "out").exists()
-
-
-def test_shifted_latents_are_refused_by_the_partition(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    vae = small_vae(tmp_path / "vae")
-    folder = write_campaign(tmp_path / "c", merged(LABELS, {"data": {"vae": str(vae)}}))
-    refused(command(capsys, "launch", folder), "shifts by 0.1159")
-    assert not (folder / "partition/partition.json").exists()
 
 
 def test_models_that_are_not_there_or_no_flows_are_refused(

@@ -16,22 +16,14 @@ from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import Store
-from atoll.train.run import train_run
-from helpers import ROOT, command, partitioned, refused
-
-K = 3
+from helpers import ROOT, assembled, command, refused
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three experts and the router of class labels, assembled."""
-    folder = tmp_path_factory.mktemp("export") / "letters"
-    campaign = partitioned(folder, {"partition": {"k": K}, "budget": {"samples": 320}, "monolith": False})
-    for k in range(K):
-        train_run(campaign, "expert", k)
-    train_run(campaign, "router")
-    assemble(Campaign.open(folder))
-    return folder
+    changes = {"partition": {"k": 3}, "budget": {"samples": 320}, "monolith": False}
+    return assembled(tmp_path_factory.mktemp("export") / "letters", changes)
 
 
 @pytest.fixture
@@ -50,25 +42,20 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def test_the_assembled_folder_is_a_pipeline(trained: Path) -> None:
-    """Its pictures are those of `atoll sample` with the same noise and routing."""
+    """Its pictures are those of `atoll sample`, and its card names data, partition and cost."""
     pipe, labels = load(trained / "ensemble"), [0, 1, 1, 0]
     assert pipe.config.num_inference_steps == 3 and pipe.config.routing == "once"
-    made = pipe(
-        class_labels=labels,
-        generator=torch.Generator().manual_seed(5),
-        routing="top-1",
-        output_type="latent",
-    ).images
+    call = {"class_labels": labels, "routing": "top-1", "output_type": "latent"}
+    images = pipe(generator=torch.Generator().manual_seed(5), **call).images
     model = Model.load(trained)
     generation = Campaign.open(trained).config.sampling.with_(routing="top-1", seed=5, steps=3)
     (batch,) = model.generate(model.conditions(labels), generation)
-    assert torch.equal(made, batch.latents)
-
-
-def test_its_card_tells_data_partition_and_cost(trained: Path) -> None:
-    text = (trained / "ensemble/README.md").read_text()
-    cut = Store.open(trained).get_json("partition/partition.json")
-    assert text.startswith("---\nlibrary_name: diffusers\n")
+    assert torch.equal(images, batch.latents)
+    text, cut = (
+        (trained / "ensemble/README.md").read_text(),
+        Store.open(trained).get_json("partition/partition.json"),
+    )
+    assert text.startswith("---\nlibrary_name: diffusers\n") and str(trained.parent) not in text
     for words in (
         "# letters",
         cut["hash"],
@@ -76,13 +63,13 @@ def test_its_card_tells_data_partition_and_cost(trained: Path) -> None:
         "DejaVu",
         "Not evaluated.",
         "training FLOPs",
+        ", ".join(map(str, cut["sizes"])),
     ):
         assert words in text, words
-    assert str(trained.parent) not in text
-    assert ", ".join(map(str, cut["sizes"])) in text
 
 
 def test_an_expert_that_comes_later_leaves_the_others_alone(folder: Path, tmp_path: Path) -> None:
+    """And so do new defaults of sampling."""
     shutil.move(folder / "islands/1/expert", tmp_path / "later")
     assemble(Campaign.open(folder))
     before = times(folder / "ensemble")
@@ -90,21 +77,17 @@ def test_an_expert_that_comes_later_leaves_the_others_alone(folder: Path, tmp_pa
     assert "**Partial: experts 1 of 3" in (folder / "ensemble/README.md").read_text()
     assert load(folder / "ensemble").experts.missing == (1,)
     shutil.move(tmp_path / "later", folder / "islands/1/expert")
-    assemble(Campaign.open(folder))
+    assemble(Campaign.open(folder, ["sampling.routing=top-2", "sampling.guidance=1.5"]))
     after = times(folder / "ensemble")
     assert set(after) == {"0", "1", "2"} and {k: after[k] for k in before} == before
-    assert load(folder / "ensemble").experts.missing == ()
-
-
-def test_new_defaults_of_sampling_reach_the_pipeline(folder: Path) -> None:
-    before = times(folder / "ensemble")
-    assemble(Campaign.open(folder, ["sampling.routing=top-2", "sampling.guidance=1.5"]))
     pipe = load(folder / "ensemble")
+    assert pipe.experts.missing == ()
     assert pipe.config.routing == "top-2" and pipe.config.guidance_scale == 1.5
-    assert times(folder / "ensemble") == before
 
 
-def test_export_writes_a_folder_that_stands_alone(trained: Path, tmp_path: Path) -> None:
+def test_export_writes_a_folder_that_stands_alone(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = export_campaign(Campaign.open(trained), ExportRequest(tmp_path / "out", licence="cc-by-4.0"))
     assert (root / "picture.png").stat().st_size > 100
     text = (root / "README.md").read_text()
@@ -119,17 +102,14 @@ def test_export_writes_a_folder_that_stands_alone(trained: Path, tmp_path: Path)
     for name in ("README.md", "picture.png", "model_index.json", *parts):
         again = (tmp_path / "again" / name).read_bytes()
         assert again.replace(b"FOLDER", b"out") == (root / name).read_bytes(), name
-
-
-def test_the_snippet_of_the_card_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export_campaign(Campaign.open(trained), ExportRequest(tmp_path / "out", picture=False))
-    (snippet,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.S)
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
     assert (tmp_path / "picture.png").stat().st_size > 50
 
 
 def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Path) -> None:
+    """And what is damaged in the assembled folder is not."""
     request = ExportRequest(tmp_path / "out", picture=False)
     export_campaign(Campaign.open(folder), request)
     before = times(tmp_path / "out")
@@ -140,14 +120,11 @@ def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Pat
     export_campaign(Campaign.open(folder), request)
     assert {k: times(tmp_path / "out")[k] for k in after} == after
     assert load(tmp_path / "out").experts.missing == ()
-
-
-def test_damage_in_the_assembled_folder_is_not_exported(folder: Path, tmp_path: Path) -> None:
     path = folder / "ensemble/experts/1" / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(StoreError, match=r"experts/1/.*does not match"):
-        export_campaign(Campaign.open(folder), ExportRequest(tmp_path / "out"))
-    assert not (tmp_path / "out/ensemble.json").exists()
+        export_campaign(Campaign.open(folder), ExportRequest(tmp_path / "new"))
+    assert not (tmp_path / "new/ensemble.json").exists()
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
