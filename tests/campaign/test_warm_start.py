@@ -320,7 +320,9 @@ def test_weights_of_another_run_are_refused(
 def test_a_seed_of_another_partition_or_another_seed_is_not_handed_over(seeded: Path, tmp_path: Path) -> None:
     campaign = copied(seeded, tmp_path / "c")
     change(tmp_path / "c/islands/0/init/init.json", origin={"weights_sha256": "00" * 32})
-    with pytest.raises(PartitionError, match="holds the weights of another shared pretraining: remove it"):
+    with pytest.raises(
+        PartitionError, match="initial weights of another shared pretraining: remove it"
+    ):
         hand_over(campaign)
     change(tmp_path / "c/islands/0/island.json", partition="00" * 32)
     with pytest.raises(PartitionError, match="is of another partition than expert 0"):
@@ -445,7 +447,7 @@ def test_a_partition_that_was_cut_short_keeps_the_weights_it_wrote(tmp_path: Pat
     campaign.store.delete("partition/partition.json")
     shutil.rmtree(tmp_path / "c/there")
     published_checkpoint(tmp_path / "c/there", classes=3)
-    with pytest.raises(StoreError, match="islands/0/init holds initial weights of another checkpoint"):
+    with pytest.raises(PartitionError, match="islands/0/init holds initial weights of another checkpoint"):
         make_islands(campaign)
 
 

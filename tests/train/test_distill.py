@@ -245,7 +245,7 @@ def test_the_average_is_that_of_the_weights(copy: Path) -> None:
         assert value.dtype == torch.float32
     (copy / "student/expert/card.json").unlink()
     replace_expert(copy, 1, by=0)
-    with pytest.raises(PartitionError, match="made from other experts"):
+    with pytest.raises(PartitionError, match="another choice of experts"):
         train_run(Campaign.open(copy), "student")
 
 

@@ -13,9 +13,9 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.initial import describe, read_initial, write_initial
+from atoll.ensemble.initial import lay_initial, read_initial, read_manifest
 from atoll.flow.published import trained_on
-from atoll.networks.checkpoint import Checkpoint, find, take_over
+from atoll.networks.checkpoint import Checkpoint, find
 from atoll.networks.families import family
 from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
@@ -86,14 +86,13 @@ class Checkpoints:
             Digest of the weights.
         """
         origin, weights = self._weights(settings)
-        fit = take_over(network, weights, repr(settings.init))
-        for line in fit.lines(repr(settings.init)):
+        whose = repr(settings.init)
+        fit = lay_initial(run, network, "checkpoint", origin, partition, lambda: weights, whose)
+        for line in fit.lines(whose) if fit is not None else ():
             if line not in self._told:
                 say(line)
                 self._told.add(line)
-        initial = describe(network, "checkpoint", origin, partition, fit)
-        write_initial(run, network, initial)
-        return initial.weights_sha256
+        return read_manifest(run).weights_sha256
 
     def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         if settings.init not in self._read:

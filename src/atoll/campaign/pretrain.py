@@ -1,20 +1,15 @@
 """Handing over: what shared pretraining has learned becomes the experts' initial weights."""
 
-from typing import Any
-
-import torch
+from functools import cache
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
-from atoll.campaign.runs import Run
+from atoll.campaign.runs import experts_of
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card, read_part
-from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
-from atoll.networks.checkpoint import take_over
-from atoll.store.store import Store
+from atoll.ensemble.initial import FOLDER, lay_initial
 
 
 def hand_over(campaign: Campaign) -> None:
@@ -26,60 +21,29 @@ def hand_over(campaign: Campaign) -> None:
         PartitionError: shared pretraining is of another partition than an island.
         StoreError: shared pretraining has not published, is damaged, or an expert's are of another one.
     """
-    card = read_card(campaign.store, "pretrain/expert")
-    origin = _origin(card)
-    waiting = []
-    for number in range(campaign.config.partition.k):
-        run = campaign.store.sub(Run("expert", number).folder)
-        plan = RunPlan.read(run, "island.json")
+    store = campaign.store
+    card = read_card(store, "pretrain/expert")
+    origin = {name: getattr(card, name) for name in ("weights_sha256", "samples", "train_flops")}
+    weights, count = cache(lambda: read_part(store, "pretrain/expert")[2]), 0
+    for number, run in enumerate(experts_of(campaign.config.partition.k)):
+        plan = RunPlan.read(store, run.plan)
         if plan.partition != card.partition:
             raise PartitionError(
-                f"pretrain/ in {campaign.store.location} is of another partition than expert {number}",
+                f"pretrain/ in {store.location} is of another partition than expert {number}",
                 "put its own back",
             )
-        if not _has(run, origin):
-            waiting.append((number, run, plan))
-    if not waiting:
-        return
-    weights = read_part(campaign.store, "pretrain/expert")[2]
-    for number, run, plan in waiting:
-        _write(campaign, number, run, plan, weights, origin)
-    say(f"shared pretraining: its weights lie in {FOLDER}/ of {len(waiting)} islands")
+        network = initial_network(campaign.config.island(number)[0], plan.shape, plan.init_seed)
+        island, whose = store.sub(run.folder), "shared pretraining"
+        fit = lay_initial(island, network, "pretrain", origin, plan.partition, weights, whose)
+        if fit is None:
+            continue
+        count += 1
+        for line in fit.lines(f"{whose} for {run.name}") if fit.drawn or fit.unused else ():
+            say(line)
+    if count:
+        say(f"shared pretraining: its weights lie in {FOLDER}/ of {count} islands")
 
 
 def pretrain_finished(campaign: Campaign) -> bool:
     """Whether there is shared pretraining and it has published."""
     return bool(campaign.config.budget.pretrain) and published(campaign.store, "pretrain/expert")
-
-
-def _has(run: Store, origin: dict[str, Any]) -> bool:
-    """Whether an island has the weights of this seed; those of another one are refused."""
-    if not run.exists(f"{FOLDER}/{MANIFEST}"):
-        return False
-    found = read_manifest(run)
-    if found.kind != "pretrain" or found.origin != origin:
-        raise PartitionError(
-            f"{run.name(FOLDER)} holds the weights of another shared pretraining",
-            "remove it, and run/ and expert/ beside it, to start the expert anew",
-        )
-    return True
-
-
-def _write(
-    campaign: Campaign,
-    number: int,
-    run: Store,
-    plan: RunPlan,
-    weights: dict[str, torch.Tensor],
-    origin: dict[str, Any],
-) -> None:
-    network = initial_network(campaign.config.island(number)[0], plan.shape, plan.init_seed)
-    fit = take_over(network, weights, "shared pretraining")
-    if fit.drawn or fit.unused:
-        for line in fit.lines(f"shared pretraining for expert {number}"):
-            say(line)
-    write_initial(run, network, describe(network, "pretrain", origin, plan.partition, fit))
-
-
-def _origin(card: Card) -> dict[str, Any]:
-    return {"weights_sha256": card.weights_sha256, "samples": card.samples, "train_flops": card.train_flops}

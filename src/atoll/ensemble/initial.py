@@ -1,11 +1,11 @@
 """`init/`: the weights that a run starts from where it does not draw them."""
 
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest, digest_tensors
@@ -41,52 +41,67 @@ class Initial(Published):
     """Names of the origin's tensors that have no place in the network."""
 
 
-def describe(network: nn.Module, kind: Kind, origin: dict[str, Any], partition: str, fit: Fit) -> Initial:
-    """The manifest of a network that took over what fitted.
+def lay_initial(
+    store: Store,
+    network: nn.Module,
+    kind: Kind,
+    origin: dict[str, Any],
+    partition: str,
+    weights: Callable[[], Mapping[str, Tensor]],
+    whose: str,
+) -> Fit | None:
+    """Give a network what fits of its origin's weights, and publish that as `init/` of a run's folder.
+
+    Weights first, verified, then `init.json` if-absent. The same origin again does nothing.
 
     Args:
-        network: with its initial weights.
-        kind: `checkpoint`, `pretrain` or `experts`.
-        origin: plain data that names the source.
-        partition: hash.
-        fit: what was taken over.
+        store: narrowed to the run's folder.
+        network: initialised from scratch; changed in place.
+        kind: what the origin is.
+        origin: plain data that names it.
+        partition: hash of the run's partition.
+        weights: reads the origin's, by name; called if they are needed.
+        whose: what the weights are of, for messages.
+
+    Returns:
+        What was taken over; None if it lies there already.
+
+    Raises:
+        PartitionError: there lie initial weights of another origin.
+        StoreError: what was written reads back differently.
     """
-    return Initial(
+    if store.exists(f"{FOLDER}/{MANIFEST}"):
+        _check_origin(store, kind, origin)
+        return None
+    fit = take_over(network, weights(), whose)
+    tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
+    initial = Initial(
         kind=kind,
         origin=origin,
         partition=partition,
         network=digest(settings_of(network)),
-        weights_sha256=digest_tensors(dict(network.named_parameters())),
+        weights_sha256=digest_tensors(tensors),
         kept=len(fit.kept),
         drawn=dict(fit.drawn),
         unused=list(fit.unused),
     )
+    blobs = {
+        "config.json": to_json(settings_of(network)),
+        WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
+    }
+    try:
+        publish(store, FOLDER, blobs, MANIFEST, initial)
+    except Conflict:  # somebody did the same at the same time
+        _check_origin(store, kind, origin)
+    return fit
 
 
-def write_initial(store: Store, network: nn.Module, initial: Initial) -> None:
-    """Publish `init/`: weights first, verified, then `init.json` if-absent. The same again does nothing.
-
-    Args:
-        store: narrowed to the run's folder.
-        network: with its initial weights.
-        initial: what `describe` said of it.
-
-    Raises:
-        StoreError: there are other initial weights already.
-    """
-    if not store.exists(f"{FOLDER}/{MANIFEST}"):
-        tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
-        blobs = {
-            "config.json": to_json(settings_of(network)),
-            WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
-        }
-        with suppress(Conflict):  # somebody did the same at the same time
-            publish(store, FOLDER, blobs, MANIFEST, initial)
-    found = read_manifest(store)
-    if found.model_copy(update={"files": []}) != initial:
-        raise StoreError(
-            f"{store.name(FOLDER)} holds initial weights of another {found.kind}",
-            "remove it, and the run that began with it, to start anew",
+def _check_origin(store: Store, kind: Kind, origin: dict[str, Any]) -> None:
+    initial = read_manifest(store)
+    if (initial.kind, initial.origin) != (kind, origin):
+        raise PartitionError(
+            f"{store.name(FOLDER)} holds initial weights of another {_ORIGINS[kind]}",
+            "remove it, and run/ and expert/ beside it, to start the run anew",
         )
 
 
@@ -123,6 +138,7 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
     return found
 
 
+_ORIGINS = {"pretrain": "shared pretraining", "checkpoint": "checkpoint", "experts": "choice of experts"}
 _WANTED = {
     "pretrain": "this run starts from shared pretraining, which has not handed its weights over",
     "checkpoint": "this run starts from a checkpoint, which the partition laid there",

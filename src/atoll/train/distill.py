@@ -44,6 +44,7 @@ class ClusterTeacher:
     draws: int = 0
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
+        """That of the cluster's own expert."""
         weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
         return Dispatch(weights, cond).run(self.experts, x_t, t)
 
@@ -57,9 +58,11 @@ class RoutedTeacher:
 
     @property
     def draws(self) -> int:
+        """Those of the strategy."""
         return max(1, self.routing.uniforms)
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
+        """That of the experts that the strategy chooses."""
         logits = self.ensemble.logits(x_t, t, cond).float()
         weights = route(self.routing, logits, draws.to(logits), None)
         return Dispatch(weights, cond).run(self.ensemble.experts, x_t, t)

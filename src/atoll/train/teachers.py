@@ -1,6 +1,7 @@
 """Who the student learns from, and where it starts: from what the islands have published."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from atoll.campaign.settings.train import RunPlan, StudentConfig
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel, published, read_card, read_part
-from atoll.ensemble.initial import FOLDER, MANIFEST, describe, read_manifest, write_initial
+from atoll.ensemble.initial import lay_initial
 from atoll.ensemble.model import load_experts
-from atoll.networks.checkpoint import compare, take_over
+from atoll.networks.checkpoint import compare
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, RoutedTeacher, Teacher
 
@@ -99,17 +100,9 @@ def lay_start(
     start, number = settings_of_student(campaign).origin()
     chosen = [Run("expert", number).folder] if start == "expert" else [f for f in cards if f != "router"]
     origin: dict[str, Any] = {"start": start, "experts": {f: cards[f].weights_sha256 for f in chosen}}
-    if run.exists(f"{FOLDER}/{MANIFEST}"):
-        if read_manifest(run).origin != origin:
-            raise PartitionError(
-                f"{run.name(FOLDER)} was made from other experts",
-                "remove it, and run/ and expert/ beside it, to start the student anew",
-            )
-        return
-    weights = _average(campaign.store, chosen, network)
-    fit = take_over(network, weights, "the experts")
-    write_initial(run, network, describe(network, "experts", origin, plan.partition, fit))
-    say(f"student: starts from {'the average of the experts' if start == 'average' else chosen[0]}")
+    average = partial(_average, campaign.store, chosen, network)
+    if lay_initial(run, network, "experts", origin, plan.partition, average, "the experts") is not None:
+        say(f"student: starts from {'the average of the experts' if start == 'average' else chosen[0]}")
 
 
 def _average(store: Store, folders: list[str], network: nn.Module) -> dict[str, Tensor]:
