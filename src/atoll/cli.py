@@ -19,6 +19,7 @@ SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
 )
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
+MODEL = click.Choice(["ensemble", "monolith", "student"])
 
 
 class _Local(click.Path):
@@ -33,16 +34,16 @@ class _Local(click.Path):
 LOCAL = _Local(path_type=Path)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+)
 @click.version_option(package_name="atoll")
 def atoll() -> None:
     """Train one diffusion model on isolated islands of compute, and sample them as one."""
 
 
 @atoll.command()
-@click.option(
-    "--dir", "folder", default="campaigns/quickstart", show_default=True, help="Folder of the campaign."
-)
+@click.option("--dir", "folder", default="campaigns/quickstart", help="Folder of the campaign.")
 @SETS
 def quickstart(folder: str, sets: tuple[str, ...]) -> None:
     """The whole way on embedded data: minutes on two CPU cores, ends with a page to look at."""
@@ -53,12 +54,7 @@ def quickstart(folder: str, sets: tuple[str, ...]) -> None:
 
 @atoll.command()
 @click.argument("folder", metavar="DIR")
-@click.option(
-    "--recipe",
-    default="cpu",
-    show_default=True,
-    help="Ready-made campaign to start from; see 'atoll recipes'.",
-)
+@click.option("--recipe", default="cpu", help="Ready-made campaign to start from; see 'atoll recipes'.")
 @SETS
 def new(folder: str, recipe: str, sets: tuple[str, ...]) -> None:
     """Write DIR/campaign.yaml from a recipe, to edit."""
@@ -152,10 +148,8 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
 
 @atoll.command()
 @CAMPAIGN
-@click.option("--gpu", default="h100", show_default=True, help="Kind of GPU, a name of the table.")
-@click.option(
-    "--gpus", type=click.IntRange(1, 100_000), default=1, show_default=True, help="GPUs of one island."
-)
+@click.option("--gpu", default="h100", help="Kind of GPU, a name of the table.")
+@click.option("--gpus", type=click.IntRange(1, 100_000), default=1, help="GPUs of one island.")
 @click.option("--table", metavar="FILE", help="YAML that adds GPUs to the table or changes their numbers.")
 @click.option("--rows", type=click.IntRange(min=1), help="Training rows, where there is no data set yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, US dollars.")
@@ -229,13 +223,7 @@ def adopt(campaign: str, **options: Any) -> None:
     "default launch.on, else local.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
-@click.option(
-    "--out",
-    type=LOCAL,
-    default=Path("launch"),
-    show_default=True,
-    help="Folder for SkyPilot's files.",
-)
+@click.option("--out", type=LOCAL, default=Path("launch"), help="Folder for SkyPilot's files.")
 @SETS
 def launch(campaign: str, target: str | None, dry_run: bool, out: Path, sets: tuple[str, ...]) -> None:
     """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
@@ -247,9 +235,7 @@ def launch(campaign: str, target: str | None, dry_run: bool, out: Path, sets: tu
 @atoll.command()
 @CAMPAIGN
 @click.option("--watch", is_flag=True, help="Look again and again, until all runs are published or Ctrl-C.")
-@click.option(
-    "--every", type=click.FloatRange(min=1), default=10, show_default=True, help="Seconds between looks."
-)
+@click.option("--every", type=click.FloatRange(min=1), default=10, help="Seconds between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds; one line for each look.")
 def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     """How every run stands, from anywhere; ends with 1 if one has failed or fallen silent."""
@@ -273,28 +259,14 @@ def assemble(campaign: str) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.argument("prompts", nargs=-1)
-@click.option(
-    "--out",
-    type=LOCAL,
-    default=Path("samples.png"),
-    show_default=True,
-    help="PNG to write.",
-)
-@click.option(
-    "--model",
-    type=click.Choice(["ensemble", "monolith", "student"]),
-    default="ensemble",
-    show_default=True,
-    help="What to sample.",
-)
+@click.option("--out", type=LOCAL, default=Path("samples.png"), help="PNG to write.")
+@click.option("--model", type=MODEL, default="ensemble", help="What to sample.")
 @click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
 @click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
-@click.option(
-    "--count", type=click.IntRange(1, 4096), default=4, show_default=True, help="Pictures of each prompt."
-)
+@click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
@@ -305,7 +277,7 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
 
 @atoll.command("compare")
 @click.argument("campaigns", metavar="CAMPAIGN...", nargs=-1, required=True)
-@click.option("--out", default=".", show_default=True, help="Where reports/seeds.json of several goes.")
+@click.option("--out", default=".", help="Where reports/seeds.json of several goes.")
 @SETS
 def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
     """Measure monolith, student, and the ensemble under every strategy.
@@ -337,7 +309,6 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
     "--split",
     type=click.Choice(["heldout", "train", "all"]),
     default="heldout",
-    show_default=True,
     help="Rows of a data set that are the reference.",
 )
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
@@ -351,10 +322,9 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
     "--processes",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Processes of this machine that share the work.",
 )
-@click.option("--out", default=".", show_default=True, help="Where reports/ goes without a campaign.")
+@click.option("--out", default=".", help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
 def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
@@ -398,9 +368,8 @@ def report(campaign: str) -> None:
 @click.option("--to", type=LOCAL, required=True, help="Folder to write.")
 @click.option(
     "--model",
-    type=click.Choice(["ensemble", "monolith", "student"]),
+    type=MODEL,
     default="ensemble",
-    show_default=True,
     help="What to export; monolith and student as a stock pipeline of diffusers.",
 )
 @click.option(
@@ -410,12 +379,9 @@ def report(campaign: str) -> None:
     "--encoders",
     type=click.Choice(["auto", "copy", "name"]),
     default="auto",
-    show_default=True,
     help="Take text encoder and VAE along, or leave them to be found by name; auto goes by licence and size.",
 )
-@click.option(
-    "--picture/--no-picture", default=True, show_default=True, help="Sample one for the model card."
-)
+@click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
     """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""

@@ -14,7 +14,7 @@ import pytest
 
 from atoll.campaign.settings.launch import SlurmConfig
 from atoll.launch import slurm
-from atoll.launch.job import Job
+from atoll.launch.job import Job, Site
 from helpers import atoll, partitioned, refused_process, same_bits, write_campaign
 from launch import cluster
 
@@ -165,7 +165,7 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
         Job("expert 0", (sys.executable, "-c", "raise SystemExit(2)")),
         Job("assemble", (sys.executable, "-c", "print('no')"), needs=("expert 0",)),
     ]
-    slurm.submit(jobs, str(folder), folder / "launch")
+    slurm.hand_over(jobs, Site(str(folder), folder / "launch", folder))
     until(lambda: not call("squeue", "--noheader"), "jobs are left")
     assert not (folder / "launch" / "assemble.out").exists()
 
@@ -193,12 +193,15 @@ end(0)
 """
 
 
-def test_two_nodes_meet_are_warned_together_and_come_back(site: None, tmp_path: Path) -> None:
+def test_two_nodes_meet_are_warned_together_and_come_back(
+    site: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "ranks.py"
     program.write_text(RANKS)
     asked = SlurmConfig(partition="both", hours=0.5)
     job = Job("expert 0", (sys.executable, str(program)), nodes=2, slurm=asked)
-    number = slurm.submit([job], str(tmp_path), tmp_path / "launch")["expert 0"]
+    slurm.hand_over([job], Site(str(tmp_path), tmp_path / "launch", tmp_path))
+    number = submitted(capsys.readouterr().out)["expert 0"]
     output = tmp_path / "launch" / "expert-0.out"
     until(
         lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "the ranks do not meet"

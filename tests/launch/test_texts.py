@@ -13,9 +13,10 @@ import yaml
 from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.settings.launch import LaunchConfig, SkyConfig, SlurmConfig
 from atoll.launch import sky, slurm
-from atoll.launch.job import Job, command
+from atoll.launch.job import Job, Site, command
 
 URL = "s3://bucket/campaign"
+SITE = Site("/c", Path("/c/launch"), Path("launch"))
 HOSTILE = [
     "plain",
     "a b",
@@ -81,7 +82,7 @@ def test_what_a_job_asks_of_slurm() -> None:
         memory_asked=True,
         slurm=asked,
     )
-    text = slurm.script(job, "/c", Path("/c/launch"))
+    text = slurm.script(job, SITE)
     parses(text)
     found = options(text)
     assert found.pop("--job-name") == job.label("/c") != job.label("/d")
@@ -110,13 +111,13 @@ def test_what_a_job_asks_of_slurm() -> None:
 
 
 def test_what_is_not_set_is_left_to_the_cluster() -> None:
-    found = options(slurm.script(Job("router", train("/c"), memory=10**9), "/c", Path("/c/launch")))
+    found = options(slurm.script(Job("router", train("/c"), memory=10**9), SITE))
     assert not {"--mem", "--time", "--partition", "--gres", "--account", "--qos", "--constraint"} & set(found)
 
 
 def test_several_nodes_meet_at_the_first() -> None:
     job = Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
-    text = slurm.script(job, "/c", Path("/c/launch"))
+    text = slurm.script(job, SITE)
     parses(text)
     assert options(text)["--nodes"] == "3"
     line = next(line for line in text.splitlines() if line.startswith("srun"))
@@ -134,7 +135,7 @@ def test_a_hostile_path_reaches_the_command_and_sbatch_as_it_is(name: str, tmp_p
     tell = tmp_path / "tell.py"
     tell.write_text("import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['NAME']]))")
     job = Job("expert 0", (sys.executable, str(tell), "train", place), env={"NAME": name})
-    text = slurm.script(job, place, Path(place) / "launch")
+    text = slurm.script(job, Site(place, Path(place) / "launch", tmp_path))
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)
     assert yaml.safe_load(done.stdout) == [["train", place], name]
     assert options(text)["--output"].replace("%%", "%") == f"{place}/launch/expert-0.out"
@@ -158,7 +159,7 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
     (tmp_path / "scontrol").chmod(0o755)
     job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)))
     process = subprocess.Popen(
-        ["bash", "-c", slurm.script(job, "/c", tmp_path)],
+        ["bash", "-c", slurm.script(job, SITE)],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},
         stdout=subprocess.PIPE,
         text=True,
@@ -180,7 +181,7 @@ def test_needs_become_dependencies_and_every_script_is_shown() -> None:
         Job("expert 0", train("/c"), needs=("seed",)),
         Job("router", train("/c")),
     ]
-    text = slurm.preview(jobs, "/c", Path("/c/launch"))
+    text = slurm.show(jobs, SITE)
     calls = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("$ ")]
     dependent = [
         "sbatch",
@@ -198,7 +199,7 @@ def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         AtollError, match="squeue is not installed here: launch from a machine of the cluster"
     ):
-        slurm.submit([Job("router", train("/c"))], "/c", tmp_path)
+        slurm.hand_over([Job("router", train("/c"))], SITE)
 
 
 # SkyPilot.
@@ -252,7 +253,7 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
     jobs = [Job("seed", train(URL), gpus=0), Job("expert 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
     jobs += [Job("expert 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
     folder = tmp_path / "an out"
-    assert sky.write(jobs, URL, folder) == folder / "launch.sh"
+    sky.hand_over(jobs, Site(URL, tmp_path, folder))
     # A name may begin like another: expert 10 is queued, expert 1 is not.
     queued = f"{jobs[2].label(URL)}0 RUNNING 8 {jobs[3].label(URL)}"
     stand_in = f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != queue ] || echo "7 {queued} RUNNING"\n'

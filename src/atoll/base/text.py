@@ -1,6 +1,7 @@
 """Numbers as a person reads them, written in one way everywhere."""
 
 import math
+from collections.abc import Collection, Sequence
 
 NONE = "–"
 """What stands where there is no number."""
@@ -78,3 +79,12 @@ def percent(value: float | None, digits: int = 1) -> str:
 def ratio(value: float | None, digits: int = 2) -> str:
     """`0.87×`."""
     return NONE if value is None else f"{value:.{digits}f}×" if value < 100 else f"{value:,.0f}×"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table whose columns are as wide as they must be: those of `left` on the left, else right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{text:{'<' if n in left else '>'}{widths[n]}}" for n, text in enumerate(row)).rstrip()
+        for row in rows
+    ]

@@ -14,6 +14,7 @@ from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Share, divide, router_arguments
 from atoll.campaign.expected import Expected, row_bytes
 from atoll.campaign.gpus import Gpu
+from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.families import family
 from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
@@ -276,29 +277,21 @@ def make_plan(
     rows = [None if data.rows is None else size for size in data.sizes]
     counts: dict[tuple[str, bool], Footprint] = {}
 
-    def run(title: str, share: Share, own: int | None, network: NetworkConfig, bf16: bool, n: int) -> RunCost:
-        key = (network.model_dump_json(), bf16)
+    def cost(run: Run, share: Share, rows: int | None, gpus: int) -> RunCost:
+        network, train = config.denoiser(*run)
+        key = (network.model_dump_json(), train.precision != "float32")
         if key not in counts:
-            counts[key] = denoiser_footprint(network, data.shape, bf16)
-        return RunCost(title, share, own, counts[key], min(n, share.batch), gpu)
+            counts[key] = denoiser_footprint(network, data.shape, key[1])
+        return RunCost(run.name, share, rows, counts[key], min(gpus, share.batch), gpu)
 
-    experts = []
-    for number, share in enumerate(budget.experts):
-        network, train = config.island(number)
-        bf16 = train.precision != "float32"
-        experts.append(run(f"expert {number}", share, rows[number], network, bf16, gpus))
+    experts = [cost(Run("expert", n), share, rows[n], gpus) for n, share in enumerate(budget.experts)]
     routing = router_footprint(config, data.shape)
     router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu)
-    bf16, whole = config.train.precision != "float32", gpus * len(experts)
-    monolith = run("monolith", budget.monolith, data.rows, config.network, bf16, whole)
-    pretrain = (
-        run("pretrain", budget.pretrain, data.rows, config.network, bf16, gpus) if budget.pretrain else None
-    )
+    monolith = cost(Run("monolith"), budget.monolith, data.rows, gpus * len(experts))
+    pretrain = cost(Run("pretrain"), budget.pretrain, data.rows, gpus) if budget.pretrain else None
     student = None
-    if budget.student and config.student:
-        network, train = config.denoiser("student")
-        bf16 = train.precision != "float32"
-        student = run("student", budget.student, data.rows, network, bf16, gpus)
+    if budget.student:
+        student = cost(Run("student"), budget.student, data.rows, gpus)
         student = replace(student, beside=_teachers(config, experts, router))
 
     networks = sum(run.footprint.parameters for run in [*experts, router])

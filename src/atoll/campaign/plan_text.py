@@ -1,10 +1,9 @@
 """A plan as a person reads it, within 100 columns."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from atoll.base.text import size
+from atoll.base.text import columns, count, duration, significant, size
 from atoll.campaign.plan import OVERHEAD, Plan, RunCost
 
 
@@ -14,18 +13,18 @@ def lines(plan: Plan) -> list[str]:
     found = [_head(plan), ""]
     costs = [_cost(title, run) for title, run in groups]
     own = len(costs) - (2 if plan.student else 1)
-    found += _table(_COST, [*costs[:own], _total(plan), *costs[own:]])
+    found += columns([_COST, *costs[:own], _total(plan), *costs[own:]])
     more = {"monolith": plan.monolith if plan.baseline else None, "student": plan.student}
     if also := [name for name, run in more.items() if run is not None]:
         runs = [*plan.own, *(run for run in more.values() if run is not None)]
         hours, usd = sum(run.gpu_hours for run in runs), sum(run.usd for run in runs)
         found.append(
-            f"The campaign trains the {' and the '.join(also)} too: {_amount(hours)} GPU hours,"
-            f" {_amount(usd)} USD in all."
+            f"The campaign trains the {' and the '.join(also)} too: {significant(hours)} GPU hours,"
+            f" {significant(usd)} USD in all."
         )
     found += ["", f"GiB on each GPU ({plan.gpu_name} has {plan.gpu.memory_gib:g}), the whole batch at once:"]
-    found += _table(_MEMORY, [_memory(title, run) for title, run in groups])
-    found += ["", *_wrapped(_EXPLAINED.format(overhead=OVERHEAD / 2**30)), "", "Bytes:"]
+    found += columns([_MEMORY, *(_memory(title, run) for title, run in groups)], left=(0, 7))
+    found += ["", *textwrap.wrap(_EXPLAINED.format(overhead=OVERHEAD / 2**30), 98), "", "Bytes:"]
     found += _traffic(plan)
     return [*found, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
 
@@ -64,13 +63,13 @@ def _cost(title: str, run: RunCost) -> list[str]:
     return [
         title,
         count(run.footprint.parameters),
-        count(run.rows) if run.rows is not None else "?",
+        count(run.rows),
         f"{share.steps:,} x {share.batch}",
-        _power(share.train_flops),
+        f"{share.train_flops:.2e}",
         str(run.gpus),
-        span(run.seconds),
-        _amount(run.gpu_hours),
-        _amount(run.usd),
+        duration(run.seconds),
+        significant(run.gpu_hours),
+        significant(run.usd),
     ]
 
 
@@ -81,27 +80,26 @@ def _total(plan: Plan) -> list[str]:
         count(sum(run.footprint.parameters for run in runs)),
         "",
         "",
-        _power(sum(run.share.train_flops for run in runs)),
+        f"{sum(run.share.train_flops for run in runs):.2e}",
         str(plan.gpus_at_once),
-        span(plan.wall_seconds),
-        _amount(sum(run.gpu_hours for run in runs)),
-        _amount(sum(run.usd for run in runs)),
+        duration(plan.wall_seconds),
+        significant(sum(run.gpu_hours for run in runs)),
+        significant(sum(run.usd for run in runs)),
     ]
 
 
 def _memory(title: str, run: RunCost) -> list[str]:
-    sizes = [gib(m.total) if not m.sharded or run.gpus > 1 else "-" for m in run.modes]
-    return [title, str(run.local_batch), gib(run.footprint.state), *sizes, how(run)]
+    sizes = [_gib(m.total) if not m.sharded or run.gpus > 1 else "-" for m in run.modes]
+    return [title, str(run.local_batch), _gib(run.footprint.state), *sizes, _how(run)]
 
 
-def how(run: RunCost) -> str:
-    """How a run fits, in words."""
+def _how(run: RunCost) -> str:
     if run.mode is None:
         return "DOES NOT FIT"
     words = ["sharded"] * run.mode.sharded + ["ckpt"] * run.mode.checkpointing
     parts = ", ".join(words) or "plain"
     more = f", {run.mode.micro_batch} at once" if run.mode.micro_batch < run.local_batch else ""
-    return f"{parts}{more}: {gib(run.mode.total)}"
+    return f"{parts}{more}: {_gib(run.mode.total)}"
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -118,46 +116,5 @@ def _traffic(plan: Plan) -> list[str]:
     ]
 
 
-def count(number: float) -> str:
-    """A number in thousands, millions, billions."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:g}"
-
-
-def gib(number: float) -> str:
-    """Bytes in GiB."""
+def _gib(number: float) -> str:
     return f"{number / 2**30:.1f}"
-
-
-def span(seconds: float) -> str:
-    """A duration in its largest useful unit."""
-    for unit, name in ((86400, "days"), (3600, "hours"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.1f} s"
-
-
-def _power(number: float) -> str:
-    return f"{number:.2e}".replace("e+", "e")
-
-
-def _amount(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as they must be: texts on the left, numbers on the right."""
-    cells = [list(head), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = {0} | ({len(head) - 1} if head[-1] == "how it runs" else set())
-
-    def cell(number: int, text: str) -> str:
-        return text.ljust(widths[number]) if number in left else text.rjust(widths[number])
-
-    return ["  ".join(cell(i, text) for i, text in enumerate(row)).rstrip() for row in cells]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 98)

@@ -8,7 +8,7 @@ import time
 
 from atoll.base.console import say
 from atoll.base.errors import StoreError
-from atoll.base.text import size
+from atoll.base.text import columns, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
 
@@ -80,15 +80,11 @@ def plain(text: str) -> str:
 
 
 def _table(runs: list[RunStatus]) -> list[str]:
-    rows = [_HEAD, *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(_HOST, WIDTH - sum(widths) - 2 * len(widths))
-    hosts = ["host", *map(_host, runs)]
-    found = []
-    for row, host in zip(rows, hosts, strict=True):
-        cells = [f"{text:{'<' if n < 2 else '>'}{widths[n]}}" for n, text in enumerate(row)]
-        found.append("  ".join([*cells, _cut(plain(host), room)]).rstrip())
-    return found
+    rows = columns([_HEAD, *map(_row, runs)], left=(0, 1))
+    room = max(_HOST, WIDTH - len(rows[0]) - 2)
+    hosts = [plain(host) for host in ("host", *map(_host, runs))]
+    cut = (host if len(host) <= room else host[: room - 1] + "…" for host in hosts)
+    return [f"{row}  {host}" for row, host in zip(rows, cut, strict=True)]
 
 
 def _row(run: RunStatus) -> tuple[str, ...]:
@@ -113,10 +109,6 @@ def _host(run: RunStatus) -> str:
     if run.host is None:
         return "-"
     return f"{run.ranks}x {run.host}" if (run.ranks or 1) > 1 else run.host
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def _notes(run: RunStatus) -> list[str]:

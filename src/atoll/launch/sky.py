@@ -32,12 +32,19 @@ def check(jobs: Sequence[Job], site: Site) -> None:
 
 def show(jobs: Sequence[Job], site: Site) -> str:
     """The texts that `hand_over` would write, each under its name."""
-    return preview(jobs, site.campaign)
+    return "\n".join(f"# {name}\n{text}" for name, text in files(jobs, site.campaign).items())
 
 
 def hand_over(jobs: Sequence[Job], site: Site) -> None:
     """Write the files and say how to launch them."""
-    script = write(jobs, site.campaign, site.files)
+    folder, script = site.files, site.files / SCRIPT
+    texts = files(jobs, site.campaign)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise AtollError(f"cannot write {folder}: {error.strerror}", "give another --out") from None
     say(f"wrote {script}; where sky is installed: sh {shlex.quote(str(script))}")
 
 
@@ -68,20 +75,13 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
         made["workdir"] = str(Path(asked.workdir).expanduser().absolute())  # the script changes folders
     made["envs"] = dict(job.environment)
     made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
-    made["run"] = _run(job)
+    meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
+    made["run"] = f"{meet}exec {job.shell('$host', str(PORT))}\n"
     return made
 
 
-def _run(job: Job) -> str:
-    """Shell text that every node runs."""
-    lines = []
-    if job.nodes > 1:
-        lines += ['host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)']
-    return "\n".join([*lines, f"exec {job.shell('$host', str(PORT))}"]) + "\n"
-
-
 def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
-    """Names and texts of everything that `write` writes.
+    """Names and texts of everything that `hand_over` writes.
 
     Args:
         jobs: every job after those that it needs.
@@ -133,20 +133,3 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
     advice = f"when all have SUCCEEDED in sky jobs queue: atoll assemble {shlex.quote(campaign)}"
     lines += [f"echo {shlex.quote(advice)}"]
     return "\n".join(lines) + "\n"
-
-
-def write(jobs: Sequence[Job], campaign: str, folder: Path) -> Path:
-    """Write every job's YAML and the script; the script's path."""
-    texts = files(jobs, campaign)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text)
-    except OSError as error:
-        raise AtollError(f"cannot write {folder}: {error.strerror}", "give another --out") from None
-    return folder / SCRIPT
-
-
-def preview(jobs: Sequence[Job], campaign: str) -> str:
-    """The texts that `write` would write, each under its name."""
-    return "\n".join(f"# {name}\n{text}" for name, text in files(jobs, campaign).items())

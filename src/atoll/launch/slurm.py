@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError
@@ -37,12 +36,9 @@ exit "$code"
 """
 
 
-def script(job: Job, campaign: str, output: Path) -> str:
-    """The sbatch script of a run.
-
-    Args: as of `submit`.
-    """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, campaign, output)), ""]
+def script(job: Job, site: Site) -> str:
+    """The sbatch script of a run."""
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, site)), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
     if job.slurm.setup:
         lines += ["set -e", *job.slurm.setup, "set +e"]
@@ -58,10 +54,10 @@ def script(job: Job, campaign: str, output: Path) -> str:
     return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=INTERRUPTED)
 
 
-def _options(job: Job, campaign: str, output: Path) -> Iterator[str]:
+def _options(job: Job, site: Site) -> Iterator[str]:
     asked = job.slurm
-    log = str(output / job.slug).replace("%", "%%") + ".out"
-    yield from (f"--job-name={job.label(campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
+    log = str(site.prints / job.slug).replace("%", "%%") + ".out"
+    yield from (f"--job-name={job.label(site.campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
     yield from ("--requeue", f"--signal=B:USR1@{asked.warn}", f"--nodes={job.nodes}", "--ntasks-per-node=1")
     yield f"--cpus-per-task={job.cpus}"
     if job.gpus:
@@ -93,56 +89,35 @@ def check(jobs: Sequence[Job], site: Site) -> None:
 
 def show(jobs: Sequence[Job], site: Site) -> str:
     """What `hand_over` would run, with every script."""
-    return preview(jobs, site.campaign, site.prints)
+    numbers = {job.name: f"JOB_OF_{job.slug}" for job in jobs}
+    return "\n".join(f"$ {shlex.join(_sbatch(job, numbers))} <<'END'\n{script(job, site)}END" for job in jobs)
 
 
 def hand_over(jobs: Sequence[Job], site: Site) -> None:
-    """Submit the jobs."""
-    submit(jobs, site.campaign, site.prints)
-
-
-def submit(jobs: Sequence[Job], campaign: str, output: Path) -> dict[str, str]:
     """Submit every job that is not queued already; needs become dependencies.
-
-    Args:
-        jobs: every job after those that it needs.
-        campaign: absolute path or URL of the campaign.
-        output: folder for what the jobs print; it is made.
-
-    Returns:
-        Slurm's number of every job, by name.
 
     Raises:
         AtollError: Slurm is not here or refuses a job; names those that are submitted already.
     """
-    numbers = _queued(jobs, campaign)
+    numbers = _queued(jobs, site.campaign)
     old = dict(numbers)
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        site.prints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise AtollError(f"cannot make {output}: {error.strerror}", "set launch.slurm.output") from None
+        raise AtollError(f"cannot make {site.prints}: {error.strerror}", "set launch.slurm.output") from None
     for job in jobs:
         if job.name in old:
             say(f"{job.name}: queued already as job {old[job.name]}")
             continue
         try:
-            answer = _call(_sbatch(job, numbers), job.name, script(job, campaign, output))
+            answer = _call(_sbatch(job, numbers), job.name, script(job, site))
         except AtollError as error:
             new = [f"{name} (job {number})" for name, number in numbers.items() if name not in old]
             done = f"; submitted before it: {', '.join(new)}" if new else ""
             fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
             raise AtollError(error.what + done, error.fix or fix) from None
         numbers[job.name] = answer.strip().split(";")[0]
-        say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {output / job.slug}.out")
-    return numbers
-
-
-def preview(jobs: Sequence[Job], campaign: str, output: Path) -> str:
-    """What `submit` would run, with every script."""
-    numbers = {job.name: f"JOB_OF_{job.slug}" for job in jobs}
-    return "\n".join(
-        f"$ {shlex.join(_sbatch(job, numbers))} <<'END'\n{script(job, campaign, output)}END" for job in jobs
-    )
+        say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {site.prints / job.slug}.out")
 
 
 def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:

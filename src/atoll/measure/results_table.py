@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
+from atoll.base.text import columns
 from atoll.campaign.points import MeasuredPoint, Protocol
 from atoll.campaign.results import Table
 from atoll.measure.metrics.metric import metrics
@@ -62,11 +63,7 @@ def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> L
     versions = Counter(str(name) for name, _ in sorted(seen))
     header = ["name", *(["of"] if max(versions.values()) > 1 else []), *compared, *names]
     cells = [[_cell(row[column]) for column in header] for row in rows]
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in [header, *cells]
-    ]
+    lines = columns([header, *cells], left=range(len(header)))
     warnings, notes = _differences(results, compared)
     warnings += [
         f"{name} was not always the same: its results are of {count} versions; see the column 'of'"
