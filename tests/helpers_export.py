@@ -124,6 +124,13 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     return pipe
 
 
+def load(folder: Path, **options: Any) -> AtollPipeline:
+    """The pipeline of a folder, without a progress bar."""
+    pipe = AtollPipeline.from_pretrained(folder, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def generators(count: int, first: int = 0) -> list[torch.Generator]:
     """A generator for each picture."""
     return [torch.Generator().manual_seed(first + number) for number in range(count)]

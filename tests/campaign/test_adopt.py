@@ -1,6 +1,7 @@
 """A published checkpoint as an expert: converted exactly, published like a trained one, or refused."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.ensemble.expert import Expert, published, read_card
 from atoll.ensemble.model import Model
-from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import same_snr_time
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
 from atoll.networks.checkpoint import WEIGHTS
@@ -35,9 +35,7 @@ COSINE = {"beta_schedule": "squaredcos_cap_v2"}
 SHORT = {"num_train_timesteps": 250, "beta_start": 0.0004, "beta_end": 0.08}
 
 
-def same_snr_state(
-    x_t: torch.Tensor, t: torch.Tensor, source: Schedule, target: Schedule
-) -> tuple[torch.Tensor, torch.Tensor]:
+def same_snr_state(x_t: Tensor, t: Tensor, source: Schedule, target: Schedule) -> tuple[Tensor, Tensor]:
     """The same data and noise as another schedule would mix them, between the ends of both."""
     now = t.double()
     tau = same_snr_time(now, source, target)
@@ -70,15 +68,25 @@ def campaign(untouched: Path, tmp_path: Path) -> Campaign:
     return Campaign.open(tmp_path / "c")
 
 
+def adopted(campaign: Campaign, folder: Path) -> Expert:
+    """Expert 0 from the checkpoint of a folder, in float64."""
+    adopt(campaign, Adoption(str(folder), 0))
+    expert = Expert.load(campaign.store, "islands/0/expert")
+    expert.network.double()
+    return expert
+
+
 def test_it_joins_a_trained_expert(
     campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(campaign.store.location)
-    theirs = checkpoint(tmp_path / "there").state_dict()
-    said = command(capsys, "adopt", folder, tmp_path / "there", "--expert", "1")
+    folder, there = Path(campaign.store.location), tmp_path / "there"
+    theirs = checkpoint(there).state_dict()
+    refused(command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give --expert 0 to 1")
+    said = command(capsys, "adopt", folder, there, "--expert", "1")
     assert said.code == 0 and said.err == ""
     assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out
     assert "taken on trust: its latents are those of none, its labels mean what" in said.out
+    refused(command(capsys, "adopt", folder, there, "--expert", "1"), "there is an expert 1 already")
     card = read_card(campaign.store, "islands/1/expert")
     assert (card.role, card.island, card.prediction, card.schedule) == ("expert", 1, "eps", "ddpm-linear")
     assert card.partition == campaign.store.get_json("partition/partition.json")["hash"]
@@ -95,12 +103,13 @@ def test_it_joins_a_trained_expert(
     text = (folder / "ensemble/README.md").read_text()
     assert "| 1 | dit | eps, ddpm-linear |" in text and "| adopted |" in text
     assert command(capsys, "sample", folder, "0", "1", "--out", tmp_path / "a.png", "--steps", "3").code == 0
-    pipe = AtollPipeline.from_pretrained(folder / "ensemble")
-    made = pipe(class_labels=[0, 1], generator=torch.Generator().manual_seed(0), output_type="latent").images
-    assert made.isfinite().all()
     run = next(run for run in Observer(campaign).look().runs if run.island == 1)
     assert run.state == "published" and run.error is None and run.step == 0 == run.done_flops
     assert command(capsys, "report", folder).code == 0
+    shutil.rmtree(folder / "islands/0/expert")
+    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train")
+    shutil.rmtree(folder / "islands/0/run")
+    assert command(capsys, "adopt", folder, there, "--expert", "0").code == 0
 
 
 @pytest.mark.parametrize(
@@ -111,9 +120,7 @@ def test_its_velocity_is_the_exact_conversion(
 ) -> None:
     """At levels of its own grid: the network is told their numbers, and alpha is that of diffusers."""
     network = checkpoint(tmp_path / "there", noise).double()
-    adopt(campaign, Adoption(str(tmp_path / "there"), 0))
-    expert = Expert.load(campaign.store, "islands/0/expert")
-    expert.network.double()
+    expert = adopted(campaign, tmp_path / "there")
     kept = DDPMScheduler(**noise).alphas_cumprod.double()
     levels = torch.linspace(0.05, 0.85, 6).mul(len(kept)).long()
     alpha, sigma = kept[levels].sqrt().view(-1, 1, 1, 1), (1 - kept[levels]).sqrt().view(-1, 1, 1, 1)
@@ -148,14 +155,12 @@ def test_euler_steps_of_its_flow_are_ddim_in_the_limit(
     campaign: Campaign, tmp_path: Path, pixels: bool, within: float
 ) -> None:
     network = checkpoint(tmp_path / "there").double()
-    adopt(campaign, Adoption(str(tmp_path / "there"), 0))
-    expert = Expert.load(campaign.store, "islands/0/expert")
-    expert.network.double()
+    expert = adopted(campaign, tmp_path / "there")
     expert = expert if pixels else replace(expert, card=None)
     labels, curve, apart = torch.tensor([0, 1]), schedule("ddpm-linear"), []
     noise = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
-        for steps in (40, 200, 1000):
+        for steps in (200, 1000):
             theirs, first = ddim(network, noise, steps, labels, clip=pixels)
             ends = torch.tensor([first, 0.0], dtype=torch.float64) / 999
             x, start = same_snr_state(noise, ends[:1].expand(2), curve, RectifiedFlow())
@@ -165,8 +170,8 @@ def test_euler_steps_of_its_flow_are_ddim_in_the_limit(
                 x = x + (then - now).view(-1, 1, 1, 1) * expert.velocity(x, now, Condition(labels=labels))
             ours = same_snr_state(x, stop, RectifiedFlow(), curve)[0]
             apart.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    assert apart[2] < within, apart  # of the largest value, which is 1 where x0 is clipped and more elsewhere
-    assert apart[1] < apart[0] / 2 and apart[2] < apart[1] / 3, apart  # of first order: a fifth each time
+    assert apart[1] < within, apart  # of the largest value, which is 1 where x0 is clipped and more elsewhere
+    assert apart[1] < apart[0] / 3, apart  # of first order: a fifth
 
 
 def test_what_it_was_trained_on_may_be_said(
@@ -184,49 +189,35 @@ def test_what_it_was_trained_on_may_be_said(
     assert (card.prediction, card.schedule) == ("x0", "vp-cosine")
 
 
+DIT, VAE = "transformer/config.json", "vae/config.json"
+
+
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("file", "fields", "words"),
     [
-        ({"in_channels": 3, "out_channels": 3}, "made for latents of 3 channels, the campaign's data have 1"),
-        ({"sample_size": 16}, "made for latents of 16 px, the campaign's data have 8"),
-        ({"num_embeds_ada_norm": 10}, "made for 10 classes, the campaign's data have 2"),
+        (DIT, {"in_channels": 3}, "made for latents of 3 channels, the campaign's data have 1"),
+        (DIT, {"sample_size": 16}, "made for latents of 16 px, the campaign's data have 8"),
+        (DIT, {"num_embeds_ada_norm": 10}, "made for 10 classes, the campaign's data have 2"),
+        (DIT, {"_class_name": "PixArtTransformer2DModel"}, "which takes text; the campaign's condition is"),
+        (DIT, {"_class_name": "UNet2DModel"}, "is a UNet2DModel: DiT, PixArt, SD3 and Flux transformers can"),
+        (
+            VAE,
+            {"scaling_factor": 0.18215},
+            "latents with shift 0 and scale 0.18215, the campaign's are pixels",
+        ),
     ],
 )
 def test_one_for_other_data_is_refused(
-    settings: dict[str, Any],
-    words: str,
-    campaign: Campaign,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    file: str, fields: dict[str, Any], words: str, campaign: Campaign, tmp_path: Path
 ) -> None:
-    checkpoint(tmp_path / "there", **settings)
-    refused(command(capsys, "adopt", campaign.store.location, tmp_path / "there", "--expert", "0"), words)
+    checkpoint(tmp_path / "there")
+    path = tmp_path / "there" / file
+    path.parent.mkdir(exist_ok=True)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **fields}))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
     assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
-
-
-def test_one_for_other_latents_is_refused(campaign: Campaign, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "there")
-    (tmp_path / "there/vae").mkdir()
-    (tmp_path / "there/vae/config.json").write_text(json.dumps({"scaling_factor": 0.18215}))
-    with pytest.raises(
-        ConfigError, match=r"latents with shift 0 and scale 0\.18215, the campaign's are pixels"
-    ):
-        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
-
-
-def change(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def test_other_classes_are_refused(campaign: Campaign, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "there")
-    config = tmp_path / "there/transformer/config.json"
-    change(config, _class_name="PixArtTransformer2DModel")
-    with pytest.raises(ConfigError, match="which takes text; the campaign's condition is 'class'"):
-        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
-    change(config, _class_name="UNet2DModel")
-    with pytest.raises(ConfigError, match="is a UNet2DModel: DiT, PixArt, SD3 and Flux transformers can be"):
-        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
     with pytest.raises(ConfigError, match="there is no folder"):
         adopt(campaign, Adoption(str(tmp_path / "nowhere"), 0))
 
@@ -248,30 +239,15 @@ def test_weights_that_are_not_the_networks_are_refused(campaign: Campaign, tmp_p
     assert not published(campaign.store, "islands/0/expert")
 
 
-def test_an_island_has_one_expert(
-    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, there = campaign.store.location, tmp_path / "there"
-    checkpoint(there)
-    refused(command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give --expert 0 to 1")
-    train_run(campaign, "expert", 0)
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
-    shutil.rmtree(Path(folder) / "islands/0/expert")
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "expert 0 has begun to train")
-    shutil.rmtree(Path(folder) / "islands/0/run")
-    assert command(capsys, "adopt", folder, there, "--expert", "0").code == 0
-    refused(command(capsys, "adopt", folder, there, "--expert", "0"), "there is an expert 0 already")
-
-
 def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`network.init` with the objective it knows; with another one, that is said before any work."""
     checkpoint(tmp_path / "there", out_channels=1)
     network = {"network": {"init": str(tmp_path / "there"), "depth": 2, "head_width": 8}}
     partitioned(tmp_path / "a", network | {"objective": {"prediction": "eps", "schedule": "ddpm-linear"}})
-    told = capsys.readouterr().out
-    assert "100.0% of the numbers" in told and "was trained to give" not in told
+    out = capsys.readouterr().out
+    assert "100.0% of the numbers" in out and "was trained to give" not in out
     other = partitioned(tmp_path / "b", network)
-    told = capsys.readouterr().out
-    assert "was trained to give eps on ddpm-linear, and goes on with v on rectified-flow" in told
+    out = capsys.readouterr().out
+    assert "was trained to give eps on ddpm-linear, and goes on with v on rectified-flow" in out
     train_run(other, "expert", 0)
     assert read_card(other.store, "islands/0/expert").provenance["init"]["kind"] == "checkpoint"

@@ -9,7 +9,7 @@ import yaml
 
 from atoll.store import cache
 from atoll.store.store import Store
-from helpers import SMALL, WEIGHTS, Answer, atoll, command, merged, partitioned, refused, write_campaign
+from helpers import SMALL, WEIGHTS, Answer, assembled, atoll, command, merged, partitioned, refused
 from s3 import BUCKET, S3
 
 Run = Callable[..., Answer]
@@ -35,11 +35,10 @@ def copy(source: Store, target: Store) -> None:
 
 
 @pytest.fixture
-def there(url: str, tmp_path: Path) -> Store:
-    """A campaign that was partitioned on local disk, then copied to S3."""
-    local = partitioned(tmp_path / "c", TINY).store
+def remote(url: str, tmp_path: Path) -> Store:
+    """A campaign with shared pretraining that was partitioned on local disk, then copied to S3."""
     store = Store.open(url, create=True)
-    copy(local, store)
+    copy(partitioned(tmp_path / "c", merged(TINY, {"budget": {"pretrain": 0.3}})).store, store)
     return store
 
 
@@ -56,68 +55,59 @@ def test_a_new_campaign_at_a_url(url: str, run: Run) -> None:
     refused(run("data", "show", f"{where}/d"), f"there is no data set at {where}/data")
 
 
-def test_copied_there_and_back_it_goes_on(there: Store, tmp_path: Path, run: Run) -> None:
-    for island in "01":
-        assert run("train", "expert", tmp_path / "c", "--expert", island).code == 0
-    assert run("train", "expert", there.location, "--expert", "0").code == 0
+def test_copied_there_and_back_it_goes_on(remote: Store, tmp_path: Path, run: Run) -> None:
+    """Shared pretraining is handed over there as here, to the same weights."""
+
+    def train(where: str | Path, *argv: str) -> str:
+        answer = run("train", argv[0], where, *argv[1:])
+        assert answer.code == 0, answer
+        return answer.out
+
+    here, first, second = tmp_path / "c", ("expert", "--expert", "0"), ("expert", "--expert", "1")
+    for argv in (("pretrain",), first, second):
+        train(here, *argv)
+    for argv in (("pretrain",), first):
+        train(remote.location, *argv)
     back = Store.open(tmp_path / "back", create=True)
-    copy(there, back)
-    answer = run("train", "expert", back.location, "--expert", "0")
-    assert "finished already" in answer.out
-    assert run("train", "expert", back.location, "--expert", "1").code == 0
-    here = Store.open(tmp_path / "c")
-    assert there.get(f"islands/0/{WEIGHTS}") == here.get(f"islands/0/{WEIGHTS}")
-    assert back.get(f"islands/1/{WEIGHTS}") == here.get(f"islands/1/{WEIGHTS}")
+    copy(remote, back)
+    assert "finished already" in train(back.location, *first)
+    train(back.location, *second)
+    assert remote.get(f"islands/0/{WEIGHTS}") == (here / "islands/0" / WEIGHTS).read_bytes()
+    assert back.get(f"islands/1/{WEIGHTS}") == (here / "islands/1" / WEIGHTS).read_bytes()
 
 
-def test_damaged_data_stop_the_training(there: Store, run: Run) -> None:
-    data = "islands/0/data/columns/latents"
-    key = next(key for key in there.list(data) if key.endswith("00000.safetensors"))
-    whole = there.get(key)
+def test_damaged_data_stop_the_training(remote: Store, run: Run) -> None:
+    key = next(
+        key for key in remote.list("islands/0/data/columns/latents") if key.endswith("00000.safetensors")
+    )
+    whole = remote.get(key)
     for harmed, word in ((whole[:-3], "it is torn"), (whole[:-3] + b"abc", "it is damaged")):
-        there.put(key, harmed)
-        line = refused(run("train", "expert", there.location, "--expert", "0"), there.name(key), word)
+        remote.put(key, harmed)
+        line = refused(run("train", "pretrain", remote.location), remote.name(key), word)
         assert str(cache.folder()) not in line
-    there.delete(key)
-    refused(run("train", "expert", there.location, "--expert", "0"), f"{there.name(key)} is missing")
-    assert not [key for key in there.list("islands/0") if "/checkpoints/" in key or "/expert/" in key]
-    there.put(key, whole)
-    copied = there.path(key)
+    remote.delete(key)
+    refused(run("train", "pretrain", remote.location), f"{remote.name(key)} is missing")
+    assert not [key for key in remote.list("pretrain") if "/checkpoints/" in key or "/expert/" in key]
+    remote.put(key, whole)
+    copied = remote.path(key)
     copied.write_bytes(whole[:-3] + b"abc")  # a damaged copy of a whole object is fetched again
-    assert run("train", "expert", there.location, "--expert", "0").code == 0
+    assert run("train", "pretrain", remote.location).code == 0
     assert copied.read_bytes() == whole
 
 
 @pytest.mark.slow
-def test_a_seed_is_handed_over_on_s3(url: str, tmp_path: Path, run: Run) -> None:
-    local = partitioned(tmp_path / "c", merged(TINY, {"budget": {"pretrain": 0.3}})).store
-    there = Store.open(url, create=True)
-    copy(local, there)
-    for store in (local, there):
-        for argv in (["train", "pretrain"], ["train", "expert", "--expert", "0"]):
-            answer = run(*argv[:2], store.location, *argv[2:])
-            assert answer.code == 0, answer
-    assert there.get(f"islands/0/{WEIGHTS}") == local.get(f"islands/0/{WEIGHTS}")
-
-
-@pytest.mark.slow
 def test_the_whole_way_on_s3(url: str, tmp_path: Path, run: Run) -> None:
-    settings = merged(SMALL, TINY)
-    Store.open(url, create=True).put("campaign.yaml", yaml.safe_dump(settings).encode())
-    for argv in (["data", "ingest"], ["data", "encode"], ["partition"], ["launch"], ["assemble"]):
-        result = atoll(*argv, url)
-        assert result.returncode == 0, result.stdout + result.stderr
+    Store.open(url, create=True).put("campaign.yaml", yaml.safe_dump(merged(SMALL, TINY)).encode())
+    result = atoll("launch", url)  # prepares, trains by processes of its own, and assembles
+    assert result.returncode == 0, result.stdout + result.stderr
     sheet = tmp_path / "samples.png"
-    assert atoll("sample", url, "0", "1", "--out", sheet).returncode == 0
-    assert sheet.read_bytes().startswith(b"\x89PNG")
-    for argv in (["launch", url], ["report", url]):
+    for argv in (["launch", url], ["sample", url, "0", "1", "--out", sheet], ["report", url]):
         answer = run(*argv)
         assert answer.code == 0, answer
     assert f"wrote {url}/reports/index.html" in answer.out
+    assert sheet.read_bytes().startswith(b"\x89PNG")
     store = Store.open(url)
     assert store.exists("reports/index.html") and store.exists("ensemble/ensemble.json")
-
-    here = Store.open(write_campaign(tmp_path / "c", TINY))
-    assert run("launch", here.location).code == 0
+    here = assembled(tmp_path / "c", TINY)
     for part in ("islands/0", "islands/1", "router"):
-        assert store.get(f"{part}/{WEIGHTS}") == here.get(f"{part}/{WEIGHTS}"), part
+        assert store.get(f"{part}/{WEIGHTS}") == (here / part / WEIGHTS).read_bytes(), part

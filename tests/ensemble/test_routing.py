@@ -54,41 +54,34 @@ def test_names_and_spellings() -> None:
         ("onec", "did you mean 'once'"),
         ("top 1", "did you mean 'top-K'"),
         ("", "valid: "),
-        ("top", "form of 'top'"),
         ("top-0", "k = 0"),
         ("top-x", "'k'"),
         ("top(2)", "form of 'top'"),
-        ("threshold", "form of 'threshold'"),
         ("threshold(0)", "p = 0.0"),
-        ("nucleus(1.5)", "p = 1.5"),
         ("nucleus(nan)", "p = nan"),
         ("nucleus(0.9, 0)", "temperature 0.0"),
         ("nucleus(0.9, 1, 2)", "form of 'nucleus'"),
         ("sample-2(inf)", "temperature inf"),
-        ("full-2", "form of 'full'"),
         ("top-1 every 0", "every 0"),
         ("once every 2", "has no every"),
         ("top-1 null", "there is no routing 'top-1 null'"),
         ("top-1 null comit", "there is no routing 'comit'"),
-        ("top-1 null top-0", "k = 0"),
         ("top-1 null commit", "the null branch takes full, top-K"),
-        ("top-1 null oracle", "the null branch takes full, top-K"),
         ("top-1 null sample-1 null full", "the null branch takes full, top-K"),
     ],
 )
 def test_wrong_names_say_why(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=hint):
         Routing.named(name)
-    assert hint in str(caught.value)
 
 
 def test_settings_a_strategy_does_not_use_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'full' has no temperature"):
-        Routing(strategy="full", temperature=0.5)
-    with pytest.raises(ConfigError, match="p = None"):
-        Routing(strategy="nucleus")
-    with pytest.raises(ConfigError, match="k = 0"):
-        Routing(strategy="top-k", k=0)
+    for fields, message in (
+        ({"strategy": "full", "temperature": 0.5}, "'full' has no temperature"),
+        ({"strategy": "nucleus"}, "p = None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Routing(**fields)
 
 
 def test_how_many_experts_suffice() -> None:
@@ -103,13 +96,6 @@ def test_how_many_experts_suffice() -> None:
     assert weights("sample-9").sum() == pytest.approx(1)  # draws are with replacement
     with pytest.raises(ConfigError, match="'top-5' with 4 experts"):
         weights("top-5")
-
-
-def test_when_the_router_is_asked() -> None:
-    assert [Routing.named("once").asks_at(s) for s in range(4)] == [True, False, False, False]
-    assert [Routing.named("top-1").asks_at(s) for s in range(4)] == [True] * 4
-    asked = [Routing.named("sample-1 every 3").asks_at(s) for s in range(7)]
-    assert asked == [True, False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import shutil
 import site
 import subprocess
 import venv
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -31,12 +29,11 @@ from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, write_part
 from atoll.ensemble.integrate import sample
 from atoll.export.stock import STOCK, stock_of
-from atoll.export.stock_run import encode, unpacked
-from atoll.networks.families import FAMILIES, family, kept_buffers, parameter_count
-from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
+from atoll.networks.settings import DataShape
 from helpers import SMALL, atoll, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
-from helpers_networks import TINY, card, random_weights
+from helpers_networks import card, random_weights
 
 STEPS, GUIDANCE = 50, 2.0
 LABELS = {"student": {"train": {"lr": 1e-3}}, "sampling": {"steps": STEPS, "guidance": GUIDANCE}}
@@ -228,59 +225,6 @@ def test_a_student_of_text_and_picture_together_runs_where_there_is_no_atoll(
     padded = Condition(text=states[1:], mask=torch.ones_like(mask[1:]))
     for others in ((null, null), (cond, padded)):
         assert np.abs(picture - own_pictures(folder, *others, vae)[0]).max() > 5
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_the_hook_hides_padding_from_the_stock_network(name: str, tmp_path: Path) -> None:
-    """Prompts of two lengths in a batch give what Atoll gives for each alone; without it they do not."""
-    joint = STOCK[name].joint
-    assert joint is not None
-    shape = DataShape(4, 8, 16, LENGTH)
-    network = random_weights(
-        family(name).build(
-            NetworkConfig.parse({**TINY, "patch": 2, "depth": 2, "family": name}, "a test"), shape
-        ),
-        1,
-        0.2,
-    )
-    network.save_pretrained(tmp_path)
-    stock = type(network).from_pretrained(tmp_path)
-    pipe = SimpleNamespace(transformer=stock)
-    tower = text_encoder(str(text_tower(tmp_path / "text")), LENGTH)
-    x, prompts = torch.randn(2, 4, 8, 8), ["a red square", "one"]
-    own = []
-    for row, prompt in enumerate(prompts):
-        states, mask = tower.encode([prompt])
-        own.append(
-            family(name).predict(
-                network, x[row : row + 1], torch.tensor([0.3]), Condition(text=states, mask=mask)
-            )
-        )
-    texts = encode(pipe, tower.tokenizer, tower.network, prompts, LENGTH)
-    given = {
-        "encoder_hidden_states": texts["prompt_embeds"],
-        "pooled_projections": texts["pooled_prompt_embeds"],
-        "timestep": torch.full((2,), 300.0 if name == "sd3" else 0.3),
-        "hidden_states": x,
-    }
-    if name == "flux":
-        given |= {
-            "hidden_states": diffusers.FluxPipeline._pack_latents(x, 2, 4, 8, 8),
-            "img_ids": diffusers.FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
-            "txt_ids": torch.zeros(LENGTH, 3),
-        }
-    if joint.attention:
-        stock.set_attn_processor(getattr(import_module(joint.attention[0]), joint.attention[1])())
-
-    def picture() -> torch.Tensor:
-        with torch.no_grad():
-            out = stock(**given).sample
-        return unpacked(out, 8) if name == "flux" else out
-
-    seen = picture()
-    stock.register_forward_pre_hook(joint.hide, with_kwargs=True)
-    assert torch.allclose(picture(), torch.cat(own), atol=1e-4, rtol=1e-4)
-    assert (seen - torch.cat(own)).abs().max() > 0.05
 
 
 def test_the_moved_null_label_is_the_same_network(

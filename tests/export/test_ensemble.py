@@ -13,10 +13,10 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.model import Model
 from atoll.export.ensemble import ExportRequest, export_campaign
-from atoll.export.pipeline import AtollPipeline
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused
+from helpers_export import load
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "letters"))
-
-
-def load(folder: Path) -> AtollPipeline:
-    pipe = AtollPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def times(folder: Path) -> dict[str, int]:

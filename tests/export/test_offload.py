@@ -9,7 +9,7 @@ import torch
 from atoll import AtollPipeline, Residency
 from atoll.base.errors import ConfigError, StoreError
 from atoll.export.bank import ExpertBank
-from helpers_export import LABELS, expert, generators, pipeline
+from helpers_export import LABELS, expert, generators, load, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     pipeline(k=4).save_pretrained(folder)
     return folder
-
-
-def load(folder: Path, **options: Any) -> AtollPipeline:
-    made = AtollPipeline.from_pretrained(folder, **options)
-    made.set_progress_bar_config(disable=True)
-    return made
 
 
 def draw(pipe: AtollPipeline, routing: str) -> Any:

@@ -150,18 +150,6 @@ def test_experts_of_any_kind_are_the_monolith(shift: int) -> None:
         assert error(mixed(w, kinds, x, t), Exact(w.images, w.weights)(x, t)) < 1e-12
 
 
-@pytest.mark.parametrize("schedule", [VPCosine(), DDPMLinear()], ids=lambda s: s.name)
-def test_without_another_time_and_scale_the_identity_is_lost(schedule: Schedule) -> None:
-    """An eps expert on another schedule, asked at (x_t, t) as if it were rectified flow."""
-    w = world((2, 3, 4))
-    t = torch.full((4,), 0.5, dtype=torch.float64)
-    x = w.states(t, seed=2)
-    foreign = Exact(w.images, w.weights, schedule, "eps")
-    monolith = Exact(w.images, w.weights)(x, t)
-    assert error(flow_velocity(foreign, "eps", schedule, x, t), monolith) < 1e-12
-    assert error(flow_velocity(foreign, "eps", RectifiedFlow(), x, t), monolith) > 0.1
-
-
 def outside(schedule: Schedule, prediction: Prediction) -> Tensor:
     lo, hi = exact_range(schedule, prediction)
     t = torch.tensor([1e-4, 1e-3, 4e-3, 0.009, 0.9945, 0.996, 0.999, 1.0], dtype=torch.float64)
