@@ -415,7 +415,8 @@ def test_a_wrong_checkpoint_is_refused_before_any_work(
     published_checkpoint(tmp_path / "c/wide", heads=3, head_width=12, patch=2)
     write_campaign(tmp_path / "c", {"network": {"init": init}})
     refused(command(capsys, "launch", tmp_path / "c"), *words)
-    assert not (tmp_path / "c/islands").exists()
+    assert not (tmp_path / "c/partition/partition.json").exists()
+    assert (tmp_path / "c/data").exists() == (init == "wide")  # the data say what shapes there are
 
 
 def test_a_folder_on_the_command_line_is_that_of_the_shell(
