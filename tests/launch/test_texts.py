@@ -194,14 +194,6 @@ def test_needs_become_dependencies_and_every_script_is_shown() -> None:
     assert text.count("#!/bin/bash") == 3
 
 
-def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        AtollError, match="squeue is not installed here: launch from a machine of the cluster"
-    ):
-        slurm.hand_over([Job("router", train("/c"))], SITE)
-
-
 # SkyPilot.
 
 

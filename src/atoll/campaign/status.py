@@ -6,7 +6,7 @@ the store gave, as in `store/lease.py`.
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from atoll.base.errors import AtollError, StoreError
@@ -14,8 +14,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
-from atoll.store.lease import Heartbeat, LeaseConfig, has_ended, last_sign, read_heartbeat, store_time
-from atoll.store.log import Entry
+from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 
 SCHEMA = 1
 AT_ONCE = 16
@@ -26,7 +25,7 @@ BAD: tuple[State, ...] = ("stale", "failed", "unreadable")
 """States that somebody has to do something about."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunStatus:
     """How one run stands; None is not known, or not yet.
 
@@ -201,25 +200,26 @@ class _Observed:
     """One run, and what was read of it."""
 
     def __init__(self, campaign: Campaign, run: Run) -> None:
-        self.campaign, self.folder, (self.role, self.island) = campaign, run.folder, run
-        self.blank = RunStatus(run.name, *run)
-        self.history = History(campaign.store, f"{self.folder}/run")
+        self.campaign, self.run, self.folder = campaign, run, run.folder
+        self.history = History(campaign.store, f"{run.folder}/run")
         self.plan: RunPlan | None = None
         self._bytes_out: tuple[int, int] | None = None
 
     def look(self, now: float) -> RunStatus:
+        status = RunStatus(self.run.name, *self.run)
         try:
-            return self._look(now)
+            self._fill(status, now)
         except AtollError as error:
-            return replace(self.blank, state="unreadable", error=str(error))
+            return RunStatus(self.run.name, *self.run, state="unreadable", error=str(error))
+        return status
 
     def bytes_out(self) -> tuple[int, int] | None:
         """Bytes that an island was sent, and those that it reads from elsewhere while it trains.
 
         None for other runs, or if its data set is not there.
         """
-        if self.island is not None and self._bytes_out is None:
-            data = stored_bytes(self.campaign.store, self.island)
+        if self.run.expert is not None and self._bytes_out is None:
+            data = stored_bytes(self.campaign.store, self.run.expert)
             self._bytes_out = None if data is None else (data[0] + self._initial_bytes(), data[1])
         return self._bytes_out
 
@@ -230,109 +230,78 @@ class _Observed:
         except (StoreError, KeyError, TypeError, ValueError):
             return 0  # weights that are drawn are not sent
 
-    def _look(self, now: float) -> RunStatus:
-        store, key = self.campaign.store, f"{self.folder}/island.json"
-        if self.plan is None and store.exists(key):
-            self.plan = RunPlan.read(store, key)
-        status = self.blank
+    def _fill(self, status: RunStatus, now: float) -> None:
+        store = self.campaign.store
+        if self.plan is None and store.exists(self.run.plan):
+            self.plan = RunPlan.read(store, self.run.plan)
         if self.plan is not None:
-            flops = self.plan.train_flops
-            status = replace(status, steps=self.plan.steps, batch=self.plan.batch, train_flops=flops)
+            status.steps, status.batch = self.plan.steps, self.plan.batch
+            status.train_flops = self.plan.train_flops
         self.history.refresh()
-        status = _of_log(status, self.history)
-        status = _of_commit(status, self.history, now)
-        status = self._of_heartbeat(status, now)
-        if status.state != "published" and store.exists(f"{self.folder}/expert/card.json"):
-            status = replace(status, state="published")  # trained in a copy of the island
+        self._read_log(status, now)
+        self._read_heartbeat(status, now)
+        if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
+            status.state = "published"  # trained in a copy of the island
         if status.state == "published":
-            size, said = self._published_bytes(), self.history.last("publish")
-            step = status.steps if said is None else said[0].step  # 0 if it was adopted
-            return replace(status, step=step, phase=None, error=None, published_bytes=size)
-        return status
+            self._read_publication(status)
 
-    def _of_heartbeat(self, status: RunStatus, now: float) -> RunStatus:
-        """Add what the process last said of itself, and whether it still lives."""
+    def _read_log(self, status: RunStatus, now: float) -> None:
+        entries, history = self.history.entries(), self.history
+        kinds = [entry.kind for entry in entries]
+        status.lost = sum(entry.lost for entry in entries)
+        status.set_aside, status.damaged = kinds.count("set_aside"), kinds.count("damaged")
+        starts = [entry for entry in entries if entry.kind == "acquire"]
+        if starts:
+            status.restarts, holder = len(starts) - 1, starts[-1]
+            status.holder, status.ranks = holder.holder, holder.ranks
+            status.host = holder.host or holder.holder
+        if (end := history.last("acquire", "damaged", "release", "publish")) is not None:
+            last = end[0]
+            if last.kind == "publish":
+                status.state = "published"
+            elif last.kind == "release":
+                status.state = "failed" if last.reason == "failed" else "left"
+                status.step, status.error = last.step, last.error
+            else:  # what is damaged may be an acquire
+                status.state = "training"
+        if (commit := history.last_commit()) is not None:
+            entry, key = commit
+            status.committed, status.step = entry.step, _latest(status.step, entry.step)
+            status.commit_age = max(0.0, now - history.store.modified(key))
+
+    def _read_heartbeat(self, status: RunStatus, now: float) -> None:
+        """What the process last said of itself, and whether it still lives."""
         acquired = self.history.last("acquire", "damaged")
         if acquired is None:
-            return status
+            return
         folder, store = f"{self.folder}/run", self.campaign.store
         beat = read_heartbeat(store, folder)
         if beat is None or beat.holder != status.holder:
             beat = Heartbeat(holder="")
-        status = replace(
-            status,
-            step=_latest(status.step, beat.step),
-            loss=beat.loss,
-            skipped=beat.skipped,
-            ranks=beat.ranks or status.ranks,
-        )
+        status.step, status.ranks = _latest(status.step, beat.step), beat.ranks or status.ranks
+        status.loss, status.skipped = beat.loss, beat.skipped
         if status.state != "training":
-            return status
-        age = max(0.0, now - last_sign(store, *acquired, folder))
-        ended = has_ended(acquired[0].process)
-        status = replace(status, heartbeat_age=age, ended=ended)
-        if ended or age > self._lease().expiry_seconds:
-            return replace(status, state="stale")
-        left = None
+            return
+        status.heartbeat_age = max(0.0, now - last_sign(store, *acquired, folder))
+        status.ended = has_ended(acquired[0].process)
+        expiry = self.campaign.config.training(*self.run).lease.expiry_seconds
+        if status.ended or status.heartbeat_age > expiry:
+            status.state = "stale"
+            return
+        status.phase, status.speed = beat.phase, beat.speed or None
         if beat.speed and status.steps and status.batch:
-            left = max(0, status.steps - (status.step or 0)) * status.batch / beat.speed
-        return replace(status, phase=beat.phase, speed=beat.speed or None, seconds_left=left)
+            status.seconds_left = max(0, status.steps - (status.step or 0)) * status.batch / beat.speed
 
-    def _lease(self) -> LeaseConfig:
-        return self.campaign.config.training(self.role, self.island).lease
-
-    def _published_bytes(self) -> int | None:
-        found = self.history.last("publish")
-        if found is not None:
-            return sum(file.bytes for file in found[0].files)
-        store, folder = self.campaign.store, f"{self.folder}/expert"
-        return sum(store.size(key) for key in store.list(folder))
-
-
-def _of_log(status: RunStatus, history: History) -> RunStatus:
-    """Add what the log tells, but for commits."""
-    entries = history.entries()
-    starts = [entry for entry in entries if entry.kind == "acquire"]
-    lost = sum(entry.lost for entry in entries)
-    kinds = [entry.kind for entry in entries]
-    status = replace(
-        status,
-        restarts=max(0, len(starts) - 1),
-        lost=lost,
-        set_aside=kinds.count("set_aside"),
-        damaged=kinds.count("damaged"),
-    )
-    if starts:
-        holder = starts[-1]
-        status = replace(
-            status,
-            holder=holder.holder,
-            host=holder.host or holder.holder,
-            ranks=holder.ranks,
-        )
-    found = history.last("acquire", "damaged", "release", "publish")
-    return status if found is None else _of_last(status, found[0])
-
-
-def _of_last(status: RunStatus, last: Entry) -> RunStatus:
-    """Add how the log ends; an entry that is damaged may be an acquire."""
-    if last.kind == "publish":
-        return replace(status, state="published")
-    if last.kind == "release":
-        state: State = "failed" if last.reason == "failed" else "left"
-        return replace(status, state=state, step=last.step, error=last.error)
-    return replace(status, state="training")
-
-
-def _of_commit(status: RunStatus, history: History, now: float) -> RunStatus:
-    found = history.last_commit()
-    if found is None:
-        return status
-    entry, key = found
-    age = max(0.0, now - history.store.modified(key))
-    return replace(status, committed=entry.step, commit_age=age, step=_latest(status.step, entry.step))
+    def _read_publication(self, status: RunStatus) -> None:
+        publish, store = self.history.last("publish"), self.campaign.store
+        status.phase = status.error = None
+        if publish is not None:
+            status.step = publish[0].step  # 0 if it was adopted
+            status.published_bytes = sum(file.bytes for file in publish[0].files)
+        else:
+            status.step = status.steps
+            status.published_bytes = sum(store.size(key) for key in store.list(self.run.network))
 
 
 def _latest(one: int | None, other: int | None) -> int | None:
-    known = [step for step in (one, other) if step is not None]
-    return max(known) if known else None
+    return max((step for step in (one, other) if step is not None), default=None)
