@@ -32,7 +32,7 @@ HOSTS = [
 
 AROUND = {"measure", "export", "report"}
 # Ceilings that may only fall. What is aimed at: core 12,500, around 6,500, tests 16,000.
-CORE_LINES, AROUND_LINES, TEST_LINES = 19_050, 9_500, 23_600
+CORE_LINES, AROUND_LINES, TEST_LINES = 18_700, 8_100, 21_000
 
 
 def name(path: Path) -> str:
@@ -57,7 +57,7 @@ def test_files_and_the_house_stay_small(capsys: pytest.CaptureFixture[str]):
     tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     with capsys.disabled():
         print(f" core {core:,}, around {around:,}, tests {tests:,} lines", end=" ")
-    assert {file: lines for file, lines in lengths.items() if lines >= 500} == {}
+    assert {file: lines for file, lines in lengths.items() if lines > 450} == {}
     assert core <= CORE_LINES
     assert around <= AROUND_LINES
     assert tests <= TEST_LINES

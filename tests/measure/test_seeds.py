@@ -120,8 +120,8 @@ def test_what_one_campaign_lacks_is_told(
         path = folder / "reports/compare.json"
         found = json.loads(path.read_text())
         columns, row = (
-            ["model", "of_monolith", "how"],
-            ["once", share, "never" if share is None else "between"],
+            ["model", "target", "train_flops", "of_monolith", "how"],
+            ["once", 1.0, 1.0, share, "never" if share is None else "between"],
         )
         found["tables"]["reach"] = {"columns": columns, "rows": [row]}
         path.write_text(json.dumps(found))
