@@ -53,9 +53,7 @@ def test_the_script_of_the_readme_runs(
         return create(source, folder, SMALL)
 
     monkeypatch.setattr(atoll, "create", small)
-    code = script().replace(
-        'metrics="frechet,precision"', 'metrics="frechet,precision", samples=8, components=2'
-    )
+    code = script().replace("samples=500, components=32", "samples=8, components=2")
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     with Image.open(tmp_path / "bicycle.png") as picture:
@@ -66,6 +64,40 @@ def test_the_script_of_the_readme_runs(
         line for line in capsys.readouterr().out.splitlines() if re.match(r"(top-1|full|cooled) \d", line)
     ]
     assert len(measured) == 3
+
+
+def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(tmp_path: Path) -> None:
+    """A function's name says nothing of what it computes. A later session goes on by the folder's name."""
+    draw_photos(tmp_path / "photos")
+    folder = tmp_path / "c"
+    campaign = atoll.create(tmp_path / "photos", folder, SMALL)
+    for k in range(atoll.prepare(folder).k):
+        atoll.fit(folder, "expert", k)
+    atoll.fit(folder, "router")
+    model, steepness = atoll.load(folder), [1.0]
+    assert model.generation == campaign.config.sampling
+
+    def steep(logits, uniforms):  # type: ignore[no-untyped-def]
+        return (logits * steepness[0]).softmax(-1)
+
+    values = []
+    for steepness[0] in (1e-3, 1e3):
+        found = atoll.evaluate(folder, routing=steep, metrics="frechet", samples=8, components=2)
+        values.append(found["frechet"])
+    assert values[0] != values[1]
+    assert len(model("a red circle", each=2).images) == 2
+    for call, words in [
+        (lambda: atoll.fit(folder, "expret"), "did you mean 'expert'"),
+        (lambda: atoll.fit(folder, "expert", 9), "there is no expert 9"),
+        (lambda: atoll.fit(folder, "router", 1), "--expert goes with"),
+        (lambda: atoll.load(folder, "monolit"), "did you mean 'monolith'"),
+        (lambda: atoll.create(tmp_path / "none", tmp_path / "d"), "there is no .*none"),
+        (lambda: model([3]), "give texts"),
+        (lambda: model(["a"], each=-1), "give 1 or more"),
+        (lambda: model(["a"], routing=lambda logits: logits), "a function of logits and uniforms"),
+    ]:
+        with pytest.raises(atoll.AtollError, match=words):
+            call()
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:

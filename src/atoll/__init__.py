@@ -35,7 +35,7 @@ _PUBLIC = {
     "Generation": "atoll.ensemble.generation",
     "Model": "atoll.ensemble.model",
     "Ensemble": "atoll.ensemble.ensemble",
-    "Residency": "atoll.ensemble.residency",
+    "Residency": "atoll.ensemble.settings",
     "Routing": "atoll.ensemble.routing",
     "Store": "atoll.store.store",
     "create": "atoll.api",

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from atoll.base.device import own_device
+from atoll.base.errors import ConfigError
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
@@ -22,6 +23,7 @@ from atoll.ensemble.routing import WeightFunction
 from atoll.ensemble.settings import Residency
 from atoll.measure import evaluation
 from atoll.recipes import catalogue
+from atoll.store.location import is_url
 from atoll.train.run import train_run
 
 
@@ -42,6 +44,8 @@ def create(
     Raises:
         ConfigError: a wrong setting, or there is a campaign in the folder already.
     """
+    if source != "glyphs" and not is_url(source) and not Path(source).expanduser().exists():
+        raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = yaml.safe_load(catalogue.text(recipe))
     place = str(source) if source == "glyphs" else str(Path(source).expanduser().absolute())
     tree = _merged(_merged(tree, {"data": {"source": place}}), settings or {})
@@ -50,12 +54,16 @@ def create(
     return Campaign.open(where)
 
 
-def prepare(campaign: Campaign) -> Partition:
-    """Do everything before training: data set, features, latents, text states, partition."""
-    return stages.prepare(campaign)
+def prepare(campaign: Campaign | str | Path) -> Partition:
+    """Do everything before training: data set, features, latents, text states, partition.
+
+    Args:
+        campaign: or its folder; so for the other stages.
+    """
+    return stages.prepare(_opened(campaign))
 
 
-def fit(campaign: Campaign, role: str = "expert", expert: int | None = None) -> Card:
+def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | None = None) -> Card:
     """Train one network, or go on with it, and return the card it was published with.
 
     Args:
@@ -63,6 +71,7 @@ def fit(campaign: Campaign, role: str = "expert", expert: int | None = None) -> 
         role: `expert`, `router`, `monolith`, `pretrain` or `student`.
         expert: number of the expert.
     """
+    campaign = _opened(campaign)
     train_run(campaign, role, expert)
     return read_card(campaign.store, Run(role, expert).network)
 
@@ -82,8 +91,9 @@ def load(
         device: where it samples; the GPU if there is one.
     """
     where = device or own_device()
-    if not isinstance(source, Campaign):
+    if not isinstance(source, Campaign) and not _is_campaign(source):
         return Model.load(source, name, residency, where)
+    source = _opened(source)
     if name == "ensemble":
         assemble(source)
     model = Model.load(source.store, name, residency or source.config.sampling.residency, where)
@@ -92,7 +102,7 @@ def load(
 
 
 def evaluate(
-    campaign: Campaign,
+    campaign: Campaign | str | Path,
     model: str = "ensemble",
     *,
     routing: str | WeightFunction | None = None,
@@ -115,12 +125,21 @@ def evaluate(
     Returns:
         Values by the metrics' names.
     """
+    campaign = _opened(campaign)
     config = campaign.config.evaluate
     changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
     generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
     point = evaluation.evaluate(campaign, evaluation.Request(model, generation), changed)
     assert point is not None  # it has one process
     return {name: float(value["value"]) for name, value in point.values.items()}
+
+
+def _opened(campaign: Campaign | str | Path) -> Campaign:
+    return campaign if isinstance(campaign, Campaign) else Campaign.open(campaign)
+
+
+def _is_campaign(source: str | Path) -> bool:
+    return any((Path(source) / name).is_file() for name in ("campaign.yaml", "campaign.json"))
 
 
 def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

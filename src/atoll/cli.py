@@ -182,10 +182,9 @@ def plan(
 @SETS
 def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[str, ...]) -> None:
     """Train one network; the same command again goes on where it stopped."""
-    from atoll.train.run import parse_role, train_run
+    from atoll.train.run import train_run
 
     opened = _open(campaign, sets)
-    parse_role(what, expert, opened.config.partition.k)
     train_run(opened, what, expert, wait=wait)
 
 

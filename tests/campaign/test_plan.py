@@ -213,7 +213,7 @@ def test_the_table_fits_a_terminal(paper: Plan) -> None:
         "2.98 B",
         "960,000 x 128",
         "router",
-        "monolith, one cluster",
+        "monolith, one site",
         "49.7 TB",
     ):
         assert word in joined

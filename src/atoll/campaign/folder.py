@@ -153,7 +153,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
             raise Conflict(YAML)
         store.create(YAML, text.encode())
     except Conflict:
-        raise ConfigError(f"{store.name(YAML)} exists already", "edit it, or choose another folder") from None
+        fix = "go on with it, edit it, or choose another folder"
+        raise ConfigError(f"{store.name(YAML)} exists already", fix) from None
     return store.name(YAML)
 
 

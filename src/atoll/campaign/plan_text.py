@@ -53,9 +53,9 @@ def _grouped(plan: Plan) -> list[tuple[str, RunCost]]:
         runs = list(same)
         first, last = runs[0].name, runs[-1].name.split()[-1]
         found.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
-    pretrain = [("pretraining, before them", plan.pretrain)] if plan.pretrain else []
+    pretrain = [("pretraining, first", plan.pretrain)] if plan.pretrain else []
     student = [("student, after them", plan.student)] if plan.student else []
-    return [*pretrain, *found, ("router", plan.router), *student, ("monolith, one cluster", plan.monolith)]
+    return [*pretrain, *found, ("router", plan.router), *student, ("monolith, one site", plan.monolith)]
 
 
 def _cost(title: str, run: RunCost) -> list[str]:

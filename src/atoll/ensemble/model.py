@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError, StoreError, nearest
 from atoll.encoders.text import TextEncoder, text_encoder
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.card import Card, text_length
@@ -32,7 +32,7 @@ from atoll.ensemble.stored import StoredExpert
 from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
-ENSEMBLE = "ensemble"
+ENSEMBLE, SINGLE = "ensemble", ("monolith", "student", "pretrain")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ class Model:
 
     @classmethod
     def _single(cls, store: Store, name: str, device: torch.device | str) -> "Model":
+        if name not in SINGLE:
+            raise ConfigError(f"there is no model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
         if not published(store, f"{name}/expert"):
             fix = f"train it: atoll train {name} {store.location}"
             raise StoreError(f"{store.location} has no {name} yet", fix)
@@ -177,7 +179,7 @@ class Model:
 
     def conditions(
         self,
-        prompts: Sequence[str | int] = (),
+        prompts: str | Sequence[str | int] = (),
         negative: Sequence[str] | str = "",
         each: int = 1,
         cut: bool = False,
@@ -185,7 +187,7 @@ class Model:
         """Turn texts, or class labels, into conditions; an unconditional model takes none.
 
         Args:
-            prompts: texts or labels.
+            prompts: texts or labels; one text may stand alone.
             negative: what guidance leads away from, one text for all or one for each prompt.
             each: samples of every prompt; without prompts, samples.
             cut: cut texts that are too long, instead of refusing them.
@@ -193,6 +195,13 @@ class Model:
         Raises:
             ConfigError: prompts that do not fit the model's condition.
         """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if each < 1:
+            raise ConfigError(f"{each} pictures of each prompt", "give 1 or more")
+        if self.card.condition == "text" and not all(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigError(
+                f"prompts {prompts!r} are no texts", "give texts: this model has no class labels"
+            )
         texts = tuple(map(str, prompts))
         negatives = [negative] if isinstance(negative, str) else list(negative)
         if self.card.condition != "text" and any(negatives):
@@ -258,7 +267,7 @@ class Model:
 
     def __call__(
         self,
-        prompts: Sequence[str | int] = (),
+        prompts: str | Sequence[str | int] = (),
         each: int = 1,
         generation: Generation | None = None,
         batch: int = 64,
@@ -267,7 +276,7 @@ class Model:
         """Draw pictures of prompts.
 
         Args:
-            prompts: texts or class labels; none for an unconditional model.
+            prompts: a text, or texts or class labels; none for an unconditional model.
             each: pictures of each prompt.
             generation: how; the model's own by default.
             batch: most pictures at once; it does not change them.

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that settings can be read without it; `route.py` computes the weights.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Self
@@ -22,6 +23,16 @@ _GRAMMAR = re.compile(
 
 def _forms() -> str:
     return ", ".join(entry.forms for entry in STRATEGIES.values() if entry.forms)
+
+
+def _takes_two(function: WeightFunction) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin does not tell
+        return True
+    return True
 
 
 class Routing(Config):
@@ -49,6 +60,10 @@ class Routing(Config):
     def _check(self) -> Self:
         if self.strategy not in STRATEGIES or (self.strategy == "function") != (self.function is not None):
             raise ConfigError(f"there is no routing {self.strategy!r}", f"valid: {_forms()}")
+        if self.function is not None and not _takes_two(self.function):
+            raise ConfigError(
+                f"routing {str(self)!r} is no strategy", "give a function of logits and uniforms"
+            )
         if self.null is not None and (self.null.fixed_at_start or self.null.null):
             raise ConfigError(
                 f"routing {self.strategy!r} with null {str(self.null)!r}",
@@ -111,6 +126,11 @@ class Routing(Config):
         suffix = "" if self.every == 1 else f" every {self.every}"
         suffix += "" if self.null is None else f" null {self.null}"
         return name + (f"({', '.join(args)})" if args else "") + suffix
+
+    @property
+    def named_only(self) -> bool:
+        """Whether its name says all: a function's name does not say what it computes."""
+        return self.function is None and (self.null is None or self.null.named_only)
 
     @property
     def _entry(self) -> Strategy:

@@ -79,9 +79,12 @@ def launcher(name: str) -> Launcher:
     """Find a launcher by its name: the module of this package that is called so and has `hand_over`."""
     names = {module.name for module in pkgutil.iter_modules(launch.__path__)}
     module = import_module(f"atoll.launch.{name}") if name in names else None
-    if not hasattr(module, "hand_over"):
-        others = sorted(names - {"job", "submit", "torchrun"})
+    others = sorted(names - {"job", "submit", "torchrun"})
+    if module is None or name not in others:
         raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, others))
+    members = ("PYTHON", "WAITS", "ASSEMBLES", "gpus_of", "check", "show", "hand_over")
+    if missing := [member for member in members if not hasattr(module, member)]:
+        raise ConfigError(f"launcher {name!r} has no {missing[0]}", "see Launcher in atoll/launch/job.py")
     return cast(Launcher, module)
 
 

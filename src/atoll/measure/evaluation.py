@@ -96,7 +96,7 @@ def evaluate(
         if point is None:
             return None
         key = f"{REPORTS}/{point.key}"
-        again = store.exists(f"{key}.json")
+        again = store.exists(f"{key}.json") and MeasuredPoint.read(store, f"{key}.json") == point
         if again:
             say("evaluate: finished already")
         else:

@@ -164,6 +164,11 @@ class Drawn:
         return len(self.conditions)
 
     @property
+    def reusable(self) -> bool:
+        """Unless a function routes, whose name says nothing."""
+        return not self.candidate.routed or self.generation.routing.named_only
+
+    @property
     def subject(self) -> dict[str, Any]:
         """Name of the model and digests of its weights."""
         return {"name": self.candidate.name, "weights": dict(self.candidate.weights)}

@@ -51,6 +51,11 @@ class Source(Protocol):
         """Fields of the protocol: how the pictures were drawn."""
         ...
 
+    @property
+    def reusable(self) -> bool:
+        """Whether `subject` and `about` decide the pictures, so that what was measured holds for ever."""
+        ...
+
     def __len__(self) -> int: ...
 
     @property
@@ -69,6 +74,8 @@ class Folder:
     Raises:
         DataError: there is no such folder, or no image in it.
     """
+
+    reusable = True
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -142,6 +149,8 @@ class Rows:
     Raises:
         DataError: no such rows, or no pictures.
     """
+
+    reusable = True
 
     def __init__(self, dataset: DataSet, split: str, rows: NDArray[np.int64] | None = None) -> None:
         everyone = np.arange(len(dataset), dtype=np.int64)

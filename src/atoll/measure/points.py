@@ -93,7 +93,7 @@ class Judge:
         protocol = self.protocol(source)
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{FOLDER}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
-        if self.world.once(lambda: self.store.exists(f"{key}.json")):
+        if source.reusable and self.world.once(lambda: self.store.exists(f"{key}.json")):
             kept = self._kept(key) if keep else None
             if kept is not None or not keep:
                 return (

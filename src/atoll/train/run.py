@@ -7,7 +7,7 @@ from torch import nn
 
 from atoll.base.console import say
 from atoll.base.device import own_device
-from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.folder import Campaign
@@ -35,6 +35,8 @@ from atoll.train.router import RouterTask
 from atoll.train.rows import TrainingRows
 from atoll.train.teachers import lay_start, load_teacher, settings_of_student, teachers
 
+ROLES = ("expert", "router", "monolith", "pretrain", "student")
+
 
 def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait: bool = False) -> Card:
     """Train an expert, the router, the monolith, the pretrained network or the student; or go on with it.
@@ -49,6 +51,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
             weights or learns from experts that are not there.
         ConfigError: a tracker is wanted whose package or key is not there.
     """
+    check_run(role, expert, campaign.config.partition.k)
     run = Run(role, expert)
     _check(campaign, run)
     store, name = campaign.store.sub(run.folder), run.name
@@ -179,10 +182,12 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
     return DenoiserTask(network, rows)
 
 
-def parse_role(role: str, island: int | None, k: int) -> None:
-    """Check what `atoll train` was asked for."""
-    if role == "expert" and (island is None or not 0 <= island < k):
-        what = "which expert?" if island is None else f"there is no expert {island}"
+def check_run(role: str, expert: int | None, k: int) -> None:
+    """Refuse a run that no campaign of K experts has."""
+    if role not in ROLES:
+        raise ConfigError(f"there is no role {role!r}", nearest(role, ROLES))
+    if role == "expert" and (type(expert) is not int or not 0 <= expert < k):
+        what = "which expert?" if expert is None else f"there is no expert {expert!r}"
         raise ConfigError(what, f"give --expert 0 to {k - 1}")
-    if role != "expert" and island is not None:
+    if role != "expert" and expert is not None:
         raise ConfigError(f"--expert goes with 'train expert', not with 'train {role}'", "leave it out")

@@ -37,7 +37,7 @@ class Frechet(Metric):
 
     def check(self, how: How) -> None:
         for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
-            must_be_regular(count, how.components, what, "fewer components: --set evaluate.components=N")
+            must_be_regular(count, how.components, what, "fewer components: evaluate.components=N")
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         sets = samples.rows, reference.rows
@@ -91,7 +91,7 @@ def must_be_regular(
     if count <= dimensions:
         raise DataError(
             f"{count} {what} for {dimensions} dimensions: the covariance is singular",
-            f"give more samples, or {fewer}",
+            f"give more {what}, or {fewer}",
         )
 
 
