@@ -52,6 +52,7 @@ def state(folder: Path) -> dict[Path, bytes]:
 # Folders that are none, or none of ours.
 
 
+@pytest.mark.slow
 def test_real_processes_say_one_line_and_end_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for argv, word in (

@@ -284,6 +284,7 @@ def spent(code: int, *argv: str) -> float:
     return min(once() for _ in range(5))
 
 
+@pytest.mark.slow
 def test_commands_that_only_look_are_quick(tmp_path: Path):
     from helpers import partitioned
 

@@ -260,6 +260,7 @@ def test_shapes_that_settings_name(data: dict[str, Any], shape: DataShape, tmp_p
 T5, PARTS = "google/t5-v1_1-xxl", ("depth", "heads", "head_width")
 
 
+@pytest.mark.slow
 def test_families_side_by_side_are_planned(tmp_path: Path) -> None:
     """A large SD3 on one island; each is counted by itself, and all share one budget."""
     changes = {

@@ -270,6 +270,7 @@ def killed(folder: Path) -> None:
     assert not (folder / "student/expert/card.json").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_student_goes_on_to_the_same_bits(copy: Path, tmp_path: Path) -> None:
     start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 4.0, "train": OFTEN})
     reference, other = (Path(shutil.copytree(copy, tmp_path / name)) for name in ("reference", "other"))

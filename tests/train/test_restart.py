@@ -86,6 +86,7 @@ def commits(run: Path) -> int:
     return sum(entry.get("kind") == "commit" for entry in entries)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(copy: Path, reference: Path) -> None:
     process, run = begun(copy, "islands/0"), copy / "islands/0"
     process.send_signal(signal.SIGKILL)
@@ -102,6 +103,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(copy: Path, reference: Path) -> N
     assert cards[0] == cards[1]
 
 
+@pytest.mark.slow
 def test_a_router_that_is_told_to_leave_saves_its_state(copy: Path, reference: Path) -> None:
     process, run = begun(copy, "router"), copy / "router"
     process.send_signal(signal.SIGTERM)

@@ -24,6 +24,7 @@ from atoll.train.run import train_network, train_run
 from helpers import partitioned, write_campaign
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [{"prediction": "eps", "schedule": "vp-cosine"}, {"prediction": "x0", "schedule": "ddpm-linear"}],
