@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,18 @@ def slow_writes(pattern: str, seconds: float, marker: str) -> None:
         put(self, key, data, mode)
 
     Store._put = slow  # type: ignore[method-assign]
+
+
+def watched(root: str, log: str) -> None:
+    """Bound this process, and note what hostile input must not cause; see `hostile/watch.py`."""
+    from hostile.watch import watched
+
+    watched(root, log)
+
+
+def call(name: str, *arguments: str) -> None:
+    """Run a function of `hostile/calls.py` instead of the command; its errors are told as a command's."""
+    from atoll import cli
+    from hostile import calls
+
+    cli.main = lambda: sys.exit(cli.ended(lambda: getattr(calls, name)(*arguments)))

@@ -1,0 +1,133 @@
+"""Places to attack: copies of a finished campaign, its export and a folder of pictures, with all that is near them."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos.nursery import Nursery
+
+LARGE = 2**20
+SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended.
+
+    Attributes:
+        code: exit code; None if it was still running after `SECONDS`.
+        said: all that it printed.
+        acts: what it did that hostile input must not cause.
+        changed: files beside the arena that it wrote, changed or removed.
+    """
+
+    code: int | None
+    said: str
+    acts: list[str]
+    changed: list[str]
+
+    @property
+    def error(self) -> str:
+        """The one line of error."""
+        lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.said
+        return lines[0]
+
+    def check(self) -> None:
+        """What holds of every input: no hang, no traceback, no act and no change outside."""
+        assert self.code is not None, f"still running after {SECONDS:g} s: {self.said}"
+        assert "Traceback" not in self.said, self.said
+        assert self.code in (0, 2, 75), (self.code, self.said)
+        assert not self.acts, self.acts
+        assert not self.changed, self.changed
+        assert self.code != 2 or self.error
+
+
+class Arena:
+    """A folder in which commands are run; `inside` is theirs, what lies beside it is not.
+
+    Args:
+        folder: an empty folder.
+        templates: folders that are copied into it, by name.
+        nursery: forks the processes.
+    """
+
+    def __init__(self, folder: Path, templates: dict[str, Path], nursery: Nursery) -> None:
+        self.folder, self.nursery = folder, nursery
+        self.inside = folder / "inside"
+        for name, template in templates.items():
+            shutil.copytree(template, self.inside / name, copy_function=_copy, symlinks=True)
+        (self.inside / "tmp").mkdir(parents=True, exist_ok=True)
+        (folder / "beside.txt").write_text("not yours")
+
+    def __truediv__(self, name: str) -> Path:
+        return self.inside / name
+
+    def run(
+        self, *argv: str | Path, call: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> Outcome:
+        """Run a command, or with `call` a function of `calls.py`, within the arena."""
+        before, log = self._beside(), self.folder.parent / f"{self.folder.name}.acts"
+        faults: dict[str, list[Any]] = {"watched": [str(self.inside), str(log)]}
+        if call:
+            faults["call"] = list(call)
+        places = {"TMPDIR": str(self.inside / "tmp"), "HF_HOME": str(self.inside / "tmp/hub")}
+        child = self.nursery.start(*argv, faults=faults, env={**places, **(env or {})})
+        code = child.code = self.nursery.ask({"wait": child.pid, "seconds": SECONDS})
+        if code is None:
+            child.kill()
+        acts = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        after = self._beside()
+        changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+        return Outcome(code, child.said(), acts, changed)
+
+    def _beside(self) -> dict[str, str]:
+        """Digests of the files of the arena that are not inside."""
+        files = [path for path in self.folder.rglob("*") if not path.is_relative_to(self.inside)]
+        return {str(path): _digest(path) for path in files}
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file anew: large ones are links to the template's."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the content of a JSON file, in place or by what is returned."""
+    tree = json.loads(path.read_bytes())
+    changed = change(tree)
+    replace(path, json.dumps(tree if changed is None else changed).encode())
+
+
+def relisted(folder: Path) -> None:
+    """Make the manifest agree with the files again, as whoever forges a folder would."""
+
+    def relist(manifest: dict[str, Any]) -> None:
+        for entry in manifest["files"]:
+            path = folder / entry["path"]
+            if path.is_file():
+                data = path.read_bytes()
+                entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    edit(folder / "ensemble.json", relist)
+
+
+def _copy(source: str, target: str) -> None:
+    if os.path.getsize(source) > LARGE:
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def _digest(path: Path) -> str:
+    if path.is_symlink() or not path.is_file():
+        return "no file"
+    return hashlib.sha256(path.read_bytes()).hexdigest()

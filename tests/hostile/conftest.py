@@ -1,0 +1,40 @@
+"""One finished campaign with its export, a folder of pictures, and the process that forks."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from chaos.nursery import Nursery
+from chaos.nursery import nursery as start_nursery
+from helpers import ROOT, environment
+from hostile.arena import Arena
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+    with start_nursery(tmp_path_factory.mktemp("said"), places) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def templates(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that a stranger might hand over."""
+    from whole import run
+
+    folder = tmp_path_factory.mktemp("templates")
+    run("export", whole, "--to", folder / "export")
+    source = folder / "source"
+    source.mkdir()
+    for number in range(4):
+        Image.new("RGB", (16, 16), (number * 50, 0, 0)).save(source / f"g{number}.png")
+        (source / f"g{number}.txt").write_text(f"picture {number}")
+    return {"campaign": whole, "export": folder / "export", "source": source}
+
+
+@pytest.fixture
+def arena(tmp_path: Path, templates: dict[str, Path], nursery: Nursery) -> Arena:
+    return Arena(tmp_path / "arena", templates, nursery)
