@@ -10,6 +10,7 @@ import yaml
 
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
+from atoll.base.plain import expanded, read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
@@ -44,10 +45,10 @@ def create(
     Raises:
         ConfigError: a wrong setting, or there is a campaign in the folder already.
     """
-    if source != "glyphs" and not is_url(source) and not Path(source).expanduser().exists():
+    if source != "glyphs" and not is_url(source) and not expanded(source).exists():
         raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
-    tree = yaml.safe_load(catalogue.text(recipe))
-    place = str(source) if source == "glyphs" else str(Path(source).expanduser().absolute())
+    tree = read_yaml(catalogue.text(recipe), recipe)
+    place = str(source) if source == "glyphs" else str(expanded(source).absolute())
     tree = _merged(_merged(tree, {"data": {"source": place}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())

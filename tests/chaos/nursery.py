@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,10 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path, environment: Mapping[str, str]) -> Iterator[Nursery]:
-    """Start the process that forks, and end it with all that it started."""
+def nursery(folder: Path, environment: Mapping[str, str], *modules: str) -> Iterator[Nursery]:
+    """Start the process that forks, with more modules imported, and end it with all that it started."""
     process = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *modules],
         env=dict(environment),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -145,6 +146,8 @@ def _import() -> None:
     from diffusers.models.transformers import dit_transformer_2d  # noqa: F401
 
     assert diffusers.DiTTransformer2DModel is not None
+    for name in sys.argv[1:]:
+        import_module(name)
     torch.set_num_threads(1)
 
 

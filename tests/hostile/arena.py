@@ -1,4 +1,4 @@
-"""Places to attack: copies of a finished campaign, its export and a folder of pictures, with all that is near them."""
+"""Places to attack: copies of a finished campaign, its export and a folder of pictures."""
 
 import hashlib
 import json

@@ -12,11 +12,25 @@ from chaos.nursery import nursery as start_nursery
 from helpers import ROOT, environment
 from hostile.arena import Arena
 
+MODULES = [
+    "atoll.campaign.sample",
+    "atoll.data.ingest",
+    "atoll.export.pipeline",
+    "atoll.launch.submit",
+    "atoll.measure.evaluation",
+    "atoll.report.page",
+    "atoll.train.run",
+    "diffusers.models.transformers.pixart_transformer_2d",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+]
+"""Imported once, before anything is forked."""
+
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
-    with start_nursery(tmp_path_factory.mktemp("said"), places) as process:
+    with start_nursery(tmp_path_factory.mktemp("said"), places, *MODULES) as process:
         yield process
 
 

@@ -3,10 +3,8 @@
 import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -393,10 +391,14 @@ row("card.json is a pipe", card_fifo, "assemble {campaign}", "card.json")
 
 # Settings and command lines.
 
-NOTHING: Forge = lambda arena: None
-row("a date that does not exist", NOTHING, "plan {campaign} --set seed=2024-13-45", "seed")
-row("half a number", NOTHING, "plan {campaign} --set seed=0x_", "seed")
-row("deep YAML", NOTHING, f"plan {{campaign}} --set seed={'[' * 3000}", "seed")
+
+def nothing(arena: Arena) -> None:
+    """The command line itself is what is hostile."""
+
+
+row("a date that does not exist", nothing, "plan {campaign} --set seed=2024-13-45", "seed")
+row("half a number", nothing, "plan {campaign} --set seed=0x_", "seed")
+row("deep YAML", nothing, f"plan {{campaign}} --set seed={'[' * 3000}", "seed")
 row(
     "campaign.yaml: a date that does not exist",
     bytes_of("campaign/campaign.yaml", b"seed: 2024-13-45\n"),
@@ -428,47 +430,47 @@ row(
     "plan {campaign}",
     "campaign.yaml",
 )
-row("a user who does not exist", NOTHING, "status ~nosuchuser/x", "nosuchuser")
+row("a user who does not exist", nothing, "status ~nosuchuser/x", "nosuchuser")
 row(
     "a source of a user who does not exist",
-    NOTHING,
+    nothing,
     "data ingest {campaign} --set data.source=~nosuchuser/x --set data.path={inside}/d",
     "nosuchuser",
 )
-row("export to a user who does not exist", NOTHING, "export {campaign} --to ~nosuchuser/x", "nosuchuser")
+row("export to a user who does not exist", nothing, "export {campaign} --to ~nosuchuser/x", "nosuchuser")
 row(
     "export below a file",
-    NOTHING,
+    nothing,
     "export {campaign} --to {inside}/campaign/campaign.json/x",
     "campaign.json",
 )
-row("export to /proc", NOTHING, "export {campaign} --to /proc/x", "/proc/x")
-row("a name of 300 letters", NOTHING, f"export {{campaign}} --to {{inside}}/{'x' * 300}", "xxx")
-row("a picture of 300 letters", NOTHING, f"sample {{campaign}} house --out {{inside}}/{'x' * 300}.png", "xxx")
-row("endless steps", NOTHING, "sample {campaign} house --steps 99999999999999 --out {inside}/x.png", "steps")
-row("endless clusters", NOTHING, "plan {campaign} --set partition.k=100000000", "k")
-row("an endless network", NOTHING, "plan {campaign} --set network.depth=1000000000", "depth")
+row("export to /proc", nothing, "export {campaign} --to /proc/x", "/proc/x")
+row("a name of 300 letters", nothing, f"export {{campaign}} --to {{inside}}/{'x' * 300}", "xxx")
+row("a picture of 300 letters", nothing, f"sample {{campaign}} house --out {{inside}}/{'x' * 300}.png", "xxx")
+row("endless steps", nothing, "sample {campaign} house --steps 99999999999999 --out {inside}/x.png", "steps")
+row("endless clusters", nothing, "plan {campaign} --set partition.k=100000000", "k")
+row("an endless network", nothing, "plan {campaign} --set network.depth=1000000000", "depth")
 row(
     "an endless width",
-    NOTHING,
+    nothing,
     "plan {campaign} --set network.head_width=1000000000000000000000",
     "head_width",
 )
-row("endless memory", NOTHING, "plan {campaign} --set launch.memory_gb=1e300", "memory_gb")
+row("endless memory", nothing, "plan {campaign} --set launch.memory_gb=1e300", "memory_gb")
 row(
     "experts of many digits",
-    NOTHING,
+    nothing,
     f"sample {{campaign}} house --experts {'9' * 5000} --out {{inside}}/x.png",
     "experts",
 )
 row(
     "a strategy of more experts than there are",
-    NOTHING,
+    nothing,
     "plan {campaign} --set sampling.routing=top-99",
     "top-99",
 )
-row("endless samples", NOTHING, "evaluate {campaign} --samples 1000000000000000", "samples")
-row("secrets of a URL", NOTHING, "status s3://KEY:SECRET@bucket/x")
+row("endless samples", nothing, "evaluate {campaign} --samples 1000000000000000", "samples")
+row("secrets of a URL", nothing, "status s3://KEY:SECRET@bucket/x")
 
 # Sources.
 
@@ -505,7 +507,10 @@ row(
     bytes_of("source/metadata.jsonl", b'{"file_name": "g1.png", "n": %s}\n' % DIGITS),
     INGEST,
 )
-PARQUET = "data ingest {campaign} --set data.source={inside}/source.parquet --set data.ingest.caption=caption --set data.path={inside}/d"
+PARQUET = (
+    "data ingest {campaign} --set data.source={inside}/source.parquet --set data.ingest.caption=caption"
+    " --set data.path={inside}/d"
+)
 for kind, values in {
     "text": pa.array([{"bytes": "x"}] * 4),
     "a list": pa.array([{"bytes": [1]}] * 4),

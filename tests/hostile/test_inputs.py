@@ -1,12 +1,7 @@
-"""Every hostile input ends in one line, or is rightly accepted; nothing is run, nothing is written outside."""
-
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+"""Every hostile input ends in one line or is rightly accepted; nothing runs, nothing is written outside."""
 
 import pytest
 
-from helpers import atoll, environment
 from hostile.arena import Arena
 from hostile.inputs import ROWS, Row
 

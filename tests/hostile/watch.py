@@ -25,8 +25,8 @@ CHANGES = {  # arguments: a path, and the folder that it is relative to
 def watched(root: str, log: str) -> None:
     """Bound memory and files, and note every act that hostile input must not cause.
 
-    Noted are: code that lies below `root` and is imported or run, any unpickling, any process that is started,
-    any connection, and whatever is written, made, moved or removed outside of `root`.
+    Noted are: code below `root` that is imported or run, any unpickling, any process that is
+    started, any connection, and whatever is written, made, moved or removed outside of `root`.
     """
     notes = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     inside = os.path.realpath(root)

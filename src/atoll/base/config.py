@@ -50,17 +50,14 @@ def loose_fields(model: type[BaseModel]) -> tuple[str, ...]:
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:
     """Apply one `a.b=value` override to nested plain data, in place; the value is read as YAML."""
-    import yaml
+    from atoll.base.plain import read_yaml
 
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
             f"--set {assignment!r} is not of the form key=value", "write for example --set partition.k=8"
         )
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # PyYAML lets the last two through
-        raise ConfigError(f"--set {assignment!r}: the value is not valid YAML", "quote it") from None
+    value = read_yaml(text, f"--set {assignment[:100]!r}: the value")
     *groups, last = key.strip().split(".")
     for group in groups:
         below = tree.setdefault(_key_in(tree, group), {})

@@ -12,6 +12,7 @@ import yaml
 
 from atoll.base.config import loose_fields, set_value
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
+from atoll.base.plain import expanded, read_yaml
 from atoll.base.version import code_version
 from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
@@ -140,7 +141,7 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
         ConfigError: a wrong setting.
         Conflict: there is a campaign already.
     """
-    tree = yaml.safe_load(recipe)
+    tree = read_yaml(recipe, "the recipe")
     for assignment in from_shell(sets):
         set_value(tree, assignment)
     CampaignConfig.parse(tree, "the new campaign")
@@ -180,7 +181,7 @@ def from_shell(sets: Sequence[str]) -> list[str]:
 def _names_a_path(assignment: str) -> bool:
     key, _, text = assignment.partition("=")
     if key.strip().endswith("network.init"):  # `scratch` and hub names are none
-        return Path(text).expanduser().is_dir()
+        return expanded(text).is_dir()
     return key in ("data.path", "data.source")
 
 
@@ -188,7 +189,7 @@ def _absolute(assignment: str) -> str:
     key, _, text = assignment.partition("=")
     if text in ("glyphs", "null", "") or is_url(text):
         return assignment
-    return f"{key}={yaml.safe_dump(str(Path(text).expanduser().absolute()), width=10**6).splitlines()[0]}"
+    return f"{key}={yaml.safe_dump(str(expanded(text).absolute()), width=10**6).splitlines()[0]}"
 
 
 def _comment(recipe: str) -> str:
@@ -197,11 +198,7 @@ def _comment(recipe: str) -> str:
 
 
 def _read_yaml(store: Store) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(store.get(YAML))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{store.name(YAML)} is not valid YAML ({reason})", "correct it") from None
+    tree = read_yaml(store.get(YAML), store.name(YAML))
     if not isinstance(tree, dict):
         raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
     return tree

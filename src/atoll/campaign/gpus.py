@@ -4,11 +4,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.plain import expanded, read_yaml
 
 
 class Gpu(Config):
@@ -43,7 +43,7 @@ def load(path: str | Path | None = None) -> dict[str, Gpu]:
     tree = _tree(files("atoll.campaign").joinpath("gpus.yaml").read_text(encoding="utf-8"), "gpus.yaml")
     if path is not None:
         try:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
+            text = expanded(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise ConfigError(f"cannot read the table {path}: {reason}", "give a YAML file") from None
@@ -60,10 +60,7 @@ def find(table: dict[str, Gpu], name: str) -> Gpu:
 
 
 def _tree(text: str, where: str) -> dict[str, dict[str, Any]]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{where} is not valid YAML", "correct it") from None
+    tree = read_yaml(text, where)
     if not isinstance(tree, dict) or not all(isinstance(values, dict) for values in tree.values()):
         raise ConfigError(f"{where} is no table of GPUs", "write lines like 'h100: {usd_per_hour: 2.5}'")
     return {str(name): dict(values) for name, values in tree.items()}

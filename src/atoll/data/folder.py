@@ -6,7 +6,6 @@ subfolder, with file names relative to it); where there is no such file, caption
 """
 
 import csv
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
+from atoll.base.plain import read_json
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
@@ -174,11 +174,11 @@ def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode())
+            row = read_json(line.decode())
             rows.append((number, row if isinstance(row, dict) else "not a JSON object"))
         except UnicodeDecodeError:
             rows.append((number, "not UTF-8"))
-        except (json.JSONDecodeError, RecursionError):
+        except ValueError:
             rows.append((number, "not JSON"))
     return rows
 

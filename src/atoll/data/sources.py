@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import DataError
+from atoll.base.plain import expanded
 from atoll.data.folder import FolderSource
 from atoll.data.glyphs import GlyphSource
 from atoll.data.parquet import ParquetSource
@@ -31,7 +32,7 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
         return GlyphSource(options.glyphs)
     if "://" in str(text):
         raise DataError(f"the source {text} is a URL", "copy it to a local folder, and give that")
-    path, kinds = Path(text).expanduser(), "a folder of captioned images, a .parquet file or a folder of them"
+    path, kinds = expanded(text), "a folder of captioned images, a .parquet file or a folder of them"
     if not str(text) or not path.exists():
         raise DataError(f"there is no source {str(text)!r}", f"give `glyphs`, {kinds}")
     if path.is_file() and path.suffix != ".parquet":

@@ -1,6 +1,5 @@
 """The folder of a pipeline opened: found or fetched, and checked before anything in it is loaded."""
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.base.plain import LARGEST, expanded, read_json
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.folder import (
     BANK,
@@ -87,7 +87,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     Raises:
         ConfigError: there is no such folder, it cannot be fetched, or it lacks an expert.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (path / "campaign.json").is_file() or (path / "campaign.yaml").is_file():
         raise ConfigError(f"{path} is a campaign", f"give its folder {path / 'ensemble'}")
     if path.is_dir():
@@ -99,7 +99,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     root = _fetch(str(name), [MANIFEST, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
     numbers = sorted(map(int, read_index(root / "experts").experts))
     wanted = [f"experts/{number}/*" for number in choose(experts, numbers)]
-    others = [f"{part}/*" for part in index_entries(read_json(root / MODEL_INDEX)) if part != "experts"]
+    others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
 
@@ -129,7 +129,7 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
         check_place(card, number, f"experts/{number}")
-    logits = int(read_json(root / "router" / "config.json")["num_experts"])
+    logits = int(read_tree(root / "router" / "config.json")["num_experts"])
     check_router(router, cards, listing.k, logits)
     components = _optional(root, index)
     for name, digest in parts_of(cards, router).items():
@@ -147,11 +147,11 @@ def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
     """
     if is_url(str(to)):
         raise ConfigError(f"{to} is a URL", "write to a folder, and copy it")
-    root = Path(to).expanduser().resolve()
+    root = expanded(to).resolve()
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file", "give a folder")
     index = root / MODEL_INDEX
-    held = read_json(index).get("_class_name") if index.is_file() else None
+    held = read_tree(index).get("_class_name") if index.is_file() else None
     if root.is_dir() and any(root.iterdir()) and held != kind:
         raise ConfigError(f"{root} holds something else", "give a new folder")
     if (root.parent / "campaign.json").is_file():
@@ -229,7 +229,7 @@ def _model_index(root: Path) -> dict[str, Any]:
     """`model_index.json`, if it is a pipeline of ours and names no other code than diffusers' and ours."""
     if not (root / MODEL_INDEX).is_file():
         raise ConfigError(f"{root} is no pipeline (no {MODEL_INDEX})", "give the folder of atoll export")
-    index = read_json(root / MODEL_INDEX)
+    index = read_tree(root / MODEL_INDEX)
     kind = index.get("_class_name")
     if kind != PIPELINE:
         raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
@@ -273,12 +273,12 @@ def _verify(root: Path, manifest: Manifest, beginnings: tuple[str, ...]) -> None
         raise StoreError(error.what, AGAIN) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
     """Content of a JSON file; `StoreError` if it is missing or none."""
     if not path.is_file():
         raise StoreError(f"{path} is missing", AGAIN)
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path.read_bytes() if path.stat().st_size <= LARGEST else b"")
     except ValueError:
         content = None
     if not isinstance(content, dict):

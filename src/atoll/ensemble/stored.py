@@ -1,6 +1,5 @@
 """Experts that are not loaded: their settings, and their weights where they lie in a safetensors file."""
 
-import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest_tensors
+from atoll.base.plain import read_json
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert, filled, read_card, read_config, settings_of
 from atoll.flow.settings import Prediction
@@ -75,7 +75,7 @@ class FileWeights(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         except FileNotFoundError:
             raise Absent(f"{path} is missing", _FIX) from None
         except OSError as error:
@@ -227,7 +227,7 @@ def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
         raise StoreError(f"{path} is damaged, or no safetensors", _FIX)
     specs, starts = {}, {}
     try:
-        tree = json.loads(os.pread(file, length, 8))
+        tree = read_json(os.pread(file, length, 8))
         tree.pop("__metadata__", None)
         for name, about in tree.items():
             spec = Spec(_DTYPES[about["dtype"]], tuple(map(int, about["shape"])))

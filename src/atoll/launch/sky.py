@@ -3,13 +3,13 @@
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
+from atoll.base.plain import expanded
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
@@ -72,7 +72,7 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
         resources["disk_size"] = asked.disk
     made: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
     if asked.workdir is not None:
-        made["workdir"] = str(Path(asked.workdir).expanduser().absolute())  # the script changes folders
+        made["workdir"] = str(expanded(asked.workdir).absolute())  # the script changes folders
     made["envs"] = dict(job.environment)
     made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
     meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""

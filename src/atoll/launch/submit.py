@@ -10,6 +10,7 @@ from typing import cast
 from atoll import launch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.plain import expanded
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
 from atoll.campaign.prepare import finished, prepare
@@ -206,6 +207,6 @@ def _finish(campaign: Campaign, placed: list[Placed], held: list[str], dry_run: 
 def _output(campaign: Campaign) -> Path:
     named = campaign.config.launch.slurm.output
     if named is not None:
-        return Path(named).expanduser().absolute()
+        return expanded(named).absolute()
     root = campaign.store.location
     return Path("launch").absolute() if "://" in root else Path(root) / "launch"

@@ -3,7 +3,6 @@
 Only `config.json` and safetensors are read: never pickle, and no code that lies beside them.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, first_line
+from atoll.base.plain import expanded, read_json
 from atoll.networks.families import kept_buffers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -113,7 +113,7 @@ def find(name: str, beside: Path) -> Checkpoint:
     Raises:
         ConfigError: there is none, or it holds no safetensors.
     """
-    folder = beside / Path(name).expanduser()
+    folder = beside / expanded(name)
     if not folder.is_dir():
         folder = _from_hub(name, folder)
     if not (folder / "config.json").is_file() and (folder / "transformer" / "config.json").is_file():
@@ -231,7 +231,7 @@ def _class_name(config: Mapping[str, Any]) -> str:
 
 def _json(name: str, path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_bytes())
+        tree = read_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _refusal(name, f"{path.name} cannot be read ({first_line(error)})") from None
     if not isinstance(tree, dict):

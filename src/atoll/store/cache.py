@@ -14,6 +14,7 @@ from typing import Any
 import obstore
 
 from atoll.base.errors import StoreError
+from atoll.base.plain import expanded
 
 _CHUNK = 8 * 2**20  # bytes that are in memory at a time
 _PROCESS = uuid.uuid4().hex  # objects in memory are this process's own
@@ -22,7 +23,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_
 
 def folder() -> Path:
     """Where copies are kept: `ATOLL_CACHE`, or `~/.cache/atoll`."""
-    return Path(os.environ.get("ATOLL_CACHE") or "~/.cache/atoll").expanduser().absolute()
+    return expanded(os.environ.get("ATOLL_CACHE") or "~/.cache/atoll").absolute()
 
 
 def fetch(objects: Any, key: str, url: str) -> Path:

@@ -17,6 +17,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import MemoryStore, from_url
 
 from atoll.base.errors import StoreError, first_line
+from atoll.base.plain import expanded
 
 SCHEMES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE"} | {
     "abfss": "AZURE",
@@ -59,8 +60,8 @@ def resolve(base: str, path: str) -> str:
     Raises:
         StoreError: the path climbs out of the bucket.
     """
-    if is_url(path) or Path(path).expanduser().is_absolute():
-        return path if is_url(path) else str(Path(path).expanduser().resolve())
+    if is_url(path) or expanded(path).is_absolute():
+        return path if is_url(path) else str(expanded(path).resolve())
     if not is_url(base):
         return str((Path(base) / path).resolve())
     scheme, _, rest = base.partition("://")
@@ -74,7 +75,7 @@ def resolve(base: str, path: str) -> str:
 def local_path(location: str | Path) -> Path | None:
     """The absolute local path of a location; None if it is not on this machine's disk."""
     if not is_url(location):
-        return Path(location).expanduser().absolute()
+        return expanded(location).absolute()
     parts = urlsplit(str(location))
     if parts.scheme != "file":
         return None

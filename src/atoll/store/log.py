@@ -6,7 +6,6 @@ taken, learns of the newer holder, and leaves. A `publish` ends the log: nobody 
 Whether a holder still lives is a question of patience only (`lease.py`); nothing here reads a clock.
 """
 
-import json
 import threading
 import time
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from atoll.base.console import say
 from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import digest
+from atoll.base.plain import read_json
 from atoll.store.manifest import FileEntry, Published
 from atoll.store.store import Conflict, Store
 
@@ -208,7 +208,7 @@ class Log:
 def read_entry(store: Store, key: str) -> Entry:
     """One entry; if it is not what was written, one of the kind `damaged` that says nothing else."""
     try:
-        content = json.loads(store.get(key))
+        content = read_json(store.get(key))
         if content.pop("digest") != digest(content):
             return Entry(kind="damaged")
     except (ValueError, AttributeError, KeyError, TypeError):

@@ -12,6 +12,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Self
 
 import obstore
@@ -19,6 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError, first_line
+from atoll.base.plain import LARGEST, read_json
 from atoll.store import cache
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
 
@@ -129,7 +131,7 @@ class Store:
         """All bytes of an object; `Absent` if it is missing."""
         try:
             if self.local is not None:  # forked workers read too, and there obstore would wait for ever
-                return self.path(key).read_bytes()
+                return _regular(self.path(key)).read_bytes()
             return bytes(obstore.get(self._objects, self._full(key)).bytes())
         except _Failure as error:
             raise self._unread(key, error) from None
@@ -253,8 +255,10 @@ class Store:
     def get_json(self, key: str) -> Any:
         """Plain data from a JSON object; `StoreError` if it is missing or is not JSON."""
         try:
-            return json.loads(self.get(key))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            if self.size(key) > LARGEST:
+                raise ValueError
+            return read_json(self.get(key))
+        except ValueError:
             raise Damaged(
                 f"{self.name(key)} is not valid JSON", "it is damaged: restore or remove it"
             ) from None
@@ -316,6 +320,13 @@ def check_conditional_create(store: Store, prefix: str = "") -> None:
 def to_json(value: Any) -> bytes:
     """Readable JSON with a final newline; refuses NaN, which is not JSON."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _regular(path: Path) -> Path:
+    """The path of a file; a pipe or device, which may never end, is refused."""
+    if not S_ISREG(path.stat().st_mode):
+        raise IsADirectoryError(f"{path} is no file")
+    return path
 
 
 def _is_absent(error: BaseException) -> bool:

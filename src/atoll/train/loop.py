@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
+from atoll.base.plain import read_json
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
@@ -411,7 +412,7 @@ def _metrics_until(run: Store, step: int) -> list[MetricsLine]:
     lines = []
     for line in text.splitlines():
         try:
-            lines.append(MetricsLine.of_json(json.loads(line), "metrics.jsonl"))
+            lines.append(MetricsLine.of_json(read_json(line), "metrics.jsonl"))
         except (ValueError, AtollError):
             say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
     return [line for line in lines if line.step <= step]

@@ -1,0 +1,71 @@
+"""Plain data from JSON and YAML that nobody vouches for: bounded in size and depth, and nothing is run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic_core import from_json
+
+from atoll.base.errors import ConfigError
+
+LARGEST = 256 * 2**20  # bytes; the manifest of 150 million rows in shards of 4,096 has 20 MB
+LARGEST_YAML = 2**20
+DEEPEST_YAML = 50
+
+
+def read_json(data: bytes | str) -> Any:
+    """Parse JSON of at most `LARGEST` bytes and 200 levels.
+
+    Raises:
+        ValueError: it is not JSON, too large or too deep, or holds a number of thousands of digits.
+    """
+    if len(data) > LARGEST:
+        raise ValueError(f"it has {len(data):,} bytes")
+    return from_json(data)
+
+
+def read_yaml(text: bytes | str, where: str) -> Any:
+    """Parse YAML of at most `LARGEST_YAML` bytes without aliases.
+
+    Raises:
+        ConfigError: it is not YAML, too large or too deep.
+    """
+    try:
+        if len(text) > LARGEST_YAML:
+            raise ValueError(f"it has {len(text):,} bytes")
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, of which twelve lines make billions of values, and without depth."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases are not taken: write the value out")
+        self.depth += 1
+        if self.depth > DEEPEST_YAML:
+            raise ValueError("it is nested too deeply")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is the home folder.
+
+    Raises:
+        ConfigError: there is no such user, or the path holds a NUL.
+    """
+    try:
+        if "\0" in str(path):
+            raise RuntimeError
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"there is no folder {str(path)!r}", "write the path out, without ~") from None
