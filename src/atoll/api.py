@@ -97,9 +97,8 @@ def load(
     source = _opened(source)
     if name == "ensemble":
         assemble(source)
-    model = Model.load(source.store, name, residency or source.config.sampling.residency, where)
-    model.generation = source.config.sampling
-    return model
+    sampling = source.config.sampling
+    return Model.load(source.store, name, residency or sampling.residency, where, sampling)
 
 
 def evaluate(

@@ -169,9 +169,9 @@ def plan(
 
     opened, known = _open(campaign, sets), kinds.load(table)
     kinds.find(known, gpu)
-    made = make_plan(opened.config, expected(opened, rows), known, gpu, gpus)
-    say(json.dumps(made.to_json(), indent=2) if as_json else "\n".join(lines(made)))
-    must_fit(made, known)
+    outlook = make_plan(opened.config, expected(opened, rows), known, gpu, gpus)
+    say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
+    must_fit(outlook, known)
 
 
 @atoll.command()
@@ -239,8 +239,8 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     from atoll.campaign import status_text
 
     opened = _open(campaign)
-    found = status_text.watch(opened, every, as_json) if watch else status_text.show(opened, as_json)
-    if found is not None and found.bad:
+    shown = status_text.watch(opened, every, as_json) if watch else status_text.show(opened, as_json)
+    if shown is not None and shown.bad:
         sys.exit(1)
 
 

@@ -62,16 +62,16 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
         Held: the island is being trained.
     """
     store, plan = _island(campaign, wanted.island)
-    found = find(wanted.checkpoint, Path())
-    adapter = _family(found, campaign.config.condition)
-    prediction, curve = _objective(found, wanted)
+    checkpoint = find(wanted.checkpoint, Path())
+    adapter = _family(checkpoint, campaign.config.condition)
+    prediction, curve = _objective(checkpoint, wanted)
     shape = plan.shape
     latents, text = DataSet.open(store, "data").producers()
-    _check_shape(found, adapter, shape)
-    _check_vae(found, latents)
-    flops = _forward(found, adapter, shape)
-    network = _built(found, adapter)
-    weights = whole(network, found)
+    _check_shape(checkpoint, adapter, shape)
+    _check_vae(checkpoint, latents)
+    flops = _forward(checkpoint, adapter, shape)
+    network = _built(checkpoint, adapter)
+    weights = whole(network, checkpoint)
     weights_hash = digest_tensors(weights)
     card = Card(
         role="expert",
@@ -91,7 +91,7 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
         train_flops=0.0,
         forward_flops=flops,
         weights_sha256=weights_hash,
-        provenance=_provenance(found, weights_hash),
+        provenance=_provenance(checkpoint, weights_hash),
     )
     _publish(store, filled(network, weights), weights, card)
     _tell(wanted, card)
@@ -114,30 +114,30 @@ def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
     return store, RunPlan.read(campaign.store, run.plan)
 
 
-def _family(found: Checkpoint, condition: str) -> Family:
+def _family(checkpoint: Checkpoint, condition: str) -> Family:
     try:
-        adapter = family(found.class_name)
+        adapter = family(checkpoint.class_name)
     except ConfigError:
         known = "DiT, PixArt, SD3 and Flux transformers can be adopted"
-        raise ConfigError(f"{found.name!r} is a {found.class_name}", known) from None
+        raise ConfigError(f"{checkpoint.name!r} is a {checkpoint.class_name}", known) from None
     if adapter.takes_text != (condition == "text"):
         takes = "text" if adapter.takes_text else "class labels or nothing"
         raise ConfigError(
-            f"{found.name!r} is a {found.class_name}, which takes {takes}; the campaign's condition is"
-            f" {condition!r}",
+            f"{checkpoint.name!r} is a {checkpoint.class_name}, which takes {takes}; the campaign's"
+            f" condition is {condition!r}",
             "adopt one of the same condition",
         )
     return adapter
 
 
-def _objective(found: Checkpoint, wanted: Adoption) -> tuple[Prediction, str]:
+def _objective(checkpoint: Checkpoint, wanted: Adoption) -> tuple[Prediction, str]:
     """What the user says, and else what the checkpoint says."""
     if wanted.prediction is not None and wanted.schedule is not None:
         return wanted.prediction, spelled(schedule(wanted.schedule))
-    settings = found.beside("scheduler", "scheduler_config.json")
+    settings = checkpoint.beside("scheduler", "scheduler_config.json")
     if settings is None:
         raise ConfigError(
-            f"{found.name!r} has no scheduler_config.json that says what it was trained on",
+            f"{checkpoint.name!r} has no scheduler_config.json that says what it was trained on",
             "say it: for example --prediction eps --schedule ddpm-linear",
         )
     prediction, curve = trained_on(settings)
@@ -145,15 +145,15 @@ def _objective(found: Checkpoint, wanted: Adoption) -> tuple[Prediction, str]:
     return named, curve if wanted.schedule is None else spelled(schedule(wanted.schedule))
 
 
-def _check_shape(found: Checkpoint, adapter: Family, shape: DataShape) -> None:
+def _check_shape(checkpoint: Checkpoint, adapter: Family, shape: DataShape) -> None:
     with torch.device("meta"):  # settings that config.json leaves out have their defaults then
-        settings: Any = _built(found, adapter).config
-    made = asdict(adapter.made_for(settings, shape))
+        settings: Any = _built(checkpoint, adapter).config
+    implied = asdict(adapter.made_for(settings, shape))
     for part, value in asdict(shape).items():
-        if part != "text_length" and made[part] != value:
-            what = _WORDS[part].format(made[part])
+        if part != "text_length" and implied[part] != value:
+            what = _WORDS[part].format(implied[part])
             raise ConfigError(
-                f"{found.name!r} was made for {what}, the campaign's data have {value}",
+                f"{checkpoint.name!r} was made for {what}, the campaign's data have {value}",
                 "adopt one that was trained on data of this shape",
             )
 
@@ -166,32 +166,32 @@ _WORDS = {
 }
 
 
-def _check_vae(found: Checkpoint, latents: Mapping[str, Any]) -> None:
+def _check_vae(checkpoint: Checkpoint, latents: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose pipeline has an autoencoder with other constants than the campaign's."""
-    vae = found.beside("vae", "config.json")
+    vae = checkpoint.beside("vae", "config.json")
     if vae is None:
         return
     shift, scale = float(vae.get("shift_factor") or 0.0), float(vae.get("scaling_factor") or 1.0)
-    own = f"have {latents['shift']:g} and {latents['scale']:g}"
+    latents_text = f"have {latents['shift']:g} and {latents['scale']:g}"
     if latents["name"] == "none" or (shift, scale) != (latents["shift"], latents["scale"]):
         raise ConfigError(
-            f"{found.name!r} was trained on latents with shift {shift:g} and scale {scale:g}, the campaign's"
-            f" {'are pixels' if latents['name'] == 'none' else own}",
+            f"{checkpoint.name!r} was trained on latents with shift {shift:g} and scale {scale:g},"
+            f" the campaign's {'are pixels' if latents['name'] == 'none' else latents_text}",
             "adopt one that was trained on the same latents",
         )
 
 
-def _built(found: Checkpoint, adapter: Family) -> nn.Module:
+def _built(checkpoint: Checkpoint, adapter: Family) -> nn.Module:
     """Its network, without its weights."""
     try:
-        return adapter.load(found.settings)
+        return adapter.load(checkpoint.settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{found.name!r} has settings that make no network ({_line(error)})", "adopt another one"
+            f"{checkpoint.name!r} has settings that make no network ({_line(error)})", "adopt another one"
         ) from None
 
 
-def _forward(found: Checkpoint, adapter: Family, shape: DataShape) -> float:
+def _forward(checkpoint: Checkpoint, adapter: Family, shape: DataShape) -> float:
     """Operations of one evaluation; that it can be evaluated at all is found out here, without weights."""
 
     def ask(network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -201,10 +201,11 @@ def _forward(found: Checkpoint, adapter: Family, shape: DataShape) -> float:
         return answer
 
     try:
-        return count(lambda: _built(found, adapter), ask, shape).forward
+        return count(lambda: _built(checkpoint, adapter), ask, shape).forward
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"{found.name!r} cannot be asked with the campaign's data ({_line(error)})", "adopt another one"
+            f"{checkpoint.name!r} cannot be asked with the campaign's data ({_line(error)})",
+            "adopt another one",
         ) from None
 
 
@@ -212,8 +213,8 @@ def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _provenance(found: Checkpoint, weights_hash: str) -> dict[str, Any]:
-    origin = {"name": found.name, "class": found.class_name, "weights_sha256": weights_hash}
+def _provenance(checkpoint: Checkpoint, weights_hash: str) -> dict[str, Any]:
+    origin = {"name": checkpoint.name, "class": checkpoint.class_name, "weights_sha256": weights_hash}
     return {
         "atoll": code_version(),
         "torch": torch.__version__,

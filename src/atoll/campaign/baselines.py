@@ -24,9 +24,9 @@ def dense(campaign: Campaign, name: str) -> str:
 
 def load_dense(campaign: Campaign, name: str, device: torch.device | str = "cpu") -> Expert:
     """One of them on the device; `StoreError` if it is not published, or damaged."""
-    found = Expert.load(campaign.store, dense(campaign, name))
-    found.network.to(device)
-    return found
+    expert = Expert.load(campaign.store, dense(campaign, name))
+    expert.network.to(device)
+    return expert
 
 
 def dense_cards(campaign: Campaign, router: Card, names: Sequence[str] = DENSE) -> dict[str, Card]:

@@ -60,21 +60,21 @@ def denoiser_flops(config: NetworkConfig, shape: DataShape) -> Flops:
 
 def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]:
     """Arguments of `networks.router.Router`."""
-    own = config.router
-    if shape.size % own.patch:
+    router = config.router
+    if shape.size % router.patch:
         raise ConfigError(
-            f"latents of {shape.size} px do not divide into patches of {own.patch}", "change router.patch"
+            f"latents of {shape.size} px do not divide into patches of {router.patch}", "change router.patch"
         )
     return {
         "num_experts": config.partition.k,
         "in_channels": shape.channels,
         "sample_size": shape.size,
-        "patch_size": own.patch,
-        "num_layers": own.depth,
-        "num_attention_heads": own.heads,
-        "attention_head_dim": own.head_width,
-        "caption_channels": shape.text_width if own.sees_condition else 0,
-        "num_classes": shape.classes if own.sees_condition else 0,
+        "patch_size": router.patch,
+        "num_layers": router.depth,
+        "num_attention_heads": router.heads,
+        "attention_head_dim": router.head_width,
+        "caption_channels": shape.text_width if router.sees_condition else 0,
+        "num_classes": shape.classes if router.sees_condition else 0,
     }
 
 
@@ -97,23 +97,23 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
         shape: of the data.
         sizes: training rows per cluster.
     """
-    made = _divide(config, shape, sizes)
+    budget = _divide(config, shape, sizes)
     if config.student is None:
-        return made
+        return budget
     network = config.denoiser("student")[0]
-    own = made.monolith.flops if network == config.network else denoiser_flops(network, shape)
-    steps = max(1, round(config.student.step_share * made.monolith.steps))
-    flops = Flops(own.forward, own.train + _teacher_flops(config.student, made, sizes))
-    return replace(made, student=Share(steps, config.student.batch(config.train.batch), flops))
+    flops_each = budget.monolith.flops if network == config.network else denoiser_flops(network, shape)
+    steps = max(1, round(config.student.step_share * budget.monolith.steps))
+    flops = Flops(flops_each.forward, flops_each.train + _teacher_flops(config.student, budget, sizes))
+    return replace(budget, student=Share(steps, config.student.batch(config.train.batch), flops))
 
 
-def _teacher_flops(student: StudentConfig, made: Budget, sizes: list[int]) -> float:
+def _teacher_flops(student: StudentConfig, budget: Budget, sizes: list[int]) -> float:
     """Operations of a teacher for one sample: that of an average row, by as many experts as are asked."""
     rows = max(1, sum(sizes))
-    expert = sum(size * share.flops.forward for size, share in zip(sizes, made.experts, strict=True)) / rows
+    expert = sum(size * share.flops.forward for size, share in zip(sizes, budget.experts, strict=True)) / rows
     if student.teacher == "cluster":
         return expert
-    return made.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
+    return budget.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
 
 
 def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:

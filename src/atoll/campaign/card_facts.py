@@ -23,14 +23,14 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     """
     store = campaign.store
     cut = store.get_json("partition/partition.json")
-    found: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
-    found["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
-    found["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
+    facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
+    facts["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
+    facts["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
     for role in ("monolith", "pretrain", "student"):
         if published(store, f"{role}/expert"):
-            found[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
+            facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
     evaluation = _evaluation(campaign, parts)
-    return {**found, "evaluation": evaluation} if evaluation else found
+    return {**facts, "evaluation": evaluation} if evaluation else facts
 
 
 def prompts(campaign: Campaign, count: int) -> list[str]:
@@ -78,13 +78,13 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
     """The comparison, if it measured these very parts."""
     if not campaign.store.exists(COMPARISON):
         return None
-    found = campaign.store.get_json(COMPARISON)
-    measured = found.get("parts", {})
-    asked = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
-    if {name: measured.get(name) for name in asked} != parts:
+    comparison = campaign.store.get_json(COMPARISON)
+    measured = comparison.get("parts", {})
+    names = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
+    if {name: measured.get(name) for name in names} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
     return {
-        "metric": {key: found["metric"][key] for key in keys},
-        "rows": [{"name": row["name"], "distance": row["distance"]} for row in found["rows"]],
+        "metric": {key: comparison["metric"][key] for key in keys},
+        "rows": [{"name": row["name"], "distance": row["distance"]} for row in comparison["rows"]],
     }

@@ -48,7 +48,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     if campaign.store.exists("partition/partition.json"):
         return _partitioned(campaign)
     k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
-    shape, found = None, rows
+    shape, count = None, rows
     if not campaign.has_dataset():
         notes.append("no data set yet: shapes are those that the settings name")
         if campaign.config.condition == "class":
@@ -57,12 +57,12 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
             notes.append("rows are not known: --rows N tells what the data set's bytes will be")
     else:
         dataset = campaign.dataset()
-        found = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
+        count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         shape = _from_data(campaign, dataset)
     shape = shape or _from_settings(campaign)
-    sizes = [found // k + (number < found % k) for number in range(k)] if found else []
+    sizes = [count // k + (number < count % k) for number in range(k)] if count else []
     stored = [row_bytes(shape) * size for size in sizes] if sizes else None
-    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, found, stored, False, notes)
+    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, count, stored, False, notes)
 
 
 def row_bytes(shape: DataShape) -> int:

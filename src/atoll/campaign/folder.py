@@ -119,12 +119,12 @@ class Campaign:
         """Data set and partition; `PartitionError` if they do not belong together."""
         from atoll.data import partition as partitions
 
-        dataset, made = self.dataset(), partitions.load(self.store)
-        if made.about.data != dataset.id_hash:
+        dataset, clusters = self.dataset(), partitions.load(self.store)
+        if clusters.about.data != dataset.id_hash:
             raise PartitionError(
                 f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
             )
-        return dataset, made
+        return dataset, clusters
 
     def has_dataset(self) -> bool:
         """Whether there is a finished data set."""
@@ -221,21 +221,21 @@ def decisive(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
     """Without the settings that do not change what is learned, and without what is empty."""
-    found: dict[str, Any] = {}
+    decided: dict[str, Any] = {}
     for key, value in tree.items():
         if key in LOOSE and isinstance(value, dict):
             value = {name: setting for name, setting in value.items() if name not in LOOSE[key]}
         if isinstance(value, dict):
             value = _decisive(value)
         if value != {}:
-            found[key] = value
-    return found
+            decided[key] = value
+    return decided
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

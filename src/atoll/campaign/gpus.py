@@ -47,8 +47,8 @@ def load(path: str | Path | None = None) -> dict[str, Gpu]:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise ConfigError(f"cannot read the table {path}: {reason}", "give a YAML file") from None
-        for name, own in _tree(text, str(path)).items():
-            tree[name] = {**tree.get(name, {}), **own}
+        for name, entry in _tree(text, str(path)).items():
+            tree[name] = {**tree.get(name, {}), **entry}
     return {name: Gpu.parse(values, f"{name} of {path or 'gpus.yaml'}") for name, values in tree.items()}
 
 

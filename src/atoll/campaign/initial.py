@@ -43,16 +43,16 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
         config: of the campaign.
         beside: the campaign's folder, from which paths start.
     """
-    told = set()
+    warned = set()
     runs = [("monolith", None), ("student", None), *(("expert", island) for island in config.islands)]
     for role, island in runs:
         network, objective = config.denoiser(role, island)[0], config.objective_of(island)
-        if network.init == SCRATCH or (network, objective) in told:
+        if network.init == SCRATCH or (network, objective) in warned:
             continue
-        told.add((network, objective))
-        found = _found(network, beside)
+        warned.add((network, objective))
+        origin = _found(network, beside)
         with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
-            settings = found.beside("scheduler", "scheduler_config.json")
+            settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
             if kind not in (None, (objective.prediction, objective.schedule)):
                 say(
@@ -96,12 +96,12 @@ class Checkpoints:
 
     def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         if settings.init not in self._read:
-            found = _found(settings, self.beside)
+            checkpoint = _found(settings, self.beside)
             with _setting():
-                weights = found.weights()
+                weights = checkpoint.weights()
             origin = {
-                "name": found.name,
-                "class": found.class_name,
+                "name": checkpoint.name,
+                "class": checkpoint.class_name,
                 "weights_sha256": digest_tensors(weights),
             }
             self._read[settings.init] = (origin, weights)

@@ -37,41 +37,41 @@ def make_islands(campaign: Campaign) -> Partition:
     """
     store, config = campaign.store, campaign.config
     if store.exists("partition/partition.json"):
-        made = partitions.load(store)
-        say(f"partition: finished already, {made.k} clusters {made.sizes}")
+        partition = partitions.load(store)
+        say(f"partition: finished already, {partition.k} clusters {partition.sizes}")
         if config.student is not None and not store.exists("student/island.json"):
-            _add_student(campaign, made)
-        return made
+            _add_student(campaign, partition)
+        return partition
     dataset = campaign.dataset()
     columns = _columns(campaign, dataset)
     name = features_column(config.partition.encoder)
     features = dataset.column(name) if config.partition.method == "kmeans" else None
-    made = partitions.make(dataset, features, config.partition, config.seed)
+    partition = partitions.make(dataset, features, config.partition, config.seed)
     shape = data_shape(dataset, config.condition)
-    budget = divide(config, shape, made.sizes)
+    budget = divide(config, shape, partition.sizes)
     campaign.freeze()
 
-    plans, parts = _Plans(campaign, made, shape, Checkpoints(store.location)), []
-    for number in range(made.k):
-        rows = (made.clusters == number).nonzero()[0]
+    plans, parts = _Plans(campaign, partition, shape, Checkpoints(store.location)), []
+    for number in range(partition.k):
+        rows = (partition.clusters == number).nonzero()[0]
         run = Run("expert", number)
         parts.append(write_subset(dataset, rows, store, f"{run.folder}/data", columns))
-        plans.write(run, made.sizes[number], budget.experts[number])
+        plans.write(run, partition.sizes[number], budget.experts[number])
     for role, share in budget.whole().items():
         plans.write_whole(role, parts, columns, share)
-    partitions.save(made, store, dataset)
-    _tell(made, budget)
-    return made
+    partitions.save(partition, store, dataset)
+    _tell(partition, budget)
+    return partition
 
 
-def _add_student(campaign: Campaign, made: Partition) -> None:
+def _add_student(campaign: Campaign, partition: Partition) -> None:
     """The student's folder, in a campaign that was partitioned without one."""
     store, config = campaign.store, campaign.config
-    parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(made.k)]
+    parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
     shape = RunPlan.read(store, Run("expert", 0).plan).shape
-    budget = divide(config, shape, made.sizes)
+    budget = divide(config, shape, partition.sizes)
     assert budget.student is not None
-    plans = _Plans(campaign, made, shape, Checkpoints(store.location))
+    plans = _Plans(campaign, partition, shape, Checkpoints(store.location))
     plans.write_whole("student", parts, parts[0].column_names(), budget.student)
     say(_of_student(budget.student, budget))
 
@@ -92,15 +92,15 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
 
 def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
-    made, config = dataset.manifest.config, campaign.config
-    if config.data.source is not None and made and made != config.data.ingest.model_dump(mode="json"):
+    ingested, config = dataset.manifest.config, campaign.config
+    if config.data.source is not None and ingested and ingested != config.data.ingest.model_dump(mode="json"):
         fix = "put data.ingest back, or choose another data.path"
         raise DataError(
             f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
         )
     wanted = wanted_columns(config)
-    for name, asked in wanted.items():
-        if not made_by(dataset, name, asked):
+    for name, producer in wanted.items():
+        if not made_by(dataset, name, producer):
             command = "embed" if name.startswith("features-") else "encode"
             what = "of other settings" if dataset.has_column(name) else "missing"
             raise DataError(
@@ -109,7 +109,7 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     return [name for name in ("latents", "split", "text") if name in wanted or name == "split"]
 
 
-def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> None:
+def _write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
     """The `clusters` column of a data set made of the islands' shards in order."""
     numbers = [k for k, part in enumerate(parts) for _ in part.shards]
 
@@ -117,7 +117,7 @@ def _write_clusters(whole: DataSet, parts: list[DataSet], made: Partition) -> No
         rows = whole.shards[shard].rows
         return {"values": torch.full((rows,), numbers[shard], dtype=torch.int16)}
 
-    whole.write_column("clusters", {"name": "partition", "hash": made.hash}, compute)
+    whole.write_column("clusters", {"name": "partition", "hash": partition.hash}, compute)
 
 
 @dataclass
@@ -125,7 +125,7 @@ class _Plans:
     """Writes `island.json` of every run, and `init/` of those that start from a checkpoint."""
 
     campaign: Campaign
-    made: Partition
+    partition: Partition
     shape: DataShape
     checkpoints: Checkpoints
 
@@ -134,15 +134,15 @@ class _Plans:
         student = self.campaign.config.student
         if role == "student" and student is not None:
             if student.stock:
-                network, made = (
+                network, producer = (
                     self.campaign.config.denoiser(role)[0],
                     parts[0].column("latents").meta.producer,
                 )
-                check_data(network.family, made, self.shape.classes, network.patch)
+                check_data(network.family, producer, self.shape.classes, network.patch)
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
-        _write_clusters(whole, parts, self.made)
-        self.write(Run(role), sum(self.made.sizes), share)
+        _write_clusters(whole, parts, self.partition)
+        self.write(Run(role), sum(self.partition.sizes), share)
 
     def write(self, run: Run, rows: int, share: Share) -> None:
         config, (role, expert) = self.campaign.config, run
@@ -156,7 +156,7 @@ class _Plans:
             self._check_pretrain(initial, settings, expert)
         if start == "checkpoint":
             store = self.campaign.store.sub(run.folder)
-            weights = self.checkpoints.start(store, initial, settings, self.made.hash)
+            weights = self.checkpoints.start(store, initial, settings, self.partition.hash)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(
@@ -165,7 +165,7 @@ class _Plans:
             rows=rows,
             steps=share.steps,
             batch=share.batch,
-            partition=self.made.hash,
+            partition=self.partition.hash,
             seed=seed_of(config.seed, "run/" + FIRST_NAMES.get(role, run.folder)),
             init=start,
             init_seed=config.seed,
@@ -191,12 +191,12 @@ class _Plans:
             )
 
 
-def _tell(made: Partition, budget: Budget) -> None:
-    total = sum(made.sizes)
-    say(f"partition {made.hash[:12]}: {made.k} clusters of {total:,} training rows")
-    for number, (size, share) in enumerate(zip(made.sizes, budget.experts, strict=True)):
+def _tell(partition: Partition, budget: Budget) -> None:
+    total = sum(partition.sizes)
+    say(f"partition {partition.hash[:12]}: {partition.k} clusters of {total:,} training rows")
+    for number, (size, share) in enumerate(zip(partition.sizes, budget.experts, strict=True)):
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
-    for warning in made.about.warnings:
+    for warning in partition.about.warnings:
         say(f"  warning: {warning}")
     if budget.pretrain:
         share = budget.pretrain

@@ -77,9 +77,9 @@ def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | N
         for checkpointing in (False, True):
             for sharded in (False, True)[: 1 + (gpus > 1)]:
                 for micro in _halvings(batch, least):
-                    found = mode(counted, gpus, micro, sharded, checkpointing)
-                    if found.total <= memory:
-                        return found
+                    footprint = mode(counted, gpus, micro, sharded, checkpointing)
+                    if footprint.total <= memory:
+                        return footprint
     return None
 
 
@@ -320,8 +320,8 @@ def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -
     assert config.student is not None
     size = WEIGHTS * max(run.footprint.parameters for run in experts)
     places = config.student.residency.places(len(experts), size)[1]
-    own = sum(sorted((WEIGHTS * run.footprint.parameters for run in experts), reverse=True)[:places])
-    return own + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
+    resident = sum(sorted((WEIGHTS * run.footprint.parameters for run in experts), reverse=True)[:places])
+    return resident + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
@@ -372,6 +372,6 @@ def _what_fits(run: RunCost, table: dict[str, Gpu]) -> str:
 
     counts = [n for n in range(run.gpus + 1, run.share.batch + 1) if fits(n, run.gpu.memory)]
     others = sorted((gpu.memory_gib, name) for name, gpu in table.items() if fits(run.gpus, gpu.memory))
-    found = [f"--gpus {counts[0]}"] if counts else []
-    found += [f"--gpu {others[0][1]}"] if others else []
-    return f"use {' or '.join(found)}" if found else "make the network smaller"
+    options = [f"--gpus {counts[0]}"] if counts else []
+    options += [f"--gpu {others[0][1]}"] if others else []
+    return f"use {' or '.join(options)}" if options else "make the network smaller"

@@ -10,23 +10,23 @@ from atoll.campaign.plan import OVERHEAD, Plan, RunCost
 def lines(plan: Plan) -> list[str]:
     """The plan in lines."""
     groups = _grouped(plan)
-    found = [_head(plan), ""]
+    text = [_head(plan), ""]
     costs = [_cost(title, run) for title, run in groups]
-    own = len(costs) - (2 if plan.student else 1)
-    found += columns([_COST, *costs[:own], _total(plan), *costs[own:]])
+    trained = len(costs) - (2 if plan.student else 1)
+    text += columns([_COST, *costs[:trained], _total(plan), *costs[trained:]])
     more = {"monolith": plan.monolith if plan.baseline else None, "student": plan.student}
     if also := [name for name, run in more.items() if run is not None]:
         runs = [*plan.own, *(run for run in more.values() if run is not None)]
         hours, usd = sum(run.gpu_hours for run in runs), sum(run.usd for run in runs)
-        found.append(
+        text.append(
             f"The campaign trains the {' and the '.join(also)} too: {significant(hours)} GPU hours,"
             f" {significant(usd)} USD in all."
         )
-    found += ["", f"GiB on each GPU ({plan.gpu_name} has {plan.gpu.memory_gib:g}), the whole batch at once:"]
-    found += columns([_MEMORY, *(_memory(title, run) for title, run in groups)], left=(0, 7))
-    found += ["", *textwrap.wrap(_EXPLAINED.format(overhead=OVERHEAD / 2**30), 98), "", "Bytes:"]
-    found += _traffic(plan)
-    return [*found, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
+    text += ["", f"GiB on each GPU ({plan.gpu_name} has {plan.gpu.memory_gib:g}), the whole batch at once:"]
+    text += columns([_MEMORY, *(_memory(title, run) for title, run in groups)], left=(0, 7))
+    text += ["", *textwrap.wrap(_EXPLAINED.format(overhead=OVERHEAD / 2**30), 98), "", "Bytes:"]
+    text += _traffic(plan)
+    return [*text, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
 
 
 _EXPLAINED = (
@@ -48,14 +48,14 @@ def _head(plan: Plan) -> str:
 
 def _grouped(plan: Plan) -> list[tuple[str, RunCost]]:
     """Runs with their titles; experts in a row that are the same are one line."""
-    found = []
+    titled = []
     for _, same in groupby(plan.experts, key=lambda run: (run.share, run.rows, run.footprint, run.gpus)):
         runs = list(same)
         first, last = runs[0].name, runs[-1].name.split()[-1]
-        found.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
+        titled.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
     pretrain = [("pretraining, first", plan.pretrain)] if plan.pretrain else []
     student = [("student, after them", plan.student)] if plan.student else []
-    return [*pretrain, *found, ("router", plan.router), *student, ("monolith, one site", plan.monolith)]
+    return [*pretrain, *titled, ("router", plan.router), *student, ("monolith, one site", plan.monolith)]
 
 
 def _cost(title: str, run: RunCost) -> list[str]:

@@ -30,10 +30,10 @@ def ingest_stage(campaign: Campaign) -> DataSet:
         )
     source = open_source(named, config.data.ingest)
     store = Store.open(path, create=True)
-    made = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
-    for line in describe(made):
+    manifest = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    for line in describe(manifest):
         say(line)
-    return made
+    return manifest
 
 
 def describe(dataset: DataSet) -> list[str]:
@@ -86,7 +86,7 @@ def prepare(campaign: Campaign) -> Partition:
     if here or not campaign.has_dataset():
         ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()
-    stale = [name for name, asked in wanted_columns(config).items() if not made_by(dataset, name, asked)]
+    stale = [name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)]
     if any(name.startswith("features-") for name in stale):
         embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
     if "latents" in stale or "text" in stale:

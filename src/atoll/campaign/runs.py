@@ -69,12 +69,12 @@ def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     return wanted
 
 
-def made_by(dataset: "DataSet", column: str, asked: dict[str, Any]) -> bool:
+def made_by(dataset: "DataSet", column: str, wanted: dict[str, Any]) -> bool:
     """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
     if not dataset.has_column(column):
         return False
     producer = dataset.column(column).meta.producer
-    return all(producer.get(key) == value for key, value in asked.items())
+    return all(producer.get(key) == value for key, value in wanted.items())
 
 
 def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:

@@ -60,18 +60,18 @@ def _print(status: CampaignStatus, as_json: bool) -> None:
 
 def lines(status: CampaignStatus) -> list[str]:
     """The state in lines, none of which holds a control character."""
-    found = _table(status.runs)
-    found += [""] if any(_notes(run) for run in status.runs) else []
+    text = _table(status.runs)
+    text += [""] if any(_notes(run) for run in status.runs) else []
     for run in status.runs:
-        found += [f"  {run.name}: {note}" for note in _notes(run)]
-    found += ["", *_totals(status)]
+        text += [f"  {run.name}: {note}" for note in _notes(run)]
+    text += ["", *_totals(status)]
     if status.clock == "local":
-        found.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
-    found += [""] if status.bad or not status.partitioned else []
+        text.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
+    text += [""] if status.bad or not status.partitioned else []
     for run in status.bad:
-        found += textwrap.wrap(f"! {run.name} {_trouble(run)}", WIDTH, subsequent_indent="    ")
-    found += _advice(status)
-    return [plain(line) for line in found]
+        text += textwrap.wrap(f"! {run.name} {_trouble(run)}", WIDTH, subsequent_indent="    ")
+    text += _advice(status)
+    return [plain(line) for line in text]
 
 
 def plain(text: str) -> str:
@@ -113,10 +113,10 @@ def _host(run: RunStatus) -> str:
 
 def _notes(run: RunStatus) -> list[str]:
     """What happened to a run that was made up for, and is worth knowing."""
-    found = [f"{run.lost:,} steps done again after {_times(run.restarts, 'restart')}"] if run.lost else []
-    found += [f"{_times(run.skipped, 'step')} left out by the guard"] if run.skipped else []
-    found += [f"{_times(run.set_aside, 'damaged checkpoint')} set aside"] if run.set_aside else []
-    return found + ([f"{run.damaged} damaged log entries"] if run.damaged else [])
+    notes = [f"{run.lost:,} steps done again after {_times(run.restarts, 'restart')}"] if run.lost else []
+    notes += [f"{_times(run.skipped, 'step')} left out by the guard"] if run.skipped else []
+    notes += [f"{_times(run.set_aside, 'damaged checkpoint')} set aside"] if run.set_aside else []
+    return notes + ([f"{run.damaged} damaged log entries"] if run.damaged else [])
 
 
 def _times(number: int, what: str) -> str:

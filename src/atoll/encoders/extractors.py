@@ -92,9 +92,9 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     transformers.utils.logging.disable_progress_bar()
     with loading("extractor", name):
         network = transformers.CLIPModel.from_pretrained(name).eval().requires_grad_(False).to(device)
-    own = int(network.config.vision_config.image_size)
-    if size not in (None, own):
-        raise ConfigError(f"{name!r} sees pictures of {own} px, not {size}", "leave the size out")
+    side = int(network.config.vision_config.image_size)
+    if size not in (None, side):
+        raise ConfigError(f"{name!r} sees pictures of {side} px, not {size}", "leave the size out")
 
     def pool(net: Any, pixels: Tensor) -> Tensor:
         embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
@@ -103,7 +103,7 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     return ClipEncoder(
         name,
         network,
-        own,
+        side,
         int(network.config.projection_dim),
         standardised(_MEAN, _STD, device),
         pool,

@@ -63,8 +63,8 @@ class VisionEncoder:
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image], batch: int = 64) -> Tensor:
         """Features `(N, D)` float32 of pictures of any size and mode."""
-        found = [self._features(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
-        return torch.cat(found) if found else torch.empty(0, self.width)
+        features = [self._features(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
+        return torch.cat(features) if features else torch.empty(0, self.width)
 
     def _features(self, pictures: Sequence[Image.Image]) -> Tensor:
         arrays = [np.asarray(self._sized(picture.convert("RGB"))) for picture in pictures]

@@ -233,16 +233,16 @@ class RoutedField:
         self._step = step
         known = self._weights
         weights = known[0] if known and not self.routing.asks_at(step) else self._first(x_t, t, step)
-        found = [weights]
+        current = [weights]
         if self._null_routing is not None:
             keeps = known and not self._null_routing.asks_at(step)
             null = self.branches.null
-            found.append(
+            current.append(
                 known[1] if keeps else self._ask(self._null_routing, x_t, t, null, f"route-null/{step}")
             )
-        if len(known) != len(found) or any(a is not b for a, b in zip(known, found, strict=True)):
-            self._weights = found
-            both = torch.cat([weights, found[-1]]) if self.branches.guided else weights
+        if len(known) != len(current) or any(a is not b for a, b in zip(known, current, strict=True)):
+            self._weights = current
+            both = torch.cat([weights, current[-1]]) if self.branches.guided else weights
             self._dispatch = Dispatch(both, self.branches.both, self._dispatch)
             self._seen = weights.float().cpu()
         assert self._seen is not None

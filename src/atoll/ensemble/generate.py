@@ -13,7 +13,7 @@ from atoll.base.rng import Position
 from atoll.ensemble.dispatch import Expecting
 from atoll.ensemble.ensemble import Ensemble, Field, SingleField, Trace
 from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import euler, sample, starting_noise
+from atoll.ensemble.integrate import sample, scheduler_of, starting_noise
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Sampling:
         followed = self.around(field, rows) if self.around else field
         if self.integrate is not None:
             return self.integrate(followed, self.starts(rows))
-        return sample(followed, self.starts(rows), self.generation.steps)
+        return sample(followed, self.starts(rows), self.generation.steps, scheduler_of(self.generation))
 
     def batches(self) -> list[list[int]]:
         """The samples' numbers in batches, in order."""
@@ -171,7 +171,7 @@ def generate(denoiser: Ensemble | Denoiser, sampling: Sampling) -> Iterator[Batc
 @torch.inference_mode()
 def _first_weights(ensemble: Ensemble, sampling: Sampling) -> Tensor:
     """Weights of all samples `(N, K)` at the time that sampling starts at."""
-    start, found = float(euler(sampling.generation.steps).sigmas[0]), []
+    start, weights = float(scheduler_of(sampling.generation).sigmas[0]), []
     unguided = sampling.generation.with_(guidance=1.0)
     for rows in sampling.batches():
         field = ensemble.field(
@@ -180,8 +180,8 @@ def _first_weights(ensemble: Ensemble, sampling: Sampling) -> Tensor:
             sampling.streams(rows),
             sampling.of_labels(rows),
         )
-        found.append(field.weights_at(sampling.starts(rows), start, 0))
-    return torch.cat(found)
+        weights.append(field.weights_at(sampling.starts(rows), start, 0))
+    return torch.cat(weights)
 
 
 def by_expert(
@@ -204,7 +204,7 @@ def by_expert(
     groups: list[list[int]] = []
     used: list[list[int]] = []
     for expert in order:
-        rest = [number for number, own in enumerate(experts) if own == expert]
+        rest = [number for number, first in enumerate(experts) if first == expert]
         while rest:
             if not groups or len(groups[-1]) == batch or (used[-1][-1] != expert and len(used[-1]) == most):
                 groups.append([])

@@ -126,16 +126,16 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
     where = store.name(FOLDER)
     if not store.exists(f"{FOLDER}/{MANIFEST}"):
         raise PartitionError(f"{where} has no {MANIFEST}: {_WANTED[kind]}", _FIXES[kind])
-    found = read_manifest(store)
+    manifest = read_manifest(store)
     wanted = {"kind": kind, "partition": partition, "network": digest(settings_of(network))}
     for field, value in wanted.items():
-        if getattr(found, field) != value:
+        if getattr(manifest, field) != value:
             raise PartitionError(f"{where} was made for another {_FIELDS[field]} than this run's", _OTHER)
     weights = load_tensors(read_published(store, FOLDER, MANIFEST, Initial)[1][WEIGHTS])
-    if digest_tensors(weights) != found.weights_sha256:
+    if digest_tensors(weights) != manifest.weights_sha256:
         raise StoreError(f"{where}/{WEIGHTS} is not what {MANIFEST} says", _OTHER)
     take_over(network, weights, str(where))
-    return found
+    return manifest
 
 
 _ORIGINS = {"pretrain": "shared pretraining", "checkpoint": "checkpoint", "experts": "choice of experts"}

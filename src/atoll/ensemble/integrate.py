@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, normals
 from atoll.ensemble.ensemble import Field
+from atoll.ensemble.generation import Generation
 
 
 def starting_noise(
@@ -38,6 +39,14 @@ def euler(steps: int, shift: float = 1.0) -> FlowMatchEulerDiscreteScheduler:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist())
     return scheduler
+
+
+SCHEDULERS = {"euler": euler}
+
+
+def scheduler_of(generation: Generation) -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler that a generation names, with its times set."""
+    return SCHEDULERS[generation.scheduler](generation.steps)
 
 
 @dataclass

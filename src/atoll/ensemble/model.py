@@ -87,6 +87,7 @@ class Model:
         name: str = ENSEMBLE,
         residency: Residency | None = None,
         device: torch.device | str = "cpu",
+        generation: Generation | None = None,
     ) -> "Model":
         """Open a model; its weights are loaded when it first draws, every file held against its hash.
 
@@ -96,6 +97,7 @@ class Model:
             name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
             residency: how many experts stay on the device; the others are brought when they are needed.
             device: where it samples.
+            generation: what a call draws by that says nothing else; a folder's own by default.
 
         Raises:
             StoreError: not assembled or not published, or a file is not what the manifest says.
@@ -106,7 +108,7 @@ class Model:
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
         if name != ENSEMBLE:
-            return cls._single(store, name, device)
+            return cls._single(store, name, device, generation)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
         places = {number: f"{prefix}experts/{number}" for number in content.experts}
@@ -122,13 +124,15 @@ class Model:
             experts = load_experts(store, content.k, places, residency, device)
             return Ensemble(experts, router, absent, Costs.of(card, cards, content.k))
 
-        model = cls(denoiser, card, device, _defaults(store, prefix))
+        model = cls(denoiser, card, device, generation or _defaults(store, prefix))
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
         return model
 
     @classmethod
-    def _single(cls, store: Store, name: str, device: torch.device | str) -> "Model":
+    def _single(
+        cls, store: Store, name: str, device: torch.device | str, generation: Generation | None
+    ) -> "Model":
         if name not in SINGLE:
             raise ConfigError(f"there is no model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
         if not published(store, f"{name}/expert"):
@@ -140,7 +144,7 @@ class Model:
             expert.network.to(device)
             return expert
 
-        return cls(denoiser, read_card(store, f"{name}/expert"), device)
+        return cls(denoiser, read_card(store, f"{name}/expert"), device, generation)
 
     @property
     def denoiser(self) -> Ensemble | Expert:

@@ -120,7 +120,9 @@ def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]
 
 def _encoders(card: Card) -> list[list[Any]]:
     named = {"latents": card.latents, "text": card.text}
-    return [[what, made["name"], code(made["hash"] or "-")] for what, made in named.items() if made]
+    return [
+        [what, encoder["name"], code(encoder["hash"] or "-")] for what, encoder in named.items() if encoder
+    ]
 
 
 def _licences(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
@@ -129,9 +131,9 @@ def _licences(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
         ["these weights", about.get("licence") or f"{UNKNOWN}: ask whoever trained them"],
         ["data", data.get("licence") or UNKNOWN],
     ]
-    for what, made in (("VAE", card.latents), ("text encoder", card.text)):
-        if made and made["name"] != "none":
-            rows.append([f"{what} {made['name']}", LICENCES.get(made["name"], UNKNOWN)])
+    for what, encoder in (("VAE", card.latents), ("text encoder", card.text)):
+        if encoder and encoder["name"] != "none":
+            rows.append([f"{what} {encoder['name']}", LICENCES.get(encoder["name"], UNKNOWN)])
     return rows
 
 

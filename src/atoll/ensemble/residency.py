@@ -67,7 +67,7 @@ class ResidentExperts:
                 self._experts[number] = self._own(one, number, dtype, compile)
         if not self._experts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
-        self.place_bytes = max(own.skeleton.layout.nbytes for own in self._experts.values())
+        self.place_bytes = max(expert.skeleton.layout.nbytes for expert in self._experts.values())
         self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
         self._places: list[_Place] = []
         self._queue: deque[int] = deque()
@@ -123,10 +123,10 @@ class ResidentExperts:
         self, number: int, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of one expert, which is brought first if it is not there."""
-        own, place = self._experts[number], self._bring(number)
-        own.skeleton.point(place)
+        stored, place = self._experts[number], self._bring(number)
+        stored.skeleton.point(place)
         self._bring_ahead(place)
-        v = own.expert.velocity(x_t, t, cond)
+        v = stored.expert.velocity(x_t, t, cond)
         if place.done is not None:
             place.done.record(torch.cuda.current_stream(self.device))
         return v
@@ -215,8 +215,8 @@ class ResidentExperts:
 
     def _copy(self, place: "_Place", number: int) -> None:
         """From disk, or by way of host memory, into a place."""
-        own = self._experts[number]
-        layout, read = own.skeleton.layout, own.read
+        stored = self._experts[number]
+        layout, read = stored.skeleton.layout, stored.read
         if self._host is None or self._stream is None:
             read(place.block)
             return
@@ -314,8 +314,8 @@ class _Skeleton:
             network = family(stored.family).load(stored.config).eval().requires_grad_(False)
             specs = {}
             for name, value in network.state_dict(keep_vars=True).items():
-                own = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                specs[name] = Spec(own, tuple(value.shape))
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                specs[name] = Spec(kind, tuple(value.shape))
                 value.data = value.data.new_empty(0)
             nn.Module.to(network, device=device, dtype=dtype)  # diffusers' own warns of nothing
             if compile is not None:

@@ -184,11 +184,11 @@ class Layout:
 
     def views(self, block: Tensor) -> dict[str, Tensor]:
         """The tensors within a block of at least `nbytes` bytes (uint8)."""
-        found = {}
+        tensors = {}
         for name, spec in self.specs.items():
             part = block[self.starts[name] : self.starts[name] + spec.nbytes]
-            found[name] = part.view(spec.dtype).view(spec.shape)
-        return found
+            tensors[name] = part.view(spec.dtype).view(spec.shape)
+        return tensors
 
     def check(self, expert: StoredExpert, name: str) -> None:
         """Refuse weights that are not those of this architecture, in name or shape."""

@@ -33,21 +33,21 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 
 def texts(name: str, value: Any) -> list[str]:
     """One text or several as a list."""
-    found = [value] if isinstance(value, str) else _listed(value)
-    if found is None or not all(isinstance(one, str) for one in found):
+    listed = [value] if isinstance(value, str) else _listed(value)
+    if listed is None or not all(isinstance(one, str) for one in listed):
         raise ConfigError(f"{name}={_short(value)}", "give a text or a list of texts")
-    return found
+    return listed
 
 
 def whole_numbers(name: str, value: Any, below: int) -> list[int]:
     """One number or several as a list, each from 0 to less than `below`."""
-    found = [value] if _number(value, numbers.Integral) else _listed(value)
-    if found is None or not all(_number(one, numbers.Integral) for one in found):
+    values = [value] if _number(value, numbers.Integral) else _listed(value)
+    if values is None or not all(_number(one, numbers.Integral) for one in values):
         raise ConfigError(f"{name}={_short(value)}", "give a whole number or a list of them")
-    wrong = next((one for one in found if not 0 <= one < below), None)
+    wrong = next((one for one in values if not 0 <= one < below), None)
     if wrong is not None:
         raise ConfigError(f"{name}: there is no {wrong}", f"give numbers from 0 to {below - 1}")
-    return [int(one) for one in found]
+    return [int(one) for one in values]
 
 
 def guidance_of(value: Any) -> float:
@@ -97,10 +97,10 @@ def generators_of(value: Any) -> Generators:
     """No generator, one, or a list of them."""
     if value is None or isinstance(value, torch.Generator):
         return value
-    found = _listed(value)
-    if not found or not all(isinstance(one, torch.Generator) for one in found):
+    generators = _listed(value)
+    if not generators or not all(isinstance(one, torch.Generator) for one in generators):
         raise ConfigError(f"generator={_short(value)}", "give a torch.Generator, or a list of one for each")
-    return found
+    return generators
 
 
 def check_load(name: Any, residency: Any, kind: Any) -> None:

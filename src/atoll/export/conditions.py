@@ -42,7 +42,7 @@ class Asked:
     cut: bool = False
 
 
-def conditions(model: Model, asked: Asked, encodes: bool) -> Conditions:
+def conditions(model: Model, arguments: Asked, encodes: bool) -> Conditions:
     """Conditions of all pictures.
 
     Args:
@@ -54,34 +54,34 @@ def conditions(model: Model, asked: Asked, encodes: bool) -> Conditions:
         ConfigError: the wrong kind of condition, a label that does not exist, a text that is too long.
     """
     card = model.card
-    _check_kind(card, asked)
-    if asked.embeds is not None:
-        return _given(card, asked, asked.embeds)
-    if asked.class_labels is not None:
-        labels = whole_numbers("class_labels", asked.class_labels, card.shape.classes)
+    _check_kind(card, arguments)
+    if arguments.embeds is not None:
+        return _given(card, arguments, arguments.embeds)
+    if arguments.class_labels is not None:
+        labels = whole_numbers("class_labels", arguments.class_labels, card.shape.classes)
         if not labels:
             raise ConfigError("no class label", "give one or more")
-        return model.conditions(labels, each=asked.each)
-    if asked.prompt is None:
-        return model.conditions(each=asked.each)
+        return model.conditions(labels, each=arguments.each)
+    if arguments.prompt is None:
+        return model.conditions(each=arguments.each)
     if not encodes:
         name = (card.text or {}).get("name")
         fix = "load it, or give prompt_embeds"
         raise ConfigError(f"the pipeline was loaded without its text encoder {name!r}", fix)
-    prompts = texts("prompt", asked.prompt)
-    nulls = texts("negative_prompt", "" if asked.negative_prompt is None else asked.negative_prompt)
+    prompts = texts("prompt", arguments.prompt)
+    nulls = texts("negative_prompt", "" if arguments.negative_prompt is None else arguments.negative_prompt)
     if not prompts:
         raise ConfigError("no prompt", "give one or more")
-    if not asked.cut:
+    if not arguments.cut:
         model.encoder.refuse_long([*prompts, *nulls], "shorten it, or give truncate_prompt=True")
-    return model.conditions(prompts, nulls, asked.each, cut=True)
+    return model.conditions(prompts, nulls, arguments.each, cut=True)
 
 
-def _check_kind(card: Card, asked: Asked) -> None:
+def _check_kind(card: Card, arguments: Asked) -> None:
     """One kind of condition, and the one the networks were trained with."""
     given = {
-        "prompt": asked.prompt is not None or asked.embeds is not None,
-        "class_labels": asked.class_labels is not None,
+        "prompt": arguments.prompt is not None or arguments.embeds is not None,
+        "class_labels": arguments.class_labels is not None,
     }
     wanted = {"text": "prompt", "class": "class_labels", "none": None}[card.condition]
     for name, there in given.items():
@@ -90,23 +90,23 @@ def _check_kind(card: Card, asked: Asked) -> None:
             raise ConfigError(f"this model takes no {name}", fix)
     if wanted and not given[wanted]:
         raise ConfigError(f"this model needs {wanted}", "give one or more")
-    whole("num_images_per_prompt", asked.each)
-    if asked.negative_prompt is not None and card.condition != "text":
+    whole("num_images_per_prompt", arguments.each)
+    if arguments.negative_prompt is not None and card.condition != "text":
         raise ConfigError("this model takes no negative_prompt", "leave it out")
-    if asked.prompt is not None and asked.embeds is not None:
+    if arguments.prompt is not None and arguments.embeds is not None:
         raise ConfigError("both prompt and prompt_embeds were given", "give one of them")
 
 
-def _given(card: Card, asked: Asked, embeds: Tensor) -> Conditions:
+def _given(card: Card, arguments: Asked, embeds: Tensor) -> Conditions:
     """Text states that the caller encoded."""
-    pairs = [("prompt", embeds, asked.mask)]
-    if asked.guided:
-        if asked.null_embeds is None:
+    pairs = [("prompt", embeds, arguments.mask)]
+    if arguments.guided:
+        if arguments.null_embeds is None:
             raise ConfigError(
                 "guidance needs negative_prompt_embeds beside prompt_embeds",
                 'give the states of "", or guidance_scale=1',
             )
-        pairs.append(("negative_prompt", asked.null_embeds, asked.null_mask))
+        pairs.append(("negative_prompt", arguments.null_embeds, arguments.null_mask))
     width, parts = card.shape.text_width, []
     for name, states, mask in pairs:
         if states.ndim != 3 or states.shape[2] != width:
@@ -115,5 +115,5 @@ def _given(card: Card, asked: Asked, embeds: Tensor) -> Conditions:
             raise ConfigError(f"{name}_attention_mask does not fit {name}_embeds", "give (N, L)")
         parts.append(Condition(text=states.float(), mask=mask.bool()))
     return Conditions.of_rows(
-        parts[0], parts[1] if asked.guided else Condition(), len(embeds), each=asked.each
+        parts[0], parts[1] if arguments.guided else Condition(), len(embeds), each=arguments.each
     )

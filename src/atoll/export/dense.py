@@ -44,14 +44,14 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     root = target(request.to, stock.limits.pipeline)
-    found = by_name(card, (), ())
+    components = by_name(card, (), ())
     _, config, weights = read_part(campaign.store, prefix)
-    check_card(card, config, found.get("vae"))
-    check_encoders(card, found.get("text_encoder"), found.get("vae"))
+    check_card(card, config, components.get("vae"))
+    check_encoders(card, components.get("text_encoder"), components.get("vae"))
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
         raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")
     root.mkdir(parents=True, exist_ok=True)
-    parts = copy_encoders(root, card, request.encoders, found, stock.components)
+    parts = copy_encoders(root, card, request.encoders, components, stock.components)
     settings, converted = stock.convert(dict(config), weights, card)
     _put(root / "transformer/config.json", to_json(settings))
     save_file(converted, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
@@ -60,19 +60,19 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     _put(root / CARD, to_json(card.to_json()))
     index = model_index(stock, str(config["_class_name"]), parts, version("diffusers"))
     _put(root / MODEL_INDEX, to_json(index))
-    outside = _outside(card, stock, parts, found)
+    outside = _outside(card, stock, parts, components)
     picture = None
     if request.picture:
-        given = {place: found[name] for name, place in stock.components.items() if place in outside}
+        given = {place: components[name] for name, place in stock.components.items() if place in outside}
         picture = _picture(campaign, card, stock, root, given)
     (root / PICTURE).unlink(missing_ok=True)
     if picture is not None:
         (root / PICTURE).write_bytes(picture)
-    told = about(campaign, {request.model: card.weights_sha256})
-    told |= {"licence": request.licence} if request.licence else {}
-    factor = _factor(found.get("vae"))
+    facts = about(campaign, {request.model: card.weights_sha256})
+    facts |= {"licence": request.licence} if request.licence else {}
+    factor = _factor(components.get("vae"))
     shown: dict[str, Any] = {"picture": picture is not None, "name": root.name}
-    text = stock_card(card, told, defaults(campaign.config.sampling), outside, factor=factor, **shown)
+    text = stock_card(card, facts, defaults(campaign.config.sampling), outside, factor=factor, **shown)
     _put(root / README, text.encode())
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
     return root
@@ -89,12 +89,12 @@ def _factor(vae: Any) -> int | None:
 
 
 def _outside(
-    card: Card, stock: Stock, parts: dict[str, list[str | None]], found: dict[str, Any]
+    card: Card, stock: Stock, parts: dict[str, list[str | None]], components: dict[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """Class and name of the components, as the pipeline calls them, that who runs the folder has to fetch."""
     result = {}
     for name, place in stock.components.items():
-        part = found.get(name)
+        part = components.get(name)
         if parts.get(name, [None])[0] is None and part is not None:
             producer = card.latents if name == "vae" else card.text or {}
             kind = "AutoTokenizer" if name == "tokenizer" else type(part).__name__

@@ -31,13 +31,13 @@ def by_name(card: Card, there: Container[str], given: Container[str]) -> dict[st
     Raises:
         ConfigError: one cannot be found, or has other weights by now.
     """
-    found: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
         encoder = text_encoder(card.text["name"], text_length(card))
-        found = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
+        components = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
-        found["vae"] = autoencoder_of(card.latents).network
-    return found
+        components["vae"] = autoencoder_of(card.latents).network
+    return components
 
 
 def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:

@@ -89,7 +89,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
 
 
 def copy_encoders(
-    root: Path, card: Card, how: Encoders, found: dict[str, Any], places: Mapping[str, str] | None = None
+    root: Path, card: Card, how: Encoders, components: dict[str, Any], places: Mapping[str, str] | None = None
 ) -> dict[str, list[str | None]]:
     """Write the encoders that go along; what `model_index.json` says of each of the three components.
 
@@ -101,22 +101,24 @@ def copy_encoders(
         places: their folders, where these are not called as they are.
     """
     names = ("vae", "text_encoder", "tokenizer")
-    sizes = {name: size_of(part) for name, part in found.items() if name != "tokenizer"}
+    sizes = {name: size_of(part) for name, part in components.items() if name != "tokenizer"}
     result: dict[str, list[str | None]] = {}
     for name in names:
-        made = (card.latents if name == "vae" else card.text) or {"name": "none"}
+        encoder = (card.latents if name == "vae" else card.text) or {"name": "none"}
         place = root / (places or {}).get(name, name)
         shutil.rmtree(place, ignore_errors=True)
         result[name] = [None, None]
         size = sizes.get("vae" if name == "vae" else "text_encoder", 0)
-        why = "asked for" if how == "name" else None if how == "copy" else may_be_copied(made["name"], size)
-        if name in found and found[name] is not None and why is None:
-            found[name].save_pretrained(str(place))
+        why = (
+            "asked for" if how == "name" else None if how == "copy" else may_be_copied(encoder["name"], size)
+        )
+        if name in components and components[name] is not None and why is None:
+            components[name].save_pretrained(str(place))
             as_others_are(place)
             library = "diffusers" if name == "vae" else "transformers"
-            result[name] = [library, type(found[name]).__name__]
-        elif made["name"] != "none" and name != "tokenizer":
-            say(f"  {name} stays outside ({why}): it will be looked for as {made['name']!r}")
+            result[name] = [library, type(components[name]).__name__]
+        elif encoder["name"] != "none" and name != "tokenizer":
+            say(f"  {name} stays outside ({why}): it will be looked for as {encoder['name']!r}")
     return result
 
 

@@ -137,8 +137,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     @property
     def card(self) -> Card:
         """The router's card: condition, shape, latents and text encoder of all parts."""
-        found: Card = self.router.card
-        return found
+        card: Card = self.router.card
+        return card
 
     @property
     def guidance_scale(self) -> float:
@@ -216,7 +216,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         self._check_output(output_type)
         generator = generators_of(generator)
         total = set_times(self.scheduler, generation.steps)
-        asked = Asked(
+        arguments = Asked(
             prompt,
             negative_prompt,
             class_labels,
@@ -229,7 +229,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             truncate_prompt,
         )
         model = self._model
-        rows = conditions(model, asked, self.text_encoder is not None)
+        rows = conditions(model, arguments, self.text_encoder is not None)
         clusters = self._clusters(strategy, clusters, rows.count)
         positions = positions_of(generator, rows.count)
         if latents is not None:
@@ -294,9 +294,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _pictures(self, latents: Tensor, output: str) -> Any:
         if output == "latent":
             return latents
-        made = self.card.latents
+        latents_card = self.card.latents
         kind = latents.dtype if self.vae is None else self.vae.dtype
-        vae = Autoencoder(made["name"], self.vae, made["shift"], made["scale"], str(latents.device))
+        vae = Autoencoder(
+            latents_card["name"], self.vae, latents_card["shift"], latents_card["scale"], str(latents.device)
+        )
         pixels = vae.decode(latents.to(kind)).clone()
         if output == "pil":
             return to_images(pixels)

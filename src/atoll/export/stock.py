@@ -165,36 +165,36 @@ def _of_labels(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> d
 
 
 def _of_text(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+    arguments = {
         "prompt": ["a prompt"],
         **_common(defaults),
         "max_sequence_length": text_length(card),
         "clean_caption": False,
         "use_resolution_binning": False,
     }
-    return found if factor else {**found, "output_type": "latent"}
+    return arguments if factor else {**arguments, "output_type": "latent"}
 
 
 def _of_states(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """SD3's. Its own grid of times ends at 1/1000, so it is given another."""
     steps = int(defaults["num_inference_steps"])
-    found = {
+    arguments = {
         "sigmas": [1 - n / steps for n in range(steps)],
         "guidance_scale": float(defaults["guidance_scale"]),
     }
-    return found if factor else {**found, "output_type": "latent"}
+    return arguments if factor else {**arguments, "output_type": "latent"}
 
 
 def _of_tokens(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Flux's, whose guidance by two calls has a name of its own, and which knows no size."""
     side = card.shape.size * (factor or WITHOUT_VAE)
-    found = {
+    arguments = {
         "height": side,
         "width": side,
         "num_inference_steps": int(defaults["num_inference_steps"]),
         "true_cfg_scale": float(defaults["guidance_scale"]),
     }
-    return found if factor else {**found, "output_type": "latent"}
+    return arguments if factor else {**arguments, "output_type": "latent"}
 
 
 def _named(number: str = "") -> dict[str, str]:

@@ -34,14 +34,14 @@ def stock_card(
         picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
     """
-    told = card.provenance.get("student", {})
+    student = card.provenance.get("student", {})
     return render(
         "stock.md",
         "atoll.export",
         "atoll.ensemble",
         **shared_facts(card, about, picture),
         parameters=count(card.parameters),
-        experts=sum(part != "router" for part in told.get("teachers", {})),
+        experts=sum(part != "router" for part in student.get("teachers", {})),
         stock=stock_of(card.family),
         without_vae=WITHOUT_VAE,
         outside=outside,
@@ -127,21 +127,21 @@ def _quoted(value: Any) -> str:
 
 
 def _training(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
-    told, init = card.provenance.get("student", {}), card.provenance.get("init", {})
+    student, init = card.provenance.get("student", {}), card.provenance.get("init", {})
     rows: list[list[Any]] = [
         ["training rows", f"{card.rows:,}"],
         ["samples seen", f"{card.samples:,} in batches of {card.batch}"],
-        ["training FLOPs" + (", teachers' included" if told else ""), f"{card.train_flops:.3g}"],
+        ["training FLOPs" + (", teachers' included" if student else ""), f"{card.train_flops:.3g}"],
     ]
-    if told and about.get("monolith_flops"):
+    if student and about.get("monolith_flops"):
         part = card.train_flops / float(about["monolith_flops"])
         rows.append(["of the monolith's FLOPs", f"{part:.3f}"])
-    if told:
+    if student:
         who = "the expert of the sample's cluster"
-        rows.append(["teacher", who if told["teacher"] == "cluster" else f"experts, {told['routing']}"])
-        if told.get("data_weight"):
-            rows.append(["weight of the data's loss", f"{told['data_weight']:g}"])
-        rows += [[f"teacher {name}", code(digest)] for name, digest in told["teachers"].items()]
+        rows.append(["teacher", who if student["teacher"] == "cluster" else f"experts, {student['routing']}"])
+        if student.get("data_weight"):
+            rows.append(["weight of the data's loss", f"{student['data_weight']:g}"])
+        rows += [[f"teacher {name}", code(digest)] for name, digest in student["teachers"].items()]
     rows.append(["started from", init.get("start") or init.get("kind", "scratch")])
     rows.append(["weights before conversion", code(card.weights_sha256)])
     return rows

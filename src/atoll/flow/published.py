@@ -27,21 +27,21 @@ def trained_on(settings: Mapping[str, Any]) -> tuple[Prediction, str]:
     Raises:
         ConfigError: the settings are of a kind that is not converted.
     """
-    found = {**_USUAL, **{key: value for key, value in settings.items() if value is not None}}
-    flow = str(found.get("_class_name", "")).startswith("FlowMatch") or found.get("use_flow_sigmas")
-    if flow or found["prediction_type"] == "flow_prediction":
+    config = {**_USUAL, **{key: value for key, value in settings.items() if value is not None}}
+    flow = str(config.get("_class_name", "")).startswith("FlowMatch") or config.get("use_flow_sigmas")
+    if flow or config["prediction_type"] == "flow_prediction":
         return "v", "rectified-flow"
-    if found["prediction_type"] not in _PREDICTIONS:
-        raise ConfigError(f"prediction_type {found['prediction_type']!r} is not converted", _FIX)
+    if config["prediction_type"] not in _PREDICTIONS:
+        raise ConfigError(f"prediction_type {config['prediction_type']!r} is not converted", _FIX)
     for key in ("trained_betas", "rescale_betas_zero_snr"):
-        if found.get(key):
+        if config.get(key):
             raise ConfigError(f"a schedule with {key} is not converted", _FIX)
-    return _PREDICTIONS[found["prediction_type"]], spelled(_schedule(found))
+    return _PREDICTIONS[config["prediction_type"]], spelled(_schedule(config))
 
 
-def _schedule(found: Mapping[str, Any]) -> Schedule:
-    steps, kind = int(found["num_train_timesteps"]), found["beta_schedule"]
-    ends = float(found["beta_start"]), float(found["beta_end"])
+def _schedule(config: Mapping[str, Any]) -> Schedule:
+    steps, kind = int(config["num_train_timesteps"]), config["beta_schedule"]
+    ends = float(config["beta_start"]), float(config["beta_end"])
     if kind == "linear":
         return DDPMLinear(steps, *ends)
     if kind == "scaled_linear":

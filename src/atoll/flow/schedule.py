@@ -243,15 +243,15 @@ def schedule(name: str) -> Schedule:
     try:
         given = [float(part) for part in numbers.removesuffix(")").split(",")]
         values = dict(zip(names, given, strict=True))
-        made = replace(plain, **{**values, "steps": int(values["steps"])})
-        assert isinstance(made, Discrete)
-        betas = made.betas()
+        discrete = replace(plain, **{**values, "steps": int(values["steps"])})
+        assert isinstance(discrete, Discrete)
+        betas = discrete.betas()
     except (ValueError, KeyError, TypeError, RuntimeError):
         wanted = f"{base}({', '.join(names)})" if names else base
         raise ConfigError(f"{name!r} is no schedule", f"write {wanted}") from None
-    if made.steps < 2 or not bool(((betas > 0) & (betas < 1)).all()):
+    if discrete.steps < 2 or not bool(((betas > 0) & (betas < 1)).all()):
         raise ConfigError(f"{name!r} has no noise to tell apart", "use 2 levels or more and betas in (0, 1)")
-    return made
+    return discrete
 
 
 def spelled(curve: Schedule) -> str:

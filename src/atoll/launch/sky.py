@@ -57,27 +57,31 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
         job: the run.
         campaign: URL of the campaign.
     """
-    asked = job.sky
+    sky = job.sky
     recovery: dict[str, Any] = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]}
-    resources: dict[str, Any] = {"use_spot": asked.use_spot, "job_recovery": recovery, "cpus": f"{job.cpus}+"}
-    if asked.accelerators is not None:
-        resources["accelerators"] = asked.accelerators
+    resources: dict[str, Any] = {
+        "use_spot": sky.use_spot,
+        "job_recovery": recovery,
+        "cpus": f"{job.cpus}+",
+    }
+    if sky.accelerators is not None:
+        resources["accelerators"] = sky.accelerators
     if job.memory_asked:
         resources["memory"] = f"{-(-job.memory // 10**9)}+"
-    if asked.cloud is not None:
-        resources["infra"] = asked.cloud if asked.region is None else f"{asked.cloud}/{asked.region}"
-    if asked.image is not None:
-        resources["image_id"] = asked.image
-    if asked.disk is not None:
-        resources["disk_size"] = asked.disk
-    made: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
-    if asked.workdir is not None:
-        made["workdir"] = str(expanded(asked.workdir).absolute())  # the script changes folders
-    made["envs"] = dict(job.environment)
-    made["setup"] = "\n".join(("set -e", *asked.setup)) + "\n"
+    if sky.cloud is not None:
+        resources["infra"] = sky.cloud if sky.region is None else f"{sky.cloud}/{sky.region}"
+    if sky.image is not None:
+        resources["image_id"] = sky.image
+    if sky.disk is not None:
+        resources["disk_size"] = sky.disk
+    config: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
+    if sky.workdir is not None:
+        config["workdir"] = str(expanded(sky.workdir).absolute())  # the script changes folders
+    config["envs"] = dict(job.environment)
+    config["setup"] = "\n".join(("set -e", *sky.setup)) + "\n"
     meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
-    made["run"] = f"{meet}exec {job.shell('$host', str(PORT))}\n"
-    return made
+    config["run"] = f"{meet}exec {job.shell('$host', str(PORT))}\n"
+    return config
 
 
 def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
@@ -96,21 +100,21 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
     for job in jobs:
         known = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
         if known is not None and known != (job.gpus or 0):
-            asked = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
-            raise ConfigError(f"{job.name}: {asked} do not agree", "set only launch.sky.accelerators")
-    made = {
+            conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
+            raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
+    written = {
         f"{job.slug}.yaml": yaml.safe_dump(
             task(job, campaign), sort_keys=False, allow_unicode=True, width=1000
         )
         for job in jobs
     }
-    return {**made, SCRIPT: _script(jobs, campaign)}
+    return {**written, SCRIPT: _script(jobs, campaign)}
 
 
 def gpus(accelerators: str | None) -> int | None:
     """GPUs of a node: 4 for `A100:4`, 1 for `A100`; None if nothing or a choice of several is asked for."""
-    found = re.fullmatch(r"[^:{}\[\],]+(?::(\d+))?", accelerators or "")
-    return int(found[1] or 1) if found else None
+    match = re.fullmatch(r"[^:{}\[\],]+(?::(\d+))?", accelerators or "")
+    return int(match[1] or 1) if match else None
 
 
 def _script(jobs: Sequence[Job], campaign: str) -> str:

@@ -55,21 +55,26 @@ def script(job: Job, site: Site) -> str:
 
 
 def _options(job: Job, site: Site) -> Iterator[str]:
-    asked = job.slurm
+    slurm = job.slurm
     log = str(site.prints / job.slug).replace("%", "%%") + ".out"
     yield from (f"--job-name={job.label(site.campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
-    yield from ("--requeue", f"--signal=B:USR1@{asked.warn}", f"--nodes={job.nodes}", "--ntasks-per-node=1")
+    yield from (
+        "--requeue",
+        f"--signal=B:USR1@{slurm.warn}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+    )
     yield f"--cpus-per-task={job.cpus}"
     if job.gpus:
-        yield _quoted(f"--gres=gpu:{asked.gpu_type + ':' if asked.gpu_type else ''}{job.gpus}")
+        yield _quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}")
     if job.memory_asked:
         yield f"--mem={-(-job.memory // 2**20)}M"
-    if asked.hours is not None:
-        yield f"--time={max(1, round(60 * asked.hours))}"
+    if slurm.hours is not None:
+        yield f"--time={max(1, round(60 * slurm.hours))}"
     for name in ("partition", "constraint", "account", "qos"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(slurm, name)) is not None:
             yield _quoted(f"--{name}={value}")
-    yield from asked.lines
+    yield from slurm.lines
 
 
 def _quoted(option: str) -> str:
@@ -130,8 +135,8 @@ def _queued(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
     """Numbers of the jobs that Slurm knows already, waiting or running."""
     names = {job.label(campaign): job.name for job in jobs}
     answer = _call(["squeue", "--noheader", "--format=%A %j", f"--name={','.join(names)}"], "the queue")
-    found = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
-    return {names[name.strip()]: number for number, name in found if name.strip() in names}
+    queued = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
+    return {names[name.strip()]: number for number, name in queued if name.strip() in names}
 
 
 def _call(argv: list[str], what: str, text: str = "") -> str:

@@ -156,19 +156,19 @@ def _job(
 ) -> Job:
     """A job; `threads` and `memory` (bytes) are those of one process."""
     processes = place.processes or max(1, gpus or 1)
-    asked = None if place.memory_gb is None else round(place.memory_gb * 10**9)
+    memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)
     return Job(
         name,
         argv,
         cpus=place.cpus or threads * processes,
-        memory=asked or memory * processes,
+        memory=memory_set or memory * processes,
         work=work,
         gpus=gpus,
         processes=processes,
         nodes=place.nodes,
         needs=needs,
         env=place.env,
-        memory_asked=asked is not None,
+        memory_asked=memory_set is not None,
         slurm=place.slurm,
         sky=place.sky,
         options=place.options,

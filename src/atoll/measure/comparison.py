@@ -92,7 +92,7 @@ class Request:
     def missing(self, result: Comparison | None) -> list[str]:
         """What a result of the same table does not hold, `sweep` or `curve`."""
         beyond = {"sweep": self.sweep, "curve": self.curve}
-        return [n for n, asked in beyond.items() if asked is not None and getattr(result, n, None) != asked]
+        return [n for n, part in beyond.items() if part is not None and getattr(result, n, None) != part]
 
 
 class Bench:

@@ -50,8 +50,8 @@ def generation_of(campaign: Campaign) -> Generation:
 
 def routings(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[str]) -> list[str]:
     """Strategies that a stage asks for: those named, or the campaign's own and then the usual ones."""
-    own = str(campaign.config.sampling.routing)
-    return list(names) if names is not None else list(dict.fromkeys([own, *usual]))
+    default = str(campaign.config.sampling.routing)
+    return list(names) if names is not None else list(dict.fromkeys([default, *usual]))
 
 
 def possible(names: Sequence[str], experts: int, missing: Sequence[int]) -> list[str]:

@@ -65,8 +65,8 @@ def requested(options: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
     of_model = [name for name in ("model", *generation, "samples") if name in given]
     if "images" in given and of_model:
         raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
-    own = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
-    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in own.items()))
+    shorthand = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
+    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in shorthand.items()))
     rest = {name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given}
     return Request(generation=generation, **rest), sets
 
@@ -195,6 +195,6 @@ def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
             say(f"warning: left out: {error}")
     if not points:
         raise DataError(f"{store.location} has no results of this version", "make one: atoll evaluate")
-    made = table(sorted(points, key=lambda point: str(point.subject["name"])), compared)
-    store.put(f"{REPORTS}/table.csv", made.to_csv())
-    return made.text()
+    results = table(sorted(points, key=lambda point: str(point.subject["name"])), compared)
+    store.put(f"{REPORTS}/table.csv", results.to_csv())
+    return results.text()

@@ -60,7 +60,8 @@ def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     """
     if name != ENSEMBLE and name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
-    model = Model.load(campaign.store, name, campaign.config.sampling.residency, device)
+    sampling = campaign.config.sampling
+    model = Model.load(campaign.store, name, sampling.residency, device, sampling)
     if name != ENSEMBLE:
         return Candidate(name, {name: model.card.weights_sha256}, model)
     content = read_manifest(campaign.store)
@@ -180,7 +181,7 @@ class Drawn:
             "rounding": TO_8_BITS,
             "conditions": self.conditions.split,
             "conditions_hash": self.conditions.digest,
-            "sampler": "Euler",
+            "sampler": self.generation.scheduler.capitalize(),
             "steps": self.generation.steps,
             "guidance": self.generation.guidance,
             "routing": str(self.generation.routing) if self.candidate.routed else None,

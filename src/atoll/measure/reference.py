@@ -78,8 +78,8 @@ class Reference:
         there = world.once(lambda: self.store.exists(self.key))
         if not there:
             assert self.pictures is not None
-            made = extract(self.pictures, encoder, "reference", batch, world)
-            self._known = made if made is None else self._save(made)
+            extracted = extract(self.pictures, encoder, "reference", batch, world)
+            self._known = extracted if extracted is None else self._save(extracted)
             return self._known
         if not world.first:
             return None
@@ -89,15 +89,15 @@ class Reference:
         self._known = Features(load_tensors(data)["rows"].numpy())
         return self._known
 
-    def _save(self, made: Features) -> Features:
+    def _save(self, extracted: Features) -> Features:
         """Write the features and, last, what they are of."""
-        data = save_tensors({"rows": torch.from_numpy(made.rows)})
+        data = save_tensors({"rows": torch.from_numpy(extracted.rows)})
         file = f"{self.about.key}.safetensors"
         self.store.put(f"{FOLDER}/{file}", data)
         entry = FileEntry(path=file, bytes=len(data), sha256=sha256(data))
         about = self.about.model_copy(update={"files": [entry.model_dump()]})
         self.store.put_json(self.key, about.to_json())
-        return made
+        return extracted
 
 
 def _must_be_of(about: Statistics, extractor: dict[str, Any], name: str) -> None:

@@ -87,8 +87,8 @@ def correlations(one: NDArray[np.generic], other: NDArray[np.generic]) -> F64:
     first, second = (rows - rows.mean(axis=1, keepdims=True) for rows in (first, second))
     scale = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: F64 = np.where(scale > 0, (first * second).sum(axis=1) / scale, np.nan)
-    return found.clip(-1, 1)
+        correlation: F64 = np.where(scale > 0, (first * second).sum(axis=1) / scale, np.nan)
+    return correlation.clip(-1, 1)
 
 
 def partners(groups: Index, seed: int) -> Index:
@@ -99,12 +99,12 @@ def partners(groups: Index, seed: int) -> Index:
         seed: of the order within each group, in which everybody gets the next one.
     """
     order = torch.randperm(len(groups), generator=generator(seed, "pairs")).numpy()
-    found = np.full(len(groups), -1, dtype=np.int64)
+    partner = np.full(len(groups), -1, dtype=np.int64)
     for group in np.unique(groups):
-        own = order[groups[order] == group]
-        if len(own) > 1:
-            found[own] = np.roll(own, -1)
-    return found
+        members = order[groups[order] == group]
+        if len(members) > 1:
+            partner[members] = np.roll(members, -1)
+    return partner
 
 
 def pair_table(

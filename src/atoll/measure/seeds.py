@@ -68,10 +68,10 @@ class Values:
     def cells(self) -> list[Cell]:
         """A row of the table."""
         low, high = self.interval or (None, None)
-        own = self.values
+        values = self.values
         return [
-            *(self.model, self.measure, len(own), statistics.median(own)),
-            *(min(own), max(own), self.mean, low, high),
+            *(self.model, self.measure, len(values), statistics.median(values)),
+            *(min(values), max(values), self.mean, low, high),
         ]
 
 
@@ -86,12 +86,12 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def seeds_table(found: Sequence[Found], base: str = BASE) -> Table:
+def seeds_table(comparisons: Sequence[Found], base: str = BASE) -> Table:
     """All that these comparisons have in common, a row for each number."""
-    return Table.of(COLUMNS, [one.cells() for one in over_seeds(found, base)])
+    return Table.of(COLUMNS, [one.cells() for one in over_seeds(comparisons, base)])
 
 
-def over_seeds(found: Sequence[Found], base: str = BASE) -> Iterator[Values]:
+def over_seeds(comparisons: Sequence[Found], base: str = BASE) -> Iterator[Values]:
     """The same, value by value.
 
     Args:
@@ -102,13 +102,13 @@ def over_seeds(found: Sequence[Found], base: str = BASE) -> Iterator[Values]:
         Numbers that all comparisons have; of `best` and `reach` also those that only some have, as a model
         need not get as far as the monolith in every campaign.
     """
-    models = [{line["name"]: line for line in one["rows"]} for one in found]
+    models = [{line["name"]: line for line in one["rows"]} for one in comparisons]
     for name in models[0]:
         if all(name in one for one in models):
             yield from _of_model(name, [one[name] for one in models], [one.get(base) for one in models], base)
-    yield from _training(found)
+    yield from _training(comparisons)
     for table, column, measure in FURTHER:
-        tables = [_records(one, table) for one in found]
+        tables = [_records(one, table) for one in comparisons]
         for name in tables[0] if all(tables) else ():
             lines = [one[name] for one in tables if name in one]
             values = [line[column] for line in lines if line[column] is not None]
@@ -117,20 +117,20 @@ def over_seeds(found: Sequence[Found], base: str = BASE) -> Iterator[Values]:
                 yield Values(", ".join(name), measure + (", at most" if at_most else ""), values)
 
 
-def _of_model(name: str, own: list[Any], against: list[Any], base: str) -> Iterator[Values]:
+def _of_model(name: str, lines: list[Any], against: list[Any], base: str) -> Iterator[Values]:
     for measure in PLAIN:
-        values = [line.get(measure) for line in own]
+        values = [line.get(measure) for line in lines]
         if all(value is not None for value in values):
             yield Values(name, measure, values)
     if name != base and all(against):
-        pairs = [(line["distance"], other["distance"]) for line, other in zip(own, against, strict=True)]
+        pairs = [(line["distance"], other["distance"]) for line, other in zip(lines, against, strict=True)]
         yield Values(name, f"distance / {base}", [one / other for one, other in pairs])
         yield Values(name, f"distance - {base}", [one - other for one, other in pairs])
 
 
-def _training(found: Sequence[Found]) -> Iterator[Values]:
+def _training(comparisons: Sequence[Found]) -> Iterator[Values]:
     """What was spent on training, over the monolith's."""
-    spent = [one.get("train_flops", {}) for one in found]
+    spent = [one.get("train_flops", {}) for one in comparisons]
     if not all(one.get(BASE) for one in spent):
         return
     for name, parts in (("ensemble", ("experts", "router", "pretrain")), ("student", ("student",))):
@@ -141,8 +141,8 @@ def _training(found: Sequence[Found]) -> Iterator[Values]:
 
 def _records(one: Found, table: str) -> dict[tuple[str, ...], dict[str, Any]]:
     """Rows of a table of a comparison, by what they are of; none if it was not measured."""
-    made = one.get("tables", {}).get(table, {"columns": [], "rows": []})
-    rows = [dict(zip(made["columns"], values, strict=True)) for values in made["rows"]]
+    content = one.get("tables", {}).get(table, {"columns": [], "rows": []})
+    rows = [dict(zip(content["columns"], values, strict=True)) for values in content["rows"]]
     names = ("model", "strategy", "space", "partner")
     return {tuple(str(line[name]) for name in names if name in line): line for line in rows}
 
@@ -179,27 +179,27 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
         StoreError, DataError: as `compare`.
     """
     _must_repeat(campaigns)
-    found = []
+    comparisons = []
     for campaign in campaigns:
         say(f"{campaign.store.location}, seed {campaign.config.seed}")
-        found.append(compare(campaign).to_json())
-        if differs := unlike(found[0], found[-1]):
+        comparisons.append(compare(campaign).to_json())
+        if differs := unlike(comparisons[0], comparisons[-1]):
             raise ConfigError(
                 f"{campaign.store.location} was measured otherwise than {campaigns[0].store.location}:"
                 f" {', '.join(differs)}",
                 f"remove {Comparison.PLACE} of the older one (points are kept), and compare again",
             )
-    table, metric = seeds_table(found), found[0]["metric"]
+    table, metric = seeds_table(comparisons), comparisons[0]["metric"]
     named = [
         {"campaign": campaign.store.location, "seed": campaign.config.seed, "key": one["key"]}
-        for campaign, one in zip(campaigns, found, strict=True)
+        for campaign, one in zip(campaigns, comparisons, strict=True)
     ]
     result = SeedsTable(
         code=code_version(), metric=metric, campaigns=named, columns=table.columns, rows=table.rows
     )
     out.put(SeedsTable.PLACE.replace(".json", ".csv"), table.to_csv())
     out.put_json(SeedsTable.PLACE, result.to_json())
-    _show(table, len(found))
+    _show(table, len(comparisons))
     say(f"wrote {out.name(SeedsTable.PLACE)} and .csv")
     return result
 
@@ -232,9 +232,9 @@ def _heldout(campaign: Campaign) -> str:
 def _settings(campaign: Campaign) -> dict[str, Any]:
     """All that decides a campaign's models, and how they are compared."""
     tree = campaign.config.model_dump(mode="json", exclude=set(UNFROZEN))
-    found = {name: value for name, value in decisive(tree).items() if name not in OWN}
+    settings = {name: value for name, value in decisive(tree).items() if name not in OWN}
     return {
-        **found,
+        **settings,
         **decisive({"compare": campaign.config.compare.model_dump(exclude={*loose_fields(CompareConfig)})}),
     }
 

@@ -61,15 +61,15 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing or damaged.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in self.files:
             try:
-                found |= load_file(self.folder / file)
+                tensors |= load_file(self.folder / file)
             except FileNotFoundError:
                 raise _refusal(self.name, f"{file} is missing") from None
             except (SafetensorError, OSError) as error:
                 raise _refusal(self.name, f"{file} cannot be read ({first_line(error)})") from None
-        return found
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
         else:
             kept.append(name)
             numbers += parameter.numel()
-    own = drawn.keys() | kept_buffers(network).keys()  # what a network computes by itself is not learned
-    unused = tuple(sorted(weights.keys() - set(kept) - own))
+    computed = drawn.keys() | kept_buffers(network).keys()  # what a network computes by itself is not learned
+    unused = tuple(sorted(weights.keys() - set(kept) - computed))
     return Fit(tuple(kept), drawn, unused, numbers / max(1, total))
 
 
@@ -162,13 +162,13 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     return fit
 
 
-def whole(network: nn.Module, found: Checkpoint) -> dict[str, Tensor]:
+def whole(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """All weights of a checkpoint for the network of its own settings, in float32.
 
     Raises:
         ConfigError: some are missing, of another shape, or not finite; or there are more.
     """
-    wanted, there = network.state_dict(), found.weights()
+    wanted, there = network.state_dict(), checkpoint.weights()
     known = wanted.keys() | dict(network.named_buffers()).keys()  # a file may hold tables that are computed
     for what, names in (
         ("has no", wanted.keys() - there.keys()),
@@ -180,7 +180,7 @@ def whole(network: nn.Module, found: Checkpoint) -> dict[str, Tensor]:
         ("has numbers that are not finite in", {n for n, v in there.items() if not torch.isfinite(v).all()}),
     ):
         if names:
-            raise _refusal(found.name, f"it {what} {_first(sorted(names))}")
+            raise _refusal(checkpoint.name, f"it {what} {_first(sorted(names))}")
     return {name: there[name].float().contiguous() for name in wanted}
 
 
@@ -222,11 +222,11 @@ def _files(name: str, folder: Path) -> tuple[str, ...]:
 
 def _class_name(config: Mapping[str, Any]) -> str:
     """Name of the diffusers class; early checkpoints name the class that DiT and PixArt once shared."""
-    found = str(config.get("_class_name"))
-    if found == "Transformer2DModel":
+    class_name = str(config.get("_class_name"))
+    if class_name == "Transformer2DModel":
         norms = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-        return norms.get(str(config.get("norm_type")), found)
-    return found
+        return norms.get(str(config.get("norm_type")), class_name)
+    return class_name
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:

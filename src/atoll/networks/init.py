@@ -27,9 +27,9 @@ def initialise(network: nn.Module, seed: int) -> None:
                 _normal(module.weight, 0.02, source)
             elif type(module).__name__ == "RMSNorm" and module.weight is not None:  # torch's or diffusers'
                 cast(Tensor, module.weight).fill_(1.0)
-            for own, parameter in module.named_parameters(recurse=False):
-                if own in ("scale_shift_table", "cls_token"):
-                    std = 0.02 if own == "cls_token" else parameter.shape[-1] ** -0.5
+            for key, parameter in module.named_parameters(recurse=False):
+                if key in ("scale_shift_table", "cls_token"):
+                    std = 0.02 if key == "cls_token" else parameter.shape[-1] ** -0.5
                     _normal(parameter, std, source)
         for name, module in network.named_modules():  # after their layers, which come later in the first pass
             if name.endswith(("timestep_embedder", "caption_projection")):

@@ -32,8 +32,8 @@ class MaskedJointAttention:
 
         picture, text = hidden_states, encoder_hidden_states
         norms = (attn.norm_q, attn.norm_k, None)
-        own = zip((attn.to_q, attn.to_k, attn.to_v), norms, strict=True)
-        query, key, value = (split(picture, *parts) for parts in own)
+        projections = zip((attn.to_q, attn.to_k, attn.to_v), norms, strict=True)
+        query, key, value = (split(picture, *parts) for parts in projections)
         if text is not None:
             norms = (attn.norm_added_q, attn.norm_added_k, None)
             added = zip((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), norms, strict=True)

@@ -82,12 +82,12 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 
 def saved_bytes(run: Callable[[], Tensor], network: nn.Module) -> int:
     """Bytes that autograd keeps for the backward pass of `run()`, parameters left out."""
-    own = {p.untyped_storage()._cdata for p in network.parameters()}
+    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # held here, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in parameters:
             kept[storage._cdata] = storage
         return tensor
 

@@ -102,9 +102,9 @@ def connect(url: str, retries: dict[str, Any]) -> Any:
     if not rest.strip("/"):
         raise StoreError(f"{shown} names no bucket", f"write {scheme}://BUCKET/PREFIX")
     # Options given here replace those of the environment as a whole, so the environment's are added.
-    own = {key: os.environ.get(f"{SCHEMES[scheme]}_{key.upper()}") for key in _CLIENT_KEYS}
+    from_environment = {key: os.environ.get(f"{SCHEMES[scheme]}_{key.upper()}") for key in _CLIENT_KEYS}
     hurry = {"timeout": "8s"} if retries is IMPATIENT else {}
-    options: Any = {**CLIENT, **hurry, **{key: value for key, value in own.items() if value}}
+    options: Any = {**CLIENT, **hurry, **{key: value for key, value in from_environment.items() if value}}
     patience: Any = {**retries, "backoff": _BACKOFF}
     try:
         return from_url(url, client_options=options, retry_config=patience)

@@ -99,12 +99,12 @@ class Store:
         url = f"{scheme}://{posixpath.normpath('/' + rest).strip('/')}"
         prefix = rest.partition("/")[2].strip("/") if scheme == "memory" else ""
         try:
-            found = next(iter(obstore.list(connect(url, IMPATIENT), prefix or None)), [])
+            listed = next(iter(obstore.list(connect(url, IMPATIENT), prefix or None)), [])
         except _Failure as error:
             if isinstance(error, FileNotFoundError):
                 raise Absent(f"there is no bucket for {url}", "make the bucket, or check the URL") from None
             raise _failed(f"cannot use {url}", error) from None
-        if not found and not create:
+        if not listed and not create:
             raise Absent(f"there is nothing at {url}", "check the URL")
         return cls(connect(url, PATIENT), url, None, prefix)
 

@@ -61,7 +61,7 @@ class DenoiserTask:
         shape = (self.rows.train.shape.channels, self.rows.train.shape.size, self.rows.train.shape.size)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
         sampling = Sampling(
-            Generation(steps=12, guidance=2.0),
+            Generation(steps=12, guidance=2.0).for_condition(self.rows.train.condition),
             Conditions.of_rows(self.rows.train.conditions(index), self.rows.train.null(), len(index)),
             shape,
             len(index),

@@ -169,9 +169,9 @@ class _Run:
         loaded: list[checkpoint.Loaded] = []  # on rank 0: the others are told its name and load it as well
 
         def find() -> tuple[str, str] | None:
-            found = checkpoint.newest(self.run, self.log)
-            loaded.extend(found[2:] if found else ())
-            return found and found[:2]
+            newest = checkpoint.newest(self.run, self.log)
+            loaded.extend(newest[2:] if newest else ())
+            return newest and newest[:2]
 
         newest = self.group.once(find)
         if newest is not None:

@@ -51,7 +51,7 @@ class Ahead:
         deadline = time.monotonic() + self.limit
         while True:
             try:
-                made = self._made.get(timeout=min(POLL, self.limit))
+                batch = self._made.get(timeout=min(POLL, self.limit))
             except queue.Empty:
                 if stop_requested:
                     return None
@@ -61,26 +61,26 @@ class Ahead:
                         "the store or disk hangs: mend it and run the same command again",
                     ) from None
                 continue
-            if isinstance(made, BaseException):
-                raise made
+            if isinstance(batch, BaseException):
+                raise batch
             self.begin += self.batch
-            return made
+            return batch
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # here; a team of its own would wait beside that of the step
         begin = self.begin
         while not self._stopped.is_set():
-            made: list[Any] | BaseException
+            batch: list[Any] | BaseException
             try:
-                made = self.make(begin)
+                batch = self.make(begin)
             except BaseException as error:  # raised where the data is taken
-                made = error
+                batch = error
             while not self._stopped.is_set():
                 try:
-                    self._made.put(made, timeout=POLL)
+                    self._made.put(batch, timeout=POLL)
                     break
                 except queue.Full:
                     continue
-            if isinstance(made, BaseException):
+            if isinstance(batch, BaseException):
                 return
             begin += self.batch

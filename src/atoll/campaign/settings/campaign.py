@@ -216,10 +216,10 @@ class CampaignConfig(Config):
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""
-        own = self.islands.get(number, IslandConfig())
+        settings = self.islands.get(number, IslandConfig())
         where = f"islands.{number}"
-        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, f"{where}.network")
-        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, f"{where}.train")
+        network = NetworkConfig.parse({**self.network.model_dump(), **settings.network}, f"{where}.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **settings.train}, f"{where}.train")
 
     def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of a run that is not the router's."""
@@ -229,11 +229,11 @@ class CampaignConfig(Config):
             return self.network, self.train.model_copy(
                 update={"lr_schedule": self.budget.pretrain_lr_schedule}
             )
-        own = self.student if role == "student" else None
-        if own is None:
+        student = self.student if role == "student" else None
+        if student is None:
             return self.network, self.train
-        network = NetworkConfig.parse({**self.network.model_dump(), **own.network}, "student.network")
-        return network, TrainConfig.parse({**self.train.model_dump(), **own.train}, "student.train")
+        network = NetworkConfig.parse({**self.network.model_dump(), **student.network}, "student.network")
+        return network, TrainConfig.parse({**self.train.model_dump(), **student.train}, "student.train")
 
     def training(self, role: str, island: int | None = None) -> TrainConfig:
         """Training settings of any run."""
@@ -243,8 +243,8 @@ class CampaignConfig(Config):
         """What an island's expert learns; None for the runs on all the data."""
         if island is None or island not in self.islands:
             return self.objective
-        own = {**self.objective.model_dump(), **self.islands[island].objective}
-        return ObjectiveConfig.parse(own, f"islands.{island}.objective")
+        merged = {**self.objective.model_dump(), **self.islands[island].objective}
+        return ObjectiveConfig.parse(merged, f"islands.{island}.objective")
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""

@@ -118,28 +118,30 @@ class LaunchConfig(Placement):
             role: `expert`, `router`, `monolith`, `pretrain`, `student` or `assemble`.
             island: number of the cluster, for an expert.
         """
-        own = self._own(role, island)
+        placement = self._own(role, island)
         common = self.model_dump(exclude_unset=True, include=set(Placement.model_fields))
         if role == "assemble":
             common = {key: value for key, value in common.items() if key not in _SPREAD}
-        return Placement.parse(_over(common, own.model_dump(exclude_unset=True)), "launch")
+        return Placement.parse(_over(common, placement.model_dump(exclude_unset=True)), "launch")
 
     def target(self, role: str, island: int | None, on: Target | None) -> Target:
         """Where a run trains: what it says itself, else `on`, else what the campaign says, else here."""
         return self._own(role, island).on or on or self.on or "local"
 
     def _own(self, role: str, island: int | None) -> Placement:
-        own: Placement = self.islands.get(island, Placement()) if island is not None else getattr(self, role)
-        return own
+        placement: Placement = (
+            self.islands.get(island, Placement()) if island is not None else getattr(self, role)
+        )
+        return placement
 
 
 _SPREAD = ("gpus", "processes", "nodes")
 
 
-def _over(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _over(common: dict[str, Any], placement: dict[str, Any]) -> dict[str, Any]:
     """Nested settings with those of `own` in place of the common ones."""
     result = dict(common)
-    for key, value in own.items():
+    for key, value in placement.items():
         below = result.get(key)
         result[key] = _over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
     return result

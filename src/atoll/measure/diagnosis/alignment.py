@@ -67,14 +67,14 @@ class Alignment:
             logits: of the router `(T, B, K)`.
             clusters: of the rows `(B,)`.
         """
-        known, found = logits[..., self.present].double(), []
+        known, rows = logits[..., self.present].double(), []
         for number in range(len(self.times)):
             each = self._at(velocities[:, number].double(), target.double(), known[number], clusters)
             if monolith is not None:
                 each["monolith"] = (monolith[number].double() - target).square().mean(-1)
             each |= {f"{a}-{b}": each[a] - each[b] for a, b in self.gaps}
-            found.append(torch.stack([each[name] for name in self._place], -1))
-        values = torch.stack(found, 1)
+            rows.append(torch.stack([each[name] for name in self._place], -1))
+        values = torch.stack(rows, 1)
         if self._below:
             values = torch.cat([values, values[:, self._below].mean(1, keepdim=True)], 1)
         self._means.add(values, clusters)
@@ -92,9 +92,9 @@ class Alignment:
         table = torch.full((self.k,), -1)
         table[self.present] = torch.arange(count)
         place = table[clusters]
-        own = torch.where(place >= 0, errors.gather(1, place.clamp(min=0)[:, None])[:, 0], nan)
+        own_error = torch.where(place >= 0, errors.gather(1, place.clamp(min=0)[:, None])[:, 0], nan)
         each = {
-            "own": own,
+            "own": own_error,
             "selected": chosen,
             "others": (errors.sum(1) - chosen) / (count - 1) if count > 1 else nan,
             "mixture": mixture,

@@ -102,8 +102,8 @@ class Calibration:
         rows: list[list[Cell]] = []
         for number, t in enumerate(self.times):
             for cluster in range(self.k):
-                own = self._rows.of(cluster)
-                rows.append([t, cluster, *own.cells(number, 0), *own.cells(number, 1)[1:]])
+                cells = self._rows.of(cluster)
+                rows.append([t, cluster, *cells.cells(number, 0), *cells.cells(number, 1)[1:]])
         return Table.of(columns, rows)
 
     def reliability(self) -> Table:

@@ -48,19 +48,19 @@ def landing(
     samples, real = Means(k, (3,)), Means(k, (2,))
     samples.add(_columns(landed, *_distances(features, centroids, share)), torch.from_numpy(served))
     if len(heldout):
-        own = np.eye(k)[clusters]
-        real.add(_columns(*_distances(heldout, centroids, own)), torch.from_numpy(clusters))
+        one_hot = np.eye(k)[clusters]
+        real.add(_columns(*_distances(heldout, centroids, one_hot)), torch.from_numpy(clusters))
     names: list[Cell] = ["all", *range(k)]
     rows = zip(names, _cells(samples, k), _cells(real, k), strict=True)
-    return Table.of(COLUMNS, [[name, *own, *other] for name, own, other in rows])
+    return Table.of(COLUMNS, [[name, *one_hot, *other] for name, one_hot, other in rows])
 
 
 def _distances(
     features: NDArray[np.floating], centroids: Features, weights: NDArray[np.floating]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Distances to the centroids `(N,)`: weighted, and weighted by what the weights leave of 1."""
-    own, places = torch.from_numpy(normalise(features)).double(), torch.from_numpy(centroids).double()
-    apart, rest = torch.cdist(own, places).numpy(), 1 - weights
+    points, places = torch.from_numpy(normalise(features)).double(), torch.from_numpy(centroids).double()
+    apart, rest = torch.cdist(points, places).numpy(), 1 - weights
     left = rest.sum(1)
     far = np.divide((apart * rest).sum(1), left, out=np.full(len(apart), np.nan), where=left > 0)
     return (apart * weights).sum(1), far
@@ -72,6 +72,6 @@ def _columns(*values: NDArray[Any]) -> torch.Tensor:
 
 def _cells(means: Means, k: int) -> list[list[Cell]]:
     """Of all clusters together and of each: how many, then mean and standard error of every value."""
-    found = [means.pooled(range(k)), *(means.of(number) for number in range(k))]
+    pooled = [means.pooled(range(k)), *(means.of(number) for number in range(k))]
     places = range(means.mean.shape[1])
-    return [[one.cells(0)[0], *(cell for n in places for cell in one.cells(n)[1:])] for one in found]
+    return [[one.cells(0)[0], *(cell for n in places for cell in one.cells(n)[1:])] for one in pooled]

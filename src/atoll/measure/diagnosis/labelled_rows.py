@@ -120,11 +120,11 @@ def measure(
 
 
 def _states(batch: Rows, times: Sequence[float], device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
-    found = []
+    states = []
     for time in times:
         t = batch.x0.new_full((len(batch.x0),), time)
-        found.append((noisy(batch.x0, batch.eps, t, RectifiedFlow()).to(device), t.to(device)))
-    return found
+        states.append((noisy(batch.x0, batch.eps, t, RectifiedFlow()).to(device), t.to(device)))
+    return states
 
 
 def _velocities(
@@ -132,7 +132,7 @@ def _velocities(
 ) -> Tensor:
     """Velocities of one denoiser `(T, B, D)`, float32."""
     assert denoiser is not None
-    found = torch.stack([denoiser.velocity(x, t, cond).float().flatten(1).cpu() for x, t in states])
-    if not found.isfinite().all():
+    velocities = torch.stack([denoiser.velocity(x, t, cond).float().flatten(1).cpu() for x, t in states])
+    if not velocities.isfinite().all():
         raise DataError(f"{name} gives NaN or infinity", "look at its losses, and train it again")
-    return found
+    return velocities

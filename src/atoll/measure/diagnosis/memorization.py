@@ -48,14 +48,14 @@ class Nearest:
         """Nearest over second nearest `(N,)`; 0 for a copy, even of a picture that is there twice."""
         first, second = self.distances.T
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: F64 = np.where(self.same, 0.0, first / second)
-        return found
+            quotient: F64 = np.where(self.same, 0.0, first / second)
+        return quotient
 
     @property
     def same(self) -> NDArray[np.bool_]:
         """Whether the nearest is the very picture `(N,)`."""
-        found: NDArray[np.bool_] = self.distances[:, 0] <= SAME * self.scale
-        return found
+        equal: NDArray[np.bool_] = self.distances[:, 0] <= SAME * self.scale
+        return equal
 
 
 def two_nearest(
@@ -70,26 +70,26 @@ def two_nearest(
     Raises:
         DataError: NaN or infinity among the features, or an empty reference.
     """
-    own = must_be_finite(queries)
-    distances = np.full((len(own), 2), np.inf)
-    rows = np.full((len(own), 2), -1, dtype=np.int64)
+    points = must_be_finite(queries)
+    distances = np.full((len(points), 2), np.inf)
+    rows = np.full((len(points), 2), -1, dtype=np.int64)
     seen = 0
     for numbers, features in reference:
         values = must_be_finite(features)
         seen += len(values)
-        for first in range(0, len(own), _QUERIES):
+        for first in range(0, len(points), _QUERIES):
             part = slice(first, first + _QUERIES)
-            squared = (values**2).sum(1) - 2 * own[part] @ values.T
+            squared = (values**2).sum(1) - 2 * points[part] @ values.T
             few = np.argpartition(squared, min(1, len(values) - 1), axis=1)[:, :2]
             # The candidates' distances anew, without the cancellation that hides an exact copy.
-            exact = np.linalg.norm(own[part][:, None] - values[few], axis=2)
+            exact = np.linalg.norm(points[part][:, None] - values[few], axis=2)
             both, theirs = np.hstack([distances[part], exact]), np.hstack([rows[part], numbers[few]])
             order = np.argsort(both, axis=1, kind="stable")[:, :2]
             distances[part] = np.take_along_axis(both, order, 1)
             rows[part] = np.take_along_axis(theirs, order, 1)
     if not seen:
         raise DataError("there is no training picture to compare samples with", "ingest more rows")
-    return Nearest(distances, rows, np.linalg.norm(own, axis=1))
+    return Nearest(distances, rows, np.linalg.norm(points, axis=1))
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Copies:
         real = ~self.heldout.same
         if not real.any():
             return None
-        found = (self.heldout.ratio, self.heldout.distances[:, 0])
-        ratio, distance = (float(np.quantile(values[real], self.quantile)) for values in found)
+        measured = (self.heldout.ratio, self.heldout.distances[:, 0])
+        ratio, distance = (float(np.quantile(values[real], self.quantile)) for values in measured)
         return ratio, distance
 
     def reasons(self) -> list[str]:
@@ -153,8 +153,8 @@ class Copies:
             real = np.full(len(self.clusters), True) if cluster == "all" else self.clusters == cluster
             share = float(flagged[mine].mean()) if mine.any() else None
             leaked = float(self.heldout.same[real].mean()) if real.any() else None
-            own, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
-            rows.append([cluster, own[0], share, *own[1:], int(real.sum()), *other[1:], leaked])
+            sampled, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
+            rows.append([cluster, sampled[0], share, *sampled[1:], int(real.sum()), *other[1:], leaked])
         return Table.of(columns, rows)
 
     def suspicious(self, most: int) -> Table:
@@ -173,8 +173,8 @@ class Copies:
 
     def _nearest_first(self) -> list[int]:
         """Numbers of the samples by ratio, of equal ones by distance."""
-        found: list[int] = np.lexsort((self.samples.distances[:, 0], self.samples.ratio)).tolist()
-        return found
+        order: list[int] = np.lexsort((self.samples.distances[:, 0], self.samples.ratio)).tolist()
+        return order
 
     def _table(self, samples: Sequence[int], reasons: Sequence[str]) -> Table:
         rows: list[list[Cell]] = [
@@ -191,16 +191,16 @@ class Copies:
         return Table.of(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
 
 
-def _part(found: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
+def _part(nearest: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
     """Number, share memorised, median ratio and median distance of some pictures."""
-    ratio = found.ratio[which]
+    ratio = nearest.ratio[which]
     if not len(ratio):
         return [0, None, None, None]
-    medians = (np.median(ratio), np.median(found.distances[which, 0]))
+    medians = (np.median(ratio), np.median(nearest.distances[which, 0]))
     return [len(ratio), float((ratio < MEMORISED).mean()), *(finite(value) for value in medians)]
 
 
 def leaders(weights: Sequence[F64] | F64) -> I64:
     """The expert of the largest weight over all steps `(N,)`, of weights `(S, N, K)`."""
-    found: I64 = np.asarray(weights).mean(0).argmax(-1)
-    return found
+    leader: I64 = np.asarray(weights).mean(0).argmax(-1)
+    return leader

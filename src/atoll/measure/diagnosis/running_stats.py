@@ -46,10 +46,10 @@ class Means:
     def pooled(self, groups: Sequence[int]) -> "Moments":
         """Some groups as one, every row counted once."""
         zero = torch.zeros_like(self.mean[0])
-        found = (zero, zero, zero)
+        merged = (zero, zero, zero)
         for group in groups:
-            found = _merge(found, (self.count[group], self.mean[group], self.deviation[group]))
-        return Moments(*found)
+            merged = _merge(merged, (self.count[group], self.mean[group], self.deviation[group]))
+        return Moments(*merged)
 
 
 @dataclass(frozen=True)

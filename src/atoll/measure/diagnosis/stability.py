@@ -17,7 +17,7 @@ from atoll.base.rng import normals
 from atoll.campaign.results import Table
 from atoll.ensemble.ensemble import Ensemble, Field
 from atoll.ensemble.generate import Sampling, generate
-from atoll.ensemble.integrate import euler
+from atoll.ensemble.integrate import scheduler_of
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.table import Cell
 
@@ -44,14 +44,14 @@ class Probe:
 
     def __init__(self, field: Field, seed: int, rows: Sequence[int]) -> None:
         self.field, self.seed, self.rows = field, seed, list(rows)
-        self.found: list[Tensor] = []
+        self.values: list[Tensor] = []
 
     def __call__(self, x_t: Tensor, t: float, step: int) -> Tensor:
         """The field's own velocity."""
         nudge = _nudge(self.seed, f"probe/{step}", self.rows, x_t)
         v = self.field(x_t, t, step)
         change = self.field(x_t + nudge, t, step) - v
-        self.found.append(torch.stack([_size(change), _size(nudge - t * change)], 1) / _size(nudge)[:, None])
+        self.values.append(torch.stack([_size(change), _size(nudge - t * change)], 1) / _size(nudge)[:, None])
         return v
 
 
@@ -90,7 +90,7 @@ def stability(model: Ensemble | Denoiser, sampling: Sampling) -> tuple[Table, Ta
     plain = torch.empty(count, *sampling.shape)
     for drawn in generate(model, replace(sampling, around=probed)):
         plain[drawn.rows] = drawn.latents.float().cpu()
-        speeds = torch.stack(probes.pop(drawn.rows[0]).found, 1)
+        speeds = torch.stack(probes.pop(drawn.rows[0]).values, 1)
         paths.add(speeds, torch.zeros(len(drawn.rows)).long())
     gaps = torch.empty(count, 2, dtype=torch.float64)
     finer = replace(sampling, generation=generation.with_(steps=2 * generation.steps))
@@ -106,7 +106,7 @@ def stability(model: Ensemble | Denoiser, sampling: Sampling) -> tuple[Table, Ta
     ends.add(gaps, torch.zeros(count).long())
     whole, steps = ends.of(0), paths.of(0)
     line: list[Cell] = [*whole.cells(0), *whole.cells(1)[1:]]
-    times = [float(t) for t in euler(generation.steps).sigmas[:-1]]
+    times = [float(t) for t in scheduler_of(generation).sigmas[:-1]]
     return (
         Table.of(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
         Table.of(

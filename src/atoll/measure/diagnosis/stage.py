@@ -34,7 +34,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import read_card
 from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.generate import Sampling, generate
-from atoll.ensemble.integrate import euler
+from atoll.ensemble.integrate import scheduler_of
 from atoll.ensemble.routing import Routing
 from atoll.measure.departure import Departure, possible, routings
 from atoll.measure.diagnosis.cluster_match import landing
@@ -58,7 +58,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     router = read_card(store, "ensemble/router")
     baseline = dense_cards(campaign, router, ("monolith",))
     parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
-    dataset, made = _data(campaign)
+    dataset, partition = _data(campaign)
     departure = Departure.of(campaign, config)
     strategies = [str(Routing.named(name)) for name in routings(campaign, config.strategies, USUAL)]
     settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)}) | {
@@ -72,7 +72,8 @@ def diagnose(campaign: Campaign) -> Diagnosis:
         return known
     start = time.monotonic()
     with using_threads(config.threads):
-        tables, about = _Diagnosis(campaign, dataset, made, router, departure, strategies).run(bool(baseline))
+        diagnosis = _Diagnosis(campaign, dataset, partition, router, departure, strategies)
+        tables, about = diagnosis.run(bool(baseline))
     result = Diagnosis(
         key=key,
         parts=parts,
@@ -80,9 +81,9 @@ def diagnose(campaign: Campaign) -> Diagnosis:
         seconds=round(time.monotonic() - start, 1),
         settings=settings,
         departures=departure.changes,
-        k=made.k,
-        sizes=made.sizes,
-        missing=sorted(set(range(made.k)) - set(content.experts)),
+        k=partition.k,
+        sizes=partition.sizes,
+        missing=sorted(set(range(partition.k)) - set(content.experts)),
         tables=tables,
         **about,
     )
@@ -92,7 +93,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
 
 def _data(campaign: Campaign) -> tuple[DataSet, Partition]:
     """Data set and partition, which belong together and hold the rows that are asked for."""
-    (dataset, made), config = campaign.clustered(), campaign.config.diagnose
+    (dataset, partition), config = campaign.clustered(), campaign.config.diagnose
     wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies != [] else [])}
     if "heldout" in wanted and len(dataset.split("heldout")) == 0:
         raise DataError(
@@ -100,7 +101,7 @@ def _data(campaign: Campaign) -> tuple[DataSet, Partition]:
             "ingest with data.ingest.heldout above 0, or look at training rows:"
             " --set diagnose.splits=[train] --set diagnose.conditions=train",
         )
-    return dataset, made
+    return dataset, partition
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,12 @@ class _Diagnosis:
         self,
         campaign: Campaign,
         dataset: DataSet,
-        made: Partition,
+        partition: Partition,
         router: Card,
         departure: Departure,
         strategies: list[str],
     ) -> None:
-        self.campaign, self.dataset, self.made, self.router = campaign, dataset, made, router
+        self.campaign, self.dataset, self.partition, self.router = campaign, dataset, partition, router
         self.departure, self.strategies = departure, strategies
         self.config, self.seed = campaign.config.diagnose, campaign.config.seed
         self.device = own_device()
@@ -151,8 +152,8 @@ class _Diagnosis:
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
             tables |= self._traced(sampled) | self._stability(routings, monolith)
-            ends, told = self._ends(sampled)
-            tables, about = tables | ends, about | told
+            ends, facts = self._ends(sampled)
+            tables, about = tables | ends, about | facts
         _summarise(tables)
         return tables, about
 
@@ -161,8 +162,8 @@ class _Diagnosis:
         for split in config.splits:
             samples = samples_of(self.campaign, self.dataset, split, self.router)
             say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
-            rows = labelled(samples, self.made.clusters, config.rows, self.seed, config.batch)
-            measured = measure(self.ensemble, monolith, rows, self.made.sizes, config, self.device)
+            rows = labelled(samples, self.partition.clusters, config.rows, self.seed, config.batch)
+            measured = measure(self.ensemble, monolith, rows, self.partition.sizes, config, self.device)
             for name, table in measured.items():
                 tables.setdefault(name, {})[split] = table
         return {name: Table.stacked("split", by_split) for name, by_split in tables.items()}
@@ -193,13 +194,13 @@ class _Diagnosis:
         samples = samples_of(self.campaign, self.dataset, self.config.conditions, self.router)
         order = np.random.default_rng(self.seed).permutation(len(samples))
         index = np.resize(order, self.config.samples).astype(np.int64)
-        clusters = self.made.clusters[samples.rows[index]]
+        clusters = self.partition.clusters[samples.rows[index]]
         return RowConditions(samples, index, clusters, self.config.conditions)
 
     def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
         clusters = self._conditions.labels
-        times = [float(t) for t in euler(self.departure.generation.steps).sigmas[:-1]]
-        used = {n: usage(s.weights, clusters, self.made.sizes) for n, s in sampled.items()}
+        times = [float(t) for t in scheduler_of(self.departure.generation).sigmas[:-1]]
+        used = {n: usage(s.weights, clusters, self.partition.sizes) for n, s in sampled.items()}
         changed = {n: switches(s.weights, times) for n, s in sampled.items()}
         return {
             "usage": Table.stacked("strategy", used),
@@ -219,26 +220,26 @@ class _Diagnosis:
         }
         if monolith is not None:
             models["monolith"] = (monolith.model.denoiser, Routing())
-        found = {
+        probed = {
             name: stability(model, self._sampling(routing, count))
             for name, (model, routing) in models.items()
         }
         return {
-            "stability": Table.stacked("strategy", {name: ends for name, (ends, _) in found.items()}),
-            "lipschitz": Table.stacked("strategy", {name: path for name, (_, path) in found.items()}),
+            "stability": Table.stacked("strategy", {name: ends for name, (ends, _) in probed.items()}),
+            "lipschitz": Table.stacked("strategy", {name: path for name, (_, path) in probed.items()}),
         }
 
     def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
         """Whether samples lie in their experts' clusters, and those of the first strategy, whether they are
         copies; tables, and what is shown of the copies."""
         heldout = self.dataset.split("heldout")
-        own_space = self.config.extractor is None and len(self.made.centroids) > 0
+        own_space = self.config.extractor is None and len(self.partition.centroids) > 0
         if not own_space and not len(heldout):
             return {}, {}
         encoder, model = self._extractor(), self.candidate.model
         parts = [features for _, features in self._features(encoder, heldout)]
         real = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
-        tables, told, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
+        tables, facts, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
         for name, one in sampled.items():
             first = name == next(iter(sampled))
             if not own_space and not first:
@@ -247,19 +248,19 @@ class _Diagnosis:
             pictures = [p for part in numbers for p in model.pictures(one.latents[part], part.tolist())]
             features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
             if own_space:
-                clusters = self.made.clusters[heldout]
-                landings[name] = landing(features, weights, real, clusters, self.made.centroids)
+                clusters = self.partition.clusters[heldout]
+                landings[name] = landing(features, weights, real, clusters, self.partition.centroids)
             if first and len(heldout):
                 copies = self._copies(encoder, features, real, leaders(weights))
-                tables, told = self._told(copies, encoder, pictures)
-        return tables | ({"landing": Table.stacked("strategy", landings)} if landings else {}), told
+                tables, facts = self._told(copies, encoder, pictures)
+        return tables | ({"landing": Table.stacked("strategy", landings)} if landings else {}), facts
 
     def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
         """Samples and held-out pictures beside their nearest training pictures."""
         train, heldout = self.dataset.split("train"), self.dataset.split("heldout")
         say(f"diagnose: {len(features):,} pictures against {len(train):,} training pictures")
-        own, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
-        return Copies(own, other, served, self.made.clusters[heldout], self.config.quantile)
+        drawn, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
+        return Copies(drawn, other, served, self.partition.clusters[heldout], self.config.quantile)
 
     def _told(
         self, copies: Copies, encoder: VisionEncoder, pictures: list[Image.Image]
@@ -274,7 +275,7 @@ class _Diagnosis:
                 " measured on held-out rows flatters (see data.ingest.group)"
             )
         tables = {
-            "nearest": copies.by_cluster(self.made.k),
+            "nearest": copies.by_cluster(self.partition.k),
             "suspicious": copies.suspicious(self.config.named),
             "closest": copies.closest(),
         }

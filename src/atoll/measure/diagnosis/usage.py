@@ -26,10 +26,10 @@ def usage(weights: Float[Tensor, "S N K"], clusters: Tensor, sizes: Sequence[int
     count, k = weights.shape[1:]
     means = Means(1, (2, k))
     means.add(torch.stack([weights.double().mean(0), weights[0].double()], 1), torch.zeros(count).long())
-    asked = torch.bincount(clusters, minlength=k) / count
+    shares = torch.bincount(clusters, minlength=k) / count
     moments, total = means.of(0), sum(sizes)
     rows: list[list[Cell]] = [
-        [n, sizes[n] / total, float(asked[n]), *moments.cells(0, n)[1:], moments.cells(1, n)[1]]
+        [n, sizes[n] / total, float(shares[n]), *moments.cells(0, n)[1:], moments.cells(1, n)[1]]
         for n in range(k)
     ]
     return Table.of(("expert", "size", "asked", "used", "used_se", "first"), rows)
@@ -59,7 +59,7 @@ def switches(weights: Float[Tensor, "S N K"], times: Sequence[float]) -> Table:
         means = Means(1, (len(changed) + 1,))
         means.add(torch.cat([changed, changed.mean(0, keepdim=True)]).T, torch.zeros(count).long())
         ever = changed.cummax(0).values.mean(1).tolist()
-        found = means.of(0)
-        rows.append(["all", None, *found.cells(len(changed))[1:], ever[-1]])
-        rows += [[n + 1, times[n + 1], *found.cells(n)[1:], ever[n]] for n in range(len(changed))]
+        pooled = means.of(0)
+        rows.append(["all", None, *pooled.cells(len(changed))[1:], ever[-1]])
+        rows += [[n + 1, times[n + 1], *pooled.cells(n)[1:], ever[n]] for n in range(len(changed))]
     return Table.of(("step", "t", "rate", "se", "ever"), rows)

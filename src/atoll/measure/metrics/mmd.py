@@ -96,11 +96,11 @@ def kid(
     whole = [len(rows) == size for rows in (samples, reference)]
     values = []
     for number in range(1 if all(whole) else subsets):
-        own, other = (
+        one, other = (
             torch.randperm(len(rows), generator=generator(seed, f"kid/{which}", number))[:size].numpy()
             for rows, which in ((samples, "samples"), (reference, "reference"))
         )
-        values.append(_mmd(samples, reference, _polynomial, own, other, unbiased=True, device=device))
+        values.append(_mmd(samples, reference, _polynomial, one, other, unbiased=True, device=device))
     return Value(float(np.mean(values)), None if any(whole) else float(np.std(values)))
 
 
@@ -174,8 +174,8 @@ def _own(block: Tensor, kernel: Kernel, unbiased: bool) -> float:
         one, other = block[:half], block[half:]
         both = _own(one, kernel, unbiased) + _own(other, kernel, unbiased)
         return both + 2 * float(kernel(one, other).sum())
-    found = kernel(block, block)
-    return float(found.sum()) - (float(found.diagonal().sum()) if unbiased else 0.0)
+    values = kernel(block, block)
+    return float(values.sum()) - (float(values.diagonal().sum()) if unbiased else 0.0)
 
 
 def _within(chosen: _Chosen, kernel: Kernel, unbiased: bool) -> float:

@@ -53,7 +53,7 @@ def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
     """
     if len(rows) <= k:
         raise DataError(f"{len(rows)} pictures have no {k}-th neighbour", f"give more than {k}")
-    found = []
+    all_nearest = []
     for first, block in _numbered(rows, device):
         nearest = block.new_full((len(block), k), torch.inf)
         for other, rest in _numbered(rows, device):
@@ -61,8 +61,8 @@ def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
             if other == first:
                 distances.fill_diagonal_(torch.inf)  # not its own neighbour
             nearest = torch.cat([nearest, distances], dim=1).topk(k, largest=False).values
-        found.append(nearest)
-    return torch.cat(found)
+        all_nearest.append(nearest)
+    return torch.cat(all_nearest)
 
 
 def neighbourhoods(
@@ -79,7 +79,7 @@ def neighbourhoods(
     """
     balls = radii(reference, max(precision_k, density_k), device)
     wide, dense = balls[:, precision_k - 1], balls[:, density_k - 1]
-    own = radii(samples, precision_k, device)[:, -1]
+    balls_of_samples = radii(samples, precision_k, device)[:, -1]
     precise, held = (torch.zeros(len(samples), dtype=torch.int64, device=device) for _ in range(2))
     recalled, covered = (torch.zeros(len(reference), dtype=torch.bool, device=device) for _ in range(2))
     for first, block in _numbered(samples, device):
@@ -91,7 +91,7 @@ def neighbourhoods(
             held[here] += inside.sum(1)
             distances -= rounding
             precise[here] += (distances <= wide[there]).sum(1)
-            recalled[there] |= (distances <= own[here, None]).any(0)
+            recalled[there] |= (distances <= balls_of_samples[here, None]).any(0)
             covered[there] |= inside.any(0)
     return {
         "precision": float((precise > 0).double().mean()),

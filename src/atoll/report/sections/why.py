@@ -105,14 +105,14 @@ def _home(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any] | None:
 
 def _against(diagnosis: Diagnosis) -> list[tuple[str, list[float], list[float]]]:
     """At which times the first choice and the mixture beat the monolith for sure, and where they lose."""
-    found = []
+    verdicts = []
     for gap, name in (("selected-monolith", "first choice"), ("mixture-monolith", "weighted mixture")):
         rows = [r for r in diagnosis.select("differences", gap=gap, cluster="all") if r["t"] != "mean"]
         sure = [r for r in rows if r["se"] and abs(r["difference"]) > SURE * r["se"]]
         wins, losses = ([r["t"] for r in sure if (r["difference"] < 0) == less] for less in (True, False))
         if rows:
-            found.append((name, wins, losses))
-    return found
+            verdicts.append((name, wins, losses))
+    return verdicts
 
 
 def _lost(diagnosis: Diagnosis) -> list[int] | None:
@@ -125,10 +125,10 @@ def _lost(diagnosis: Diagnosis) -> list[int] | None:
 def _choice(diagnosis: Diagnosis) -> dict[str, Any] | None:
     """What the router's first choice costs against being told the cluster, and whether that is sure."""
     gap = _last(diagnosis.select("differences", gap="selected-own", t="mean", cluster="all"))
-    own = _last(diagnosis.select("errors", model="own", t="mean", cluster="all"))
-    if not gap or not own or not gap["se"] or not own["error"]:
+    errors = _last(diagnosis.select("errors", model="own", t="mean", cluster="all"))
+    if not gap or not errors or not gap["se"] or not errors["error"]:
         return None
-    return {"sure": gap["difference"] >= SURE * gap["se"], "share": gap["difference"] / own["error"]}
+    return {"sure": gap["difference"] >= SURE * gap["se"], "share": gap["difference"] / errors["error"]}
 
 
 # Charts.
@@ -237,15 +237,15 @@ def _expert_map(facts: Facts, diagnosis: Diagnosis, t: Any) -> dict[str, Any]:
     names += ["monolith"] if ("monolith", 0) in errors else []
 
     def cell(name: Any, cluster: int) -> Cell:
-        value, own = errors.get((name, cluster)), errors.get((cluster, cluster))
+        value, diagonal = errors.get((name, cluster)), errors.get((cluster, cluster))
         title = f"{'monolith' if name == 'monolith' else f'expert {name}'} on cluster {cluster}: error"
         title = f"{title} {significant(value)}"
         if value is None:
             return Cell(None, "", f"{title}, no rows")
-        if not own:
+        if not diagonal:
             return Cell(0.0, significant(value), title)
-        title = f"{title}, {ratio(value / own)} that of its own expert"
-        return Cell(value / own - 1, ratio(value / own), title, framed=name == cluster)
+        title = f"{title}, {ratio(value / diagonal)} that of its own expert"
+        return Cell(value / diagonal - 1, ratio(value / diagonal), title, framed=name == cluster)
 
     about = f"Error of every expert on every cluster at t = {t}, over that of the cluster's own expert"
     return _map(
