@@ -1,7 +1,7 @@
 """Atoll from Python: from a folder of pictures to a model, without YAML. Every stage returns a value."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ def load(
     name: str = "ensemble",
     residency: Residency | None = None,
     device: torch.device | str | None = None,
+    encoders: Collection[str] = (),
 ) -> Model:
     """Load a model: of a campaign, whose trained parts are assembled first, or of an exported folder.
 
@@ -90,15 +91,17 @@ def load(
         name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
         residency: how many experts stay on the device.
         device: where it samples; the GPU if there is one.
+        encoders: names of encoders that you vouch for, where a model names one unknown to Atoll.
     """
     where = device or own_device()
     if not isinstance(source, Campaign) and not _is_campaign(source):
-        return Model.load(source, name, residency, where)
+        return Model.load(source, name, residency, where, encoders=encoders)
     source = _opened(source)
     if name == "ensemble":
         assemble(source)
     sampling = source.config.sampling
-    return Model.load(source.store, name, residency or sampling.residency, where, sampling)
+    place = residency or sampling.residency, where
+    return Model.load(source.store, name, *place, sampling, (*source.config.encoders, *encoders))
 
 
 def evaluate(

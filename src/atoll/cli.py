@@ -2,7 +2,6 @@
 
 import json
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -393,12 +392,8 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
     ends_with_run()
-    try:
-        code = ended(lambda: atoll.main(standalone_mode=False))
-    except Exception:  # without `end` a thread still inside torch may abort the process as Python shuts down
-        traceback.print_exc()
-        code = 1
-    end(code)
+    # Without `end` a thread still inside torch may abort the process as Python shuts down.
+    end(ended(lambda: atoll.main(standalone_mode=False)))
 
 
 def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:

@@ -1,6 +1,7 @@
 """How a command ends: what it says of an error, and its exit code."""
 
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import click
 
-from atoll.base.errors import AtollError, PeerFailed
+from atoll.base.errors import AtollError, PeerFailed, first_line
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of the same run has to tell: what all meet
@@ -38,17 +39,39 @@ def ended(run: Callable[[], Any]) -> int:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         return 2
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("atoll."):
-            raise
-        click.echo(f"error: this Atoll is without {error.name}: install all of it", err=True)
-        return 2
-    except (OSError, MemoryError, RecursionError) as error:
-        reason = " ".join(str(error).split()) or "too much was asked for"
-        click.echo(f"error: {type(error).__name__}: {reason} (ATOLL_TRACEBACK=1 tells where)", err=True)
-        if os.environ.get("ATOLL_TRACEBACK"):
-            traceback.print_exc()
+        part = (error.name or "").startswith("atoll.")
+        fix = "install all of it" if part else f"pip install {(error.name or '').partition('.')[0]}"
+        click.echo(f"error: this Atoll is without {error.name}: {fix}", err=True)
         return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)
         return 130
+    except Exception as error:
+        click.echo(f"error: {unexpected(error)} (traceback: {_kept_traceback()})", err=True)
+        return 1
     return 0
+
+
+def unexpected(error: Exception) -> str:
+    """One line for an error that no part of Atoll foresaw, and what to do about it."""
+    reason = first_line(error)[:300]
+    if isinstance(error, MemoryError):
+        return "there is not enough memory: ask for less at once, or for fewer samples or steps"
+    if isinstance(error, RecursionError):
+        return "something is nested too deeply: look at the last file that was read"
+    if isinstance(error, OSError):
+        return f"{reason}: check the path, its permissions and the free space"
+    return f"{type(error).__name__}: {reason}: please report it with the traceback"
+
+
+def _kept_traceback() -> str:
+    """Path of a file that holds the traceback; where none can be written, it is printed instead."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"
+        ) as file:
+            traceback.print_exc(file=file)
+        return file.name
+    except OSError:
+        traceback.print_exc()
+        return "above"

@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import AfterValidator
 from pydantic_core import from_json
 
 from atoll.base.errors import ConfigError
@@ -12,6 +13,7 @@ from atoll.base.errors import ConfigError
 LARGEST = 256 * 2**20  # bytes; the manifest of 150 million rows in shards of 4,096 has 20 MB
 LARGEST_YAML = 2**20
 DEEPEST_YAML = 50
+LONGEST_PATH = 1024
 
 
 def read_json(data: bytes | str) -> Any:
@@ -55,6 +57,19 @@ class _Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self.depth -= 1
+
+
+def _normalised(path: str) -> str:
+    parts = path.split("/")
+    names = [part for number, part in enumerate(parts) if part != ".." or set(parts[:number]) - {".."}]
+    plain = path.isprintable() and "\\" not in path and len(path) <= LONGEST_PATH
+    if not plain or not names or {"", ".", ".."} & set(names):
+        raise ValueError("not a relative, normalised path")
+    return path
+
+
+NormalPath = Annotated[str, AfterValidator(_normalised)]
+"""A relative, normalised POSIX path; `..` may stand at its beginning only."""
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -6,11 +6,15 @@ from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
+from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of
+from atoll.data.formats import PartitionFile
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import published, read_card
 from atoll.ensemble.folder import FolderWriter, defaults, parts_of
 from atoll.ensemble.model_card import listed
+
+PARTITION = PartitionFile.PLACE
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ def warn_of_missing(assembled: Assembled) -> None:
 def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
     """K, the numbers of the published experts, and the router's card; all belong together."""
     store = campaign.store
-    if not store.exists("partition/partition.json"):
+    if not store.exists(PARTITION):
         raise PartitionError(
             f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )
-    cut = store.get_json("partition/partition.json")
-    present = [n for n, run in enumerate(experts_of(cut["k"])) if published(store, run.network)]
+    cut = PartitionFile.read(store, PARTITION)
+    present = [n for n, run in enumerate(experts_of(cut.k)) if published(store, run.network)]
     if not present or not published(store, "router/expert"):
         what = "no expert" if not present else "no router"
         raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
@@ -79,10 +83,16 @@ def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
     folders["router"] = Run("router").network
     cards = {name: read_card(store, folder) for name, folder in folders.items()}
     check_together(list(cards.values()))
-    if cards["router"].partition != cut["hash"]:
+    if cards["router"].partition != cut.hash:
         raise PartitionError(
             f"the parts in {store.location} were made for another partition", "put their own back"
         )
+    for run in (Run("router"), *(Run("expert", number) for number in present)):
+        check_published(store.sub(run.folder))
     for number in present:
-        check_place(cards[f"experts/{number}"], number, Run("expert", number).folder)
-    return cut["k"], present, cards["router"]
+        card = cards[f"experts/{number}"]
+        check_place(card, number, Run("expert", number).folder)
+        if card.rows not in (0, cut.sizes[number]):  # an adopted expert has seen none
+            what = f"expert {number} saw {card.rows:,} rows, {PARTITION} gives it {cut.sizes[number]:,}"
+            raise PartitionError(what, "put the partition back that it was trained on")
+    return cut.k, present, cards["router"]

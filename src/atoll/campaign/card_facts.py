@@ -6,11 +6,13 @@ from typing import Any
 from atoll.base.errors import AtollError
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.campaign.results import Comparison
 from atoll.campaign.runs import experts_of
 from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.formats import PartitionFile
 from atoll.ensemble.expert import published, read_card
 
-COMPARISON = "reports/compare.json"
+COMPARISON = Comparison.PLACE
 
 
 def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
@@ -22,10 +24,10 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
             model by its role.
     """
     store = campaign.store
-    cut = store.get_json("partition/partition.json")
+    cut = PartitionFile.read(store, PartitionFile.PLACE)
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
-    facts["partition"] = {key: cut.get(key) for key in ("method", "encoder", "sizes")}
-    facts["data"] = {**_source(campaign, cut["k"]), "rows": cut["rows"]}
+    facts["partition"] = {key: getattr(cut, key) for key in ("method", "encoder", "sizes")}
+    facts["data"] = {**_source(campaign, cut.k), "rows": cut.rows}
     for role in ("monolith", "pretrain", "student"):
         if published(store, f"{role}/expert"):
             facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
@@ -36,9 +38,9 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
 def prompts(campaign: Campaign, count: int) -> list[str]:
     """Texts to show the model with: those of the comparison, else captions of held-out rows."""
     if campaign.store.exists(COMPARISON):
-        shown = campaign.store.get_json(COMPARISON).get("prompts") or []
+        shown = Comparison.read(campaign.store, COMPARISON).prompts
         if shown:
-            return [str(text) for text in shown[:count]]
+            return shown[:count]
     if not campaign.has_dataset():
         return []
     dataset = campaign.dataset()
@@ -78,13 +80,13 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
     """The comparison, if it measured these very parts."""
     if not campaign.store.exists(COMPARISON):
         return None
-    comparison = campaign.store.get_json(COMPARISON)
-    measured = comparison.get("parts", {})
+    comparison = Comparison.read(campaign.store, COMPARISON)
+    measured = comparison.parts
     names = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
     if {name: measured.get(name) for name in names} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
     return {
-        "metric": {key: comparison["metric"][key] for key in keys},
-        "rows": [{"name": row["name"], "distance": row["distance"]} for row in comparison["rows"]],
+        "metric": {key: comparison.metric.get(key) for key in keys},
+        "rows": [{"name": row.name, "distance": row.distance} for row in comparison.rows],
     }

@@ -8,6 +8,7 @@ housekeeping that any process may do or repeat, since all copy the same bytes.
 from collections.abc import Callable
 
 from atoll.base.errors import StoreError
+from atoll.base.hashing import sha256
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
 from atoll.store.store import Conflict, Store
@@ -51,6 +52,26 @@ def settle(store: Store, log: Log) -> None:
         if not store.exists(f"expert/{CARD}"):
             raise
     tidy(store)
+
+
+def check_published(store: Store) -> None:
+    """Refuse a network that is not the one that its run's log says was published.
+
+    A folder without a log was carried here alone; only a signature says whose it is.
+
+    Args:
+        store: narrowed to the run's folder.
+
+    Raises:
+        StoreError: its card is another one.
+    """
+    if not store.exists("run/log/000000.json"):
+        return
+    entry = Log(store.sub("run"), "").publication()
+    names = {file.path: file.sha256 for file in entry.files} if entry is not None else {}
+    if names and names.get(CARD) != sha256(store.get(f"expert/{CARD}")):
+        what = f"{store.name('expert')}/{CARD} is not the one that its run published"
+        raise StoreError(what, "copy the folder again from where it was trained, or train it again")
 
 
 def tidy(store: Store) -> None:

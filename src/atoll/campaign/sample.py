@@ -52,7 +52,8 @@ def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
     generation.routing.check(campaign.config.partition.k)
     _writable(request.out)
     torch.set_num_threads(os.cpu_count() or 1)
-    model = Model.load(campaign.store, request.model, settings.residency, own_device(), settings)
+    place = settings.residency, own_device()
+    model = Model.load(campaign.store, request.model, *place, settings, campaign.config.encoders)
     drawn = model(request.prompts, request.count, generation)
     sheet = grid(
         drawn.images,

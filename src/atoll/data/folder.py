@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any
 
 from atoll.base.errors import DataError
@@ -26,6 +27,10 @@ LARGEST = 512 * 2**20
 
 Row = dict[str, Any] | str
 """A row of a metadata file by column, or why a line is none."""
+
+
+class _NotTakenError(Exception):
+    """Says why a file is left out."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,12 @@ class FolderSource:
 
     def _read(self, entry: _Entry) -> Record | Reject:
         try:
-            if entry.path.stat().st_size > LARGEST:
-                return Reject(entry.key, "too large", f"over {LARGEST} bytes")
-            image = entry.path.read_bytes()
+            image = self._content(entry.path)
             if entry.row is not None:
                 return to_record(entry.row, self.options, entry.key, image, entry.key)
-            caption = entry.path.with_suffix(".txt").read_bytes().decode("utf-8-sig")
+            caption = self._content(entry.path.with_suffix(".txt")).decode("utf-8-sig")
+        except _NotTakenError as error:
+            return Reject(entry.key, str(error))
         except FileNotFoundError:
             return Reject(entry.key, "missing file")
         except UnicodeDecodeError:
@@ -89,6 +94,17 @@ class FolderSource:
         except OSError as error:
             return Reject(entry.key, "unreadable", error.strerror or str(error))
         return to_record({"text": caption}, RowOptions(caption="text"), entry.key, image, entry.key)
+
+    def _content(self, path: Path) -> bytes:
+        """Bytes of a file of the folder; a pipe may never end, a link may lead to secrets."""
+        if path.is_symlink() and not path.resolve().is_relative_to(self.folder.resolve()):
+            raise _NotTakenError("link out of the folder")
+        state = path.stat()
+        if not S_ISREG(state.st_mode):
+            raise _NotTakenError("no regular file")
+        if state.st_size > LARGEST:
+            raise _NotTakenError("too large")
+        return path.read_bytes()
 
     def _from_texts(self, images: list[Path]) -> list[_Entry | Reject]:
         if self.options.group or self.options.label or self.options.id:

@@ -3,7 +3,7 @@
 from posixpath import join
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError, PartitionError
@@ -149,13 +149,13 @@ class PartitionFile(File):
 
     method: Literal["kmeans", "random"]
     """How rows were given to clusters."""
-    k: int
+    k: int = Field(ge=1, le=4096)
     """Number of clusters."""
     seed: int
     """Of the sample, the starts, and the random clusters."""
     encoder: dict[str, Any] | None
     """Name, hash and input of the vision encoder; null for `random`."""
-    rows: int
+    rows: int = Field(ge=1, le=10**12)
     """Rows of the data set, held-out rows too."""
     data: str
     """Digest of the ids of these rows, in order."""
@@ -167,3 +167,11 @@ class PartitionFile(File):
     """What is odd about the balance."""
     hash: str
     """Digest of clusters, centroids and the fields above, but for sizes and warnings."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if {len(self.sizes), len(self.heldout)} != {self.k}:
+            raise ValueError("sizes and heldout have not one number for each cluster")
+        if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) != self.rows:
+            raise ValueError("sizes and heldout do not add up to rows")
+        return self

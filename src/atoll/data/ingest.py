@@ -210,8 +210,13 @@ def write_split(dataset: DataSet, seed: int, heldout: float) -> None:
     bound = heldout
     if heldout > 0:
         if low == high:
-            what = "all rows belong to one group, so none can be held out without leaving none to train on"
-            raise DataError(what, "choose another column for group, or set heldout to 0")
+            rejects = sum(dataset.manifest.rejects.values())
+            beside = f" ({rejects} others were rejected, see {_REJECTS})" if rejects else ""
+            raise DataError(
+                f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
+                " leaving none to train on",
+                "choose another column for group, or set heldout to 0",
+            )
         bound = min(max(heldout, math.nextafter(low, 1.0)), high)
 
     def compute(shard: int) -> dict[str, torch.Tensor]:

@@ -149,7 +149,7 @@ class PartitionConfig(Config):
 
     method: Literal["kmeans", "random"] = "kmeans"
     """`kmeans` on features, or `random` as the comparison."""
-    k: int = Field(default=8, ge=1)
+    k: int = Field(default=8, ge=1, le=4096)
     """Number of clusters, and of experts."""
     fine: int = Field(default=1024, ge=1)
     """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""

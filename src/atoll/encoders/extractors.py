@@ -91,7 +91,8 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
 
     transformers.utils.logging.disable_progress_bar()
     with loading("extractor", name):
-        network = transformers.CLIPModel.from_pretrained(name).eval().requires_grad_(False).to(device)
+        network = transformers.CLIPModel.from_pretrained(name, use_safetensors=True)
+        network = network.eval().requires_grad_(False).to(device)
     side = int(network.config.vision_config.image_size)
     if size not in (None, side):
         raise ConfigError(f"{name!r} sees pictures of {side} px, not {size}", "leave the size out")
@@ -117,7 +118,7 @@ def _tokenizer(name: str) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         return None
     return tokenizer if knows_words(tokenizer) else None
@@ -127,7 +128,7 @@ def _model_type(name: str) -> str:
     import transformers
 
     with loading("extractor", name):
-        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+        return str(transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type)
 
 
 def _inception(name: str, size: int | None, device: str) -> VisionEncoder:

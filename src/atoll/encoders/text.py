@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
+from atoll.encoders.classes import TOWERS
 from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
-
-# class of the text tower by the `model_type` of its config
-_TOWERS = {
-    "t5": "T5EncoderModel",
-    "mt5": "MT5EncoderModel",
-    "umt5": "UMT5EncoderModel",
-    "clip": "CLIPTextModel",
-}
-_TOWERS |= {"clip_text_model": "CLIPTextModel", "siglip": "SiglipTextModel"}
 
 # width of the states of well-known encoders, so that a plan need not ask for their config
 _WIDTHS = {"minilm": 384, "openai/clip-vit-base-patch32": 512, "openai/clip-vit-large-patch14": 768}
@@ -119,10 +111,13 @@ def text_encoder(
 
     transformers.utils.logging.disable_progress_bar()
     with loading("text encoder", name, "use 'minilm', a folder, or a hub name that can be reached"):
-        config = transformers.AutoConfig.from_pretrained(location)
-        tower = getattr(transformers, _TOWERS.get(config.model_type, "AutoModel"))
-        network = tower.from_pretrained(location).eval().requires_grad_(False).to(device)
-        words = transformers.AutoTokenizer.from_pretrained(tokenizer or location)
+        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
+        if config.model_type not in TOWERS:
+            raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
+        tower = getattr(transformers, TOWERS[config.model_type])
+        network = tower.from_pretrained(location, use_safetensors=True)
+        network = network.eval().requires_grad_(False).to(device)
+        words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
     if not knows_words(words):
         what = f"cannot load the text encoder {name!r}: it has no tokenizer"
         raise ConfigError(what, "add its tokenizer's files")
@@ -147,7 +142,7 @@ def text_size(name: str, max_length: int) -> tuple[int, int]:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         fix = "use 'minilm', a folder or a hub name, or encode first: atoll data encode"
         raise ConfigError(f"cannot tell the width of the text encoder {name!r}", fix) from None

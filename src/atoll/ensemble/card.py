@@ -1,11 +1,43 @@
 """What a published part says of itself, so that parts that do not belong together are refused."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from atoll.base.errors import PartitionError
 from atoll.base.format import File
 from atoll.flow.settings import Prediction
 from atoll.networks.settings import DataShape
+
+LARGEST_K = 4096
+"""Most clusters of a model."""
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Flops = Annotated[float, Field(ge=0, le=1e32)]
+
+
+def _producer(*numbers: str) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
+    """A check of what made a column: its name, its hash, and these numbers."""
+
+    def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
+        if by is not None:
+            if not all(isinstance(by.get(key), str) for key in ("name", "hash")):
+                raise ValueError("it needs a name and a hash")
+            for key in numbers:
+                value: Any = by.get(key)
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                if not number or not -(10**6) <= value <= 10**6:
+                    raise ValueError(f"{key} is {value!r}")
+        return by
+
+    return check
+
+
+def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
+    for key in ("init", "student"):
+        if not isinstance(provenance.get(key, {}), dict):
+            raise ValueError(f"{key} is no group of values")
+    return provenance
 
 
 class Card(File):
@@ -14,7 +46,7 @@ class Card(File):
     FORMAT, PLACE, REMEDY = "atoll/card", "ROLE/expert/card.json", "publish it again, or export it again"
     role: Literal["expert", "router", "monolith", "pretrain", "student"]
     """What the network is for."""
-    island: int | None = None
+    island: Annotated[int, Field(ge=0, lt=LARGEST_K)] | None = None
     """Number of the cluster an expert was trained on."""
     family: str
     """Name of the network family, or `router`."""
@@ -22,33 +54,33 @@ class Card(File):
     """What the network predicts: v, eps, x0 or score."""
     schedule: str = "rectified-flow"
     """Noise schedule it was trained on, with numbers where they are not the usual ones."""
-    condition: str
-    """`text`, `class` or `none`."""
+    condition: Literal["text", "class", "none"]
+    """What it is conditioned on."""
     partition: str
     """Hash of the partition; empty for a monolith trained without one."""
-    latents: dict[str, Any]
-    """What made the latents: name, hash, shift and scale."""
-    text: dict[str, Any] | None = None
-    """What made the text states."""
+    latents: Annotated[dict[str, Any], AfterValidator(_producer("shift", "scale"))]
+    """What made the latents: name, hash, shift and scale; `rounded`: its hashes in numbers of 16 bits."""
+    text: Annotated[dict[str, Any] | None, AfterValidator(_producer("max_length"))] = None
+    """What made the text states: name, hash, max_length; `rounded` likewise."""
     shape: DataShape
     """Channels, size, text_width, text_length, classes."""
-    parameters: int
+    parameters: Count
     """Number of trainable numbers."""
-    rows: int
+    rows: Count
     """Training rows of its data."""
-    samples: int
+    samples: Count
     """Training samples seen."""
-    batch: int
+    batch: Count
     """Samples per step."""
-    train_flops: float
+    train_flops: Flops
     """Operations spent on training, forward and backward."""
-    forward_flops: float
+    forward_flops: Flops
     """Operations of one evaluation of one sample."""
     config_sha256: str = ""
     """Digest of `config.json`; set when it is written."""
     weights_sha256: str
     """Digest of the weights (the averaged ones)."""
-    provenance: dict[str, Any]
+    provenance: Annotated[dict[str, Any], AfterValidator(_groups)]
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""
 

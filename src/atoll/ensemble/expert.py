@@ -1,16 +1,17 @@
 """One expert: a diffusers network and its card, seen as a denoiser."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from jaxtyping import Float
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.errors import StoreError
+from atoll.base.errors import StoreError, first_line
 from atoll.base.hashing import digest, digest_tensors
 from atoll.ensemble.card import Card
 from atoll.flow.prediction import flow_velocity
@@ -60,7 +61,7 @@ class Expert:
     def load(cls, store: Store, prefix: str) -> "Expert":
         """Read what `write_part` wrote; `StoreError` if the weights are not those of the card."""
         card, config, weights = read_part(store, prefix)
-        network = filled(family(card.family).load(config), weights)
+        network = filled(built(family(card.family).load, config, weights, store.name(prefix)), weights)
         return cls(network, card.family, card.prediction, card.schedule, card)
 
 
@@ -88,8 +89,41 @@ class RouterModel:
     def load(cls, store: Store, prefix: str) -> "RouterModel":
         """Read what `write_part` wrote."""
         card, config, weights = read_part(store, prefix)
-        network = filled(Router.from_config(config), weights)
+        network = filled(built(Router.from_config, config, weights, store.name(prefix)), weights)
         return cls(cast(Router, network), card)
+
+
+def built(
+    load: Callable[[Mapping[str, Any]], nn.Module],
+    config: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    where: str,
+) -> nn.Module:
+    """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
+
+    A config may ask for more than any machine has, so first the network is built without memory.
+
+    Args:
+        load: builds the network of a config.
+        config: from outside.
+        weights: what has a `shape`, by name.
+        where: the part, for messages.
+
+    Raises:
+        StoreError: the config makes no network, or another one than the weights are of.
+    """
+    try:
+        for key, value in config.items():
+            if ("layers" in key or "depth" in key) and value is not None and value > len(weights):
+                raise ValueError(f"{key} is {value}")
+        with torch.device("meta"):
+            shapes = {name: tuple(value.shape) for name, value in load(config).state_dict().items()}
+        if shapes != {name: tuple(value.shape) for name, value in weights.items()}:
+            raise ValueError("its weights are of another network")
+        return load(config)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"
+        raise StoreError(what, "restore it, or make it again") from None
 
 
 def filled(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -7,21 +7,22 @@ they may be edited.
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
+from pydantic import Field, model_validator
 from torch import nn
 
 from atoll.base.errors import StoreError
 from atoll.base.format import File
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import LARGEST_K, Card
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import euler
 from atoll.ensemble.model_card import model_card
-from atoll.ensemble.parts import copy_part, save_part
-from atoll.store.manifest import FileEntry, entry_of
+from atoll.ensemble.parts import FILES, copy_part, save_part
+from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.store import Store, to_json
 
 MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
@@ -40,9 +41,9 @@ class Manifest(File):
 
     FORMAT, PLACE = "atoll/ensemble", "ensemble/ensemble.json"
     REMEDY = "write the folder again: atoll assemble, or atoll export"
-    k: int
+    k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""
-    experts: list[int]
+    experts: list[int] = Field(min_length=1)
     """Numbers of the experts that are there."""
     partition: str
     """Hash of the partition that all parts were made for."""
@@ -50,8 +51,16 @@ class Manifest(File):
     """Digest of the weights of every part: `experts/K` and `router`."""
     about: dict[str, Any] = {}
     """What the model card says beside the cards: data, partition, costs, evaluation."""
-    files: list[FileEntry]
+    files: OwnFiles
     """Every file that a part is read from."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.experts != sorted(set(self.experts) & set(range(self.k))):
+            raise ValueError("experts are not rising numbers below k")
+        if self.parts.keys() != {"router", *(f"experts/{number}" for number in self.experts)}:
+            raise ValueError("parts are not the router and the experts")
+        return self
 
 
 class ExpertIndex(File):
@@ -59,10 +68,16 @@ class ExpertIndex(File):
 
     FORMAT, PLACE = "atoll/experts", "ensemble/experts/experts.json"
     REMEDY = "write the folder again: atoll assemble, or atoll export"
-    k: int
+    k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""
     experts: dict[str, str]
     """Digest of the weights of every expert that is there, by number."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if not self.experts.keys() <= {str(number) for number in range(self.k)}:
+            raise ValueError("experts are not numbers below k")
+        return self
 
     @classmethod
     def of(cls, k: int, cards: Mapping[int, Card]) -> "ExpertIndex":
@@ -76,6 +91,32 @@ def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
         fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
         raise StoreError(f"{store.location} has no ensemble", fix)
     return Manifest.read(store, f"{prefix}{MANIFEST}")
+
+
+def verify_folder(
+    folder: Store, manifest: Manifest, experts: Iterable[int], components: Iterable[str] = ()
+) -> None:
+    """Hold every file that a load reads against its entry in the manifest, and demand that it has one.
+
+    Args:
+        folder: the store, narrowed to the folder.
+        manifest: its `ensemble.json`.
+        experts: numbers of the experts that are read.
+        components: folders of the parts that libraries read, which look for files of many names.
+
+    Raises:
+        StoreError: a file is not listed, is missing, or is not what its entry says.
+    """
+    parts = ["router", *(f"experts/{number}" for number in experts)]
+    names = [f"{part}/{file}" for part in parts for file in FILES]
+    names += [key for component in components for key in folder.list(component)]
+    names += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
+    entries = {entry.path: entry for entry in manifest.files}
+    for name in names:
+        if name not in entries:
+            raise StoreError(f"{folder.name(name)} is not listed in {MANIFEST}", Manifest.REMEDY)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda name: check_file(folder, "", entries[name]), names))
 
 
 def parts_of(experts: Mapping[int, Card], router: Card) -> dict[str, str]:

@@ -4,7 +4,7 @@ It is the only way from prompts to pictures: the command line, the diffusers pip
 all call `Model.generate`, so one seed is one picture everywhere.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError, nearest
+from atoll.encoders.licences import check_known
 from atoll.encoders.text import TextEncoder, text_encoder
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Costs, Ensemble, Trace
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card
-from atoll.ensemble.folder import DEFAULTS, MANIFEST, MODEL_INDEX, read_manifest
+from atoll.ensemble.folder import DEFAULTS, MANIFEST, MODEL_INDEX, read_manifest, verify_folder
 from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locate
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
-from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
 ENSEMBLE, SINGLE = "ensemble", ("monolith", "student", "pretrain")
@@ -75,6 +75,7 @@ class Model:
         self._denoiser, self.card, self.device = denoiser, card, torch.device(device)
         self.generation = generation or Generation()
         self._folder: OpenFolder | None = None
+        self._allowed: Collection[str] = ()
         if encoder is not None:
             self.encoder = encoder
         if vae is not None:
@@ -88,6 +89,7 @@ class Model:
         residency: Residency | None = None,
         device: torch.device | str = "cpu",
         generation: Generation | None = None,
+        encoders: Collection[str] = (),
     ) -> "Model":
         """Open a model; its weights are loaded when it first draws, every file held against its hash.
 
@@ -98,6 +100,7 @@ class Model:
             residency: how many experts stay on the device; the others are brought when they are needed.
             device: where it samples.
             generation: what a call draws by that says nothing else; a folder's own by default.
+            encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
 
         Raises:
             StoreError: not assembled or not published, or a file is not what the manifest says.
@@ -108,7 +111,7 @@ class Model:
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
         if name != ENSEMBLE:
-            return cls._single(store, name, device, generation)
+            return cls._single(store, name, device, generation, encoders)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
         places = {number: f"{prefix}experts/{number}" for number in content.experts}
@@ -117,21 +120,26 @@ class Model:
         card = read_card(store, f"{prefix}router")
 
         def denoiser() -> Ensemble:
-            for entry in content.files:
-                check_file(store, prefix.rstrip("/") or ".", entry)
+            verify_folder(store.sub(prefix), content, places)
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
             experts = load_experts(store, content.k, places, residency, device)
             return Ensemble(experts, router, absent, Costs.of(card, cards, content.k))
 
         model = cls(denoiser, card, device, generation or _defaults(store, prefix))
+        model._allowed = encoders
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
         return model
 
     @classmethod
     def _single(
-        cls, store: Store, name: str, device: torch.device | str, generation: Generation | None
+        cls,
+        store: Store,
+        name: str,
+        device: torch.device | str,
+        generation: Generation | None,
+        encoders: Collection[str],
     ) -> "Model":
         if name not in SINGLE:
             raise ConfigError(f"there is no model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
@@ -144,7 +152,9 @@ class Model:
             expert.network.to(device)
             return expert
 
-        return cls(denoiser, read_card(store, f"{name}/expert"), device, generation)
+        model = cls(denoiser, read_card(store, f"{name}/expert"), device, generation)
+        model._allowed = encoders
+        return model
 
     @property
     def denoiser(self) -> Ensemble | Expert:
@@ -167,6 +177,7 @@ class Model:
             places = [str(self._folder.root / name) for name in ("text_encoder", "tokenizer")]
             encoder = text_encoder(places[0], length, device, tokenizer=places[1])
         else:
+            check_known(self.card.text["name"], self._allowed)
             encoder = text_encoder(self.card.text["name"], length, device)
         if encoder.producer()["hash"] != self.card.text["hash"]:
             name = self.card.text["name"]
@@ -179,6 +190,8 @@ class Model:
         place = None
         if self._folder is not None and "vae" in self._folder.components:
             place = str(self._folder.root / "vae")
+        else:
+            check_known(self.card.latents["name"], self._allowed)
         return autoencoder_of(self.card.latents, str(self.device), place)
 
     def conditions(

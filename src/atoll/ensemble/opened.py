@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.plain import LARGEST, expanded, read_json
+from atoll.encoders.classes import COMPONENTS, SUFFIXES
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.folder import (
     BANK,
@@ -25,15 +25,14 @@ from atoll.ensemble.folder import (
     Manifest,
     index_entries,
     parts_of,
+    verify_folder,
 )
 from atoll.ensemble.model_card import listed
-from atoll.ensemble.parts import AGAIN, PICKLES, check_part, check_safetensors, refuse_pickle
+from atoll.ensemble.parts import AGAIN, PICKLES, check_part, check_safetensors
 from atoll.store.location import is_url
-from atoll.store.manifest import verify
 from atoll.store.store import Store
 
 Chosen = Literal["auto"] | Sequence[int]
-_LIBRARIES = ("diffusers", "transformers")
 _HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
@@ -131,12 +130,16 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         check_place(card, number, f"experts/{number}")
     logits = int(read_tree(root / "router" / "config.json")["num_experts"])
     check_router(router, cards, listing.k, logits)
-    components = _optional(root, index)
+    components = _components(root, index)
     for name, digest in parts_of(cards, router).items():
         if manifest.parts.get(name) != digest:
             raise StoreError(f"{root / name} is not the part that {MANIFEST} names", AGAIN)
-    _verify(root, manifest, _read_by(chosen, index))
-    return OpenFolder(root, listing.k, cards, router, manifest.parts, components, manifest.about)
+    try:
+        verify_folder(files, manifest, chosen, components)
+    except StoreError as error:
+        raise StoreError(error.what, AGAIN) from None
+    encoders = tuple(name for name in components if name != "scheduler")
+    return OpenFolder(root, listing.k, cards, router, manifest.parts, encoders, manifest.about)
 
 
 def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
@@ -234,43 +237,40 @@ def _model_index(root: Path) -> dict[str, Any]:
     if kind != PIPELINE:
         raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
     for name, (library, class_name) in index_entries(index).items():
-        ours = {"experts": BANK, "router": ROUTER}.get(name)
-        if (library, class_name) != ours and (ours or library not in _LIBRARIES):
-            raise ConfigError(
-                f"{MODEL_INDEX} wants {name} from {library}.{class_name}",
-                "only diffusers and transformers may",
-            )
-        if list((root / name).glob("*.py")):
-            raise ConfigError(f"{root / name} holds code, which is not run", "remove it")
+        if not _may_load(name, library, class_name):
+            known = ", ".join(COMPONENTS.get(name, ("", ()))[1]) or "no others"
+            what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
+            raise ConfigError(what, f"take one of a known class: {known}")
+        _check_files(root, name)
     return index
 
 
-def _optional(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
-    """The encoders that have a folder, their weights looked at."""
-    there = [name for name in index_entries(index) if name not in ("experts", "router")]
-    for name in there:
+def _may_load(name: str, library: str, class_name: str) -> bool:
+    """Whether a component may be of this class: the rest of two libraries is code that nobody looked at."""
+    if name in ("experts", "router"):
+        return (library, class_name) == (BANK if name == "experts" else ROUTER)
+    known, classes = COMPONENTS.get(name, ("", ()))
+    return library == known and class_name in classes
+
+
+def _check_files(root: Path, name: str) -> None:
+    """Refuse files that libraries might take for code, for pickled weights, or for a pipeline of its own."""
+    for path in sorted((root / name).rglob("*")):
+        if path.suffix in PICKLES:
+            raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
+        if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
+            raise ConfigError(f"{path} has no place in a {name}, and is not read", "remove it")
+        if path.suffix == ".safetensors":
+            check_safetensors(path)
+
+
+def _components(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the parts that diffusers and transformers load; all have a folder."""
+    names = tuple(name for name in index_entries(index) if name not in ("experts", "router"))
+    for name in names:
         if not (root / name).is_dir():
             raise StoreError(f"{root} has no {name} (no folder {name}/)", AGAIN)
-        refuse_pickle(root / name)
-        for weights in (root / name).glob("*.safetensors"):
-            check_safetensors(weights)
-    return tuple(name for name in there if name != "scheduler")
-
-
-def _read_by(chosen: Sequence[int], index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Beginnings of the paths that this load reads."""
-    others = [f"{name}/" for name in index_entries(index) if name != "experts"]
-    return (MODEL_INDEX, f"experts/{EXPERTS}", *(f"experts/{number}/" for number in chosen), *others)
-
-
-def _verify(root: Path, manifest: Manifest, beginnings: tuple[str, ...]) -> None:
-    """Hold every file that will be read against its entry."""
-    entries = [entry for entry in manifest.files if entry.path.startswith(beginnings)]
-    try:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda entry: verify(root / entry.path, entry, str(root / entry.path)), entries))
-    except StoreError as error:
-        raise StoreError(error.what, AGAIN) from None
+    return names
 
 
 def read_tree(path: Path) -> dict[str, Any]:

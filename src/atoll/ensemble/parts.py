@@ -1,6 +1,5 @@
 """One network in a folder of its own: checked before it is read, read, and written again."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -35,22 +34,14 @@ def check_part(folder: Path) -> Card:
     """
     if not folder.is_dir():
         raise StoreError(f"{folder} is missing", AGAIN)
-    refuse_pickle(folder)
+    pickles = sorted(path for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        raise StoreError(f"{pickles[0]} is pickle, which is not read", "convert the weights to safetensors")
     for name in FILES:
         if not (folder / name).is_file():
             raise StoreError(f"{folder / name} is missing", AGAIN)
     check_safetensors(folder / WEIGHTS)
     return read_card(Store.open(folder), ".")
-
-
-def refuse_pickle(folder: Path) -> None:
-    """Refuse a folder whose weights are pickle only: reading one runs whatever code it holds."""
-    names = sorted(os.listdir(folder))
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    if pickles and not any(name.endswith(".safetensors") for name in names):
-        raise StoreError(
-            f"{folder / pickles[0]} is pickle, which is not read", "convert the weights to safetensors"
-        )
 
 
 def check_safetensors(path: Path) -> None:

@@ -23,7 +23,6 @@ from atoll.ensemble.expert import Expert
 from atoll.ensemble.host import HostMemory
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import Layout, Spec, StoredExpert
-from atoll.networks.families import family
 
 
 class ResidentExperts:
@@ -311,7 +310,7 @@ class _Skeleton:
     ) -> "_Skeleton":
         """The network of these settings, without memory for weights."""
         with torch.inference_mode(False):
-            network = family(stored.family).load(stored.config).eval().requires_grad_(False)
+            network = stored.network().eval().requires_grad_(False)
             specs = {}
             for name, value in network.state_dict(keep_vars=True).items():
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype

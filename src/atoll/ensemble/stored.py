@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.base.plain import read_json
 from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert, filled, read_card, read_config, settings_of
+from atoll.ensemble.expert import Expert, built, filled, read_card, read_config, settings_of
 from atoll.flow.settings import Prediction
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
@@ -163,10 +163,17 @@ class StoredExpert:
             return {spec.dtype for spec in weights.specs.values()}
         return {value.dtype for value in weights.values()}
 
+    def network(self) -> nn.Module:
+        """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
+        shapes = self.weights.specs if isinstance(self.weights, FileWeights) else self.weights
+        where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
+        return built(family(self.family).load, self.config, shapes, where)
+
     def expert(self) -> Expert:
         """The same with a network of its own in memory."""
-        network = filled(family(self.family).load(self.config), dict(self.weights))
-        return Expert(network, self.family, self.prediction, self.schedule, self.card)
+        return Expert(
+            filled(self.network(), dict(self.weights)), self.family, self.prediction, self.schedule, self.card
+        )
 
 
 class Layout:

@@ -44,7 +44,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     root = target(request.to, stock.limits.pipeline)
-    components = by_name(card, (), ())
+    components = by_name(card, (), (), campaign.config.encoders)
     _, config, weights = read_part(campaign.store, prefix)
     check_card(card, config, components.get("vae"))
     check_encoders(card, components.get("text_encoder"), components.get("vae"))

@@ -1,18 +1,18 @@
 """The frozen encoders of a pipeline: in its folder, or found by the name in the cards."""
 
 import shutil
-from collections.abc import Container
+from collections.abc import Collection, Container
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.licences import LICENCES
+from atoll.encoders.licences import LICENCES, check_known
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
-from atoll.encoders.weights import weights_hash
+from atoll.encoders.weights import rounded_hashes, weights_hash
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.parts import as_others_are
 
@@ -20,22 +20,27 @@ COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""
 
 
-def by_name(card: Card, there: Container[str], given: Container[str]) -> dict[str, Any]:
+def by_name(
+    card: Card, there: Container[str], given: Container[str], allowed: Collection[str] = ()
+) -> dict[str, Any]:
     """The encoders that neither the folder holds nor the caller gives.
 
     Args:
         card: of the router; says what made the latents and the text states.
         there: components that have a folder.
         given: names of the components that the caller passes, perhaps as None.
+        allowed: names of encoders that the user vouches for.
 
     Raises:
-        ConfigError: one cannot be found, or has other weights by now.
+        ConfigError: one is neither known nor allowed, cannot be found, or has other weights by now.
     """
     components: dict[str, Any] = {}
     if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
+        check_known(card.text["name"], allowed)
         encoder = text_encoder(card.text["name"], text_length(card))
         components = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
+        check_known(card.latents["name"], allowed)
         components["vae"] = autoencoder_of(card.latents).network
     return components
 
@@ -43,7 +48,7 @@ def by_name(card: Card, there: Container[str], given: Container[str]) -> dict[st
 def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:
     """Refuse an encoder that is not the one of the training.
 
-    One that was saved in fewer bits has lost what the hash names, and passes.
+    One that was saved in 16 bits is held against the hash of the training's in as many.
 
     Raises:
         ConfigError: says which, and by what name the right one is known.
@@ -57,20 +62,13 @@ def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -
 
 
 def _check(what: str, network: nn.Module, producer: dict[str, Any]) -> None:
-    if weights_hash(network) != producer["hash"] and not _rounded(network):
+    if weights_hash(network) == producer["hash"]:
+        return
+    rounded = producer.get("rounded") or {}
+    if not any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items()):
         raise ConfigError(
             f"this {what} is not the one of the training, {producer['name']!r}", "install that one"
         )
-
-
-def _rounded(network: nn.Module) -> bool:
-    """Whether numbers have fewer bits than training's, or had once and have been widened again."""
-
-    def widened(p: Tensor) -> bool:
-        kinds = (torch.float16, torch.bfloat16)
-        return p.ndim > 1 and bool(p.any()) and any(torch.equal(p.to(k).to(p.dtype), p) for k in kinds)
-
-    return any(p.dtype != torch.float32 or widened(p) for p in network.parameters())
 
 
 def may_be_copied(name: str, size: int) -> str | None:

@@ -15,13 +15,12 @@ from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import FolderWriter, defaults, read_manifest
+from atoll.ensemble.folder import FolderWriter, defaults, read_manifest, verify_folder
 from atoll.ensemble.model_card import listed
 from atoll.ensemble.opened import Chosen, choose, claim, inspect_folder, target
 from atoll.ensemble.parts import as_others_are
 from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
 from atoll.export.pipeline import AtollPipeline
-from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
 Encoders = Literal["auto", "copy", "name"]
@@ -63,12 +62,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
-    places = ("router/", *(f"experts/{number}/" for number in chosen))
-    for entry in manifest.files:
-        if entry.path.startswith(places):
-            check_file(store, "ensemble", entry)
+    verify_folder(store.sub("ensemble"), manifest, chosen)
     router = read_card(store, "ensemble/router")
-    networks = {} if request.encoders == "name" else by_name(router, (), ())
+    networks = {} if request.encoders == "name" else by_name(router, (), (), campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
     claim(root)
     writer = FolderWriter(Store.open(root), manifest.k)
@@ -124,7 +120,7 @@ def copy_encoders(
 
 def _picture(campaign: Campaign, root: Path) -> tuple[bytes, dict[str, Any]]:
     """Load what was written, and sample it: a PNG, and what the model card says below it."""
-    pipe = AtollPipeline.from_pretrained(root)
+    pipe = AtollPipeline.from_pretrained(root, encoders=campaign.config.encoders)
     pipe.set_progress_bar_config(disable=True)
     condition, given = pipe.card.condition, prompts(campaign, SHOWN)
     arguments: dict[str, Any] = {"num_images_per_prompt": SHOWN}

@@ -3,7 +3,7 @@
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -320,6 +320,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         *,
         experts: Chosen = "auto",
         residency: Residency | None = None,
+        encoders: Collection[str] = (),
         torch_dtype: torch.dtype | None = None,
         revision: str | None = None,
         local_files_only: bool = False,
@@ -335,6 +336,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 of those left out goes to the others.
             residency: how many experts stay on the device, in number or in bytes; the others lie on disk
                 until they are wanted.
+            encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
             torch_dtype: type of the networks' numbers; sampling itself is done in float32.
             revision: branch, tag or commit of the hub.
             local_files_only: take the hub's cache as it is.
@@ -360,7 +362,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         }
         folder = open_folder(pretrained_model_name_or_path, experts, **hub)
         root = folder.root
-        kwargs |= by_name(folder.router, folder.components, kwargs)
+        kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
         bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
         router = load_part(root / "router", RouterModel.load)
         router.network.card = router.card

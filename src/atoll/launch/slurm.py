@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from atoll.base.console import say
-from atoll.base.errors import INTERRUPTED, AtollError
+from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
@@ -79,6 +79,8 @@ def _options(job: Job, site: Site) -> Iterator[str]:
 
 def _quoted(option: str) -> str:
     """An option as sbatch reads it from a script: in double quotes, in which a backslash keeps the next."""
+    if not option.isprintable():
+        raise ConfigError(f"{option!r} has a line break or control character", "use names without them")
     plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
     return option if plain else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
 

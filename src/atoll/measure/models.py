@@ -61,7 +61,7 @@ def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     if name != ENSEMBLE and name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
     sampling = campaign.config.sampling
-    model = Model.load(campaign.store, name, sampling.residency, device, sampling)
+    model = Model.load(campaign.store, name, sampling.residency, device, sampling, campaign.config.encoders)
     if name != ENSEMBLE:
         return Candidate(name, {name: model.card.weights_sha256}, model)
     content = read_manifest(campaign.store)

@@ -21,7 +21,7 @@ from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Costs, Ensemble
-from atoll.ensemble.expert import Expert, RouterModel, filled, read_card, read_part
+from atoll.ensemble.expert import Expert, RouterModel, built, filled, read_card, read_part
 from atoll.ensemble.folder import Manifest
 from atoll.ensemble.model import ENSEMBLE, Model
 from atoll.measure.comparison import BASE, Bench
@@ -93,7 +93,8 @@ class Origin:
         if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
             where = self.store.name(f"{self.run}/{milestone.folder}")
             raise StoreError(f"{where} is of another network than {self.part}", "leave out compare.curve")
-        network = filled(family(card.family).load(config), {**weights, **average}).to(device)
+        network = built(family(card.family).load, config, weights, self.part)
+        filled(network, {**weights, **average}).to(device)
         return Expert(network, card.family, card.prediction, card.schedule, card)
 
 

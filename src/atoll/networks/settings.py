@@ -1,7 +1,7 @@
 """Which network, as settings, and the shapes it must fit. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,9 @@ class NetworkConfig(Config):
         return self.family, self.dimensions(), self.patch
 
 
+_Size = Annotated[int, Field(ge=0, le=65536)]
+
+
 @dataclass(frozen=True)
 class DataShape:
     """What a network must fit: the latents' shape and the conditions' size.
@@ -71,8 +74,8 @@ class DataShape:
         classes: number of class labels, 0 without labels.
     """
 
-    channels: int
-    size: int
-    text_width: int = 0
-    text_length: int = 0
-    classes: int = 0
+    channels: Annotated[int, Field(ge=1, le=65536)]
+    size: Annotated[int, Field(ge=1, le=65536)]
+    text_width: _Size = 0
+    text_length: _Size = 0
+    classes: Annotated[int, Field(ge=0, le=10**8)] = 0

@@ -16,7 +16,7 @@ from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import digest
 from atoll.base.plain import read_json
-from atoll.store.manifest import FileEntry, Published
+from atoll.store.manifest import OwnFiles, Published
 from atoll.store.store import Conflict, Store
 
 COMMIT = "COMMIT.json"
@@ -96,7 +96,7 @@ class Entry(File):
     """release: why it failed."""
     export: str = ""
     """publish: folder of what was published, from `run/`."""
-    files: list[FileEntry] = []
+    files: OwnFiles = []
     """publish: the files there, which `expert/` must match."""
 
 
@@ -120,7 +120,8 @@ class Log:
             for number, key in enumerate(keys):
                 if key != _key(number):
                     where = self.store.name(_key(number))
-                    raise StoreError(f"{where} is missing, but later entries are there", "put it back")
+                    fix = f"put it back, or remove {self.store.location} to start the run anew"
+                    raise StoreError(f"{where} is missing, but later entries are there", fix)
             for key in keys[len(self._read) :]:
                 entry = read_entry(self.store, key)
                 if entry.kind == "damaged":

@@ -7,30 +7,45 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from posixpath import join
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, Field
 
 from atoll.base.config import Config
 from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import sha256
-from atoll.store.store import Absent, Damaged, Store
+from atoll.base.plain import NormalPath
+from atoll.store.store import Absent, Damaged, Store, regular
 
 
 class FileEntry(Config):
     """One file as a manifest names it."""
 
-    path: str
+    path: NormalPath
     """Key, relative to the folder that the manifest describes."""
-    bytes: int
+    bytes: int = Field(ge=0, le=2**60)
     """Size."""
-    sha256: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Hex digest of the bytes."""
+
+
+def _of_one_folder(entries: list[FileEntry]) -> list[FileEntry]:
+    paths = [entry.path for entry in entries]
+    outside = [path for path in paths if path.startswith("../")]
+    if outside or len(set(paths)) < len(paths):
+        raise ValueError(f"{outside[0]!r} leads out of the folder" if outside else "a path is named twice")
+    return entries
+
+
+OwnFiles = Annotated[list[FileEntry], AfterValidator(_of_one_folder)]
+"""Files of the very folder that a manifest describes. Only a union of data sets names files of others."""
 
 
 class Published(File):
     """A manifest that is written after the files it names, and never again."""
 
-    files: list[FileEntry] = []
+    files: OwnFiles = []
     """The files, relative to the manifest's folder."""
 
 
@@ -90,7 +105,7 @@ def verify(path: Path, entry: FileEntry, name: str) -> None:
         StoreError: it cannot be read.
     """
     try:
-        size, digest = path.stat().st_size, ""
+        size, digest = regular(path).stat().st_size, ""
         if size == entry.bytes:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -112,6 +112,7 @@ class Store:
         """The same store, narrowed to one of its folders (made if missing)."""
         clean = self._key(prefix)
         if self.local is not None:
+            self._check_links(posixpath.join(clean, "-"))
             return type(self)._open_local(self.local / clean, create=True)
         return type(self)(self._objects, self.name(clean), None, posixpath.join(self._prefix, clean))
 
@@ -131,7 +132,7 @@ class Store:
         """All bytes of an object; `Absent` if it is missing."""
         try:
             if self.local is not None:  # forked workers read too, and there obstore would wait for ever
-                return _regular(self.path(key)).read_bytes()
+                return regular(self.path(key)).read_bytes()
             return bytes(obstore.get(self._objects, self._full(key)).bytes())
         except _Failure as error:
             raise self._unread(key, error) from None
@@ -159,7 +160,16 @@ class Store:
         except StoreError:
             return False
 
+    def _check_links(self, key: str) -> None:
+        """Refuse to write or remove an object by way of a linked folder that leads out of the store."""
+        if self.local is not None:
+            root, folder = os.path.realpath(self.local), os.path.realpath((self.local / key).parent)
+            if os.path.commonpath((root, folder)) != root:
+                fix = "put the folder itself there, or mount it there"
+                raise StoreError(f"{self.name(posixpath.dirname(key))} is a link that leads to {folder}", fix)
+
     def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
+        self._check_links(self._key(key))
         try:
             obstore.put(self._objects, self._full(key), data, mode=mode)
         except AlreadyExistsError:
@@ -230,6 +240,7 @@ class Store:
     def delete(self, *keys: str) -> None:
         """Remove objects; missing ones are passed over."""
         for key in keys:
+            self._check_links(self._key(key))
             try:
                 obstore.delete(self._objects, self._full(key))
             except _Failure as error:
@@ -322,7 +333,7 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _regular(path: Path) -> Path:
+def regular(path: Path) -> Path:
     """The path of a file; a pipe or device, which may never end, is refused."""
     if not S_ISREG(path.stat().st_mode):
         raise IsADirectoryError(f"{path} is no file")

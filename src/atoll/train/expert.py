@@ -1,6 +1,6 @@
 """Training a denoiser: an expert on its cluster, or the monolith on everything. Same code, other data."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.settings.train import VALIDATION_TIMES
+from atoll.encoders.licences import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.expert import Expert, bound_of
 from atoll.ensemble.generate import Conditions, Sampling, generate
@@ -27,7 +28,12 @@ class DenoiserTask:
     Args:
         network: initialised, on its device.
         rows: what it learns from; the recipe's network names its family.
+
+    Attributes:
+        encoders: names of autoencoders that the user vouches for, beside the well-known ones.
     """
+
+    encoders: Collection[str] = ()
 
     def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
         self.network, self.rows, self.recipe = network, rows, rows.recipe
@@ -83,6 +89,7 @@ class DenoiserTask:
     def _vae(self) -> Autoencoder | None:
         """The autoencoder of the latents, loaded and held against its hash once in a run."""
         try:
+            check_known(self.rows.latents["name"], self.encoders)
             return autoencoder_of(self.rows.latents)
         except ConfigError:
             return None

@@ -127,6 +127,7 @@ def train_network(
         objective=objective or ObjectiveConfig(), train=training, network=network.model_dump(), plan=plan
     )
     task = DenoiserTask(denoiser.to(own_device()), TrainingRows.of(dataset, condition, recipe))
+    task.encoders = (task.rows.latents["name"],)
     train(task, store, "network")
     return read_card(store, "expert")
 
@@ -178,8 +179,12 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
     if isinstance(network, Router):
         return RouterTask(network, rows, router.pure_noise)
     if plan.role == "student":
-        return DistillTask(network, rows, load_teacher(campaign, cards, device), student.data_weight)
-    return DenoiserTask(network, rows)
+        teacher = load_teacher(campaign, cards, device)
+        task: DenoiserTask = DistillTask(network, rows, teacher, student.data_weight)
+    else:
+        task = DenoiserTask(network, rows)
+    task.encoders = config.encoders
+    return task
 
 
 def check_run(role: str, expert: int | None, k: int) -> None:

@@ -221,6 +221,11 @@ class CampaignConfig(Config):
         network = NetworkConfig.parse({**self.network.model_dump(), **settings.network}, f"{where}.network")
         return network, TrainConfig.parse({**self.train.model_dump(), **settings.train}, f"{where}.train")
 
+    @property
+    def encoders(self) -> tuple[str, str]:
+        """Names of the encoders that the settings choose, which the user vouches for."""
+        return self.data.vae, self.data.text_encoder
+
     def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of a run that is not the router's."""
         if island is not None:
