@@ -1,6 +1,7 @@
 """The commands. Each is thin: it opens a campaign, calls one stage, and imports what it needs only then."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ class _Local(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "://" in str(value):
             raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
+        try:
+            os.lstat(value)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise AtollError(f"{str(value)[:100]!r} can be no path: {reason}", "give another one") from None
         return super().convert(value, param, ctx)
 
 

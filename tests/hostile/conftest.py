@@ -46,7 +46,8 @@ def templates(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     for number in range(4):
         Image.new("RGB", (16, 16), (number * 50, 0, 0)).save(source / f"g{number}.png")
         (source / f"g{number}.txt").write_text(f"picture {number}")
-    return {"campaign": whole, "export": folder / "export", "source": source}
+    run("new", folder / "fresh")
+    return {"campaign": whole, "fresh": folder / "fresh", "export": folder / "export", "source": source}
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ load("a card's autoencoder is a pipeline", vae_of_a_card("DiffusionPipeline"), "
 load("a card's autoencoder is pickle", vae_of_a_card("AutoencoderKL"), "evil")
 load("a card's text encoder lies on the hub", text_of_a_card, "evil/encoder")
 load("a component is pickle", pickled_component, "pickle")
-load("a tensor of the text encoder was changed", nudged_encoder, "text_encoder")
+load("a tensor of the text encoder was changed", nudged_encoder, "text encoder")
 load("a manifest that lists nothing", set_json("export/ensemble.json", files=[]), "ensemble.json")
 row(
     "an ensemble that lists nothing",
@@ -283,7 +283,7 @@ for place, argv in JSONS.items():
         )
 
 ENSEMBLE, SAMPLE = "campaign/ensemble/ensemble.json", "sample {campaign} house --out {inside}/x.png"
-row("ensemble.json: k is a text", set_json(ENSEMBLE, k="4"), SAMPLE, "ensemble.json")
+row("ensemble.json: k is a text", set_json(ENSEMBLE, k="4"), SAMPLE, "assemble again")
 row("ensemble.json: k of 10**9", set_json(ENSEMBLE, k=10**9), SAMPLE, "ensemble.json")
 row("ensemble.json: no experts", set_json(ENSEMBLE, experts=[]), SAMPLE, "ensemble.json")
 row("ensemble.json: one expert four times", set_json(ENSEMBLE, experts=[0, 0, 0, 0]), SAMPLE, "ensemble.json")
@@ -369,14 +369,14 @@ row(
 )
 row(
     "a safetensors header of depth",
-    bytes_of(f"campaign/islands/0/expert/{WEIGHTS}", len(DEEP).to_bytes(8, "little") + DEEP),
-    "assemble {campaign}",
+    bytes_of(f"campaign/ensemble/experts/0/{WEIGHTS}", len(DEEP).to_bytes(8, "little") + DEEP),
+    SAMPLE,
     WEIGHTS,
 )
 row(
     "weights that end early",
-    bytes_of(f"campaign/islands/0/expert/{WEIGHTS}", b"\x10\0\0\0\0\0\0\0{}"),
-    "assemble {campaign}",
+    bytes_of(f"campaign/ensemble/experts/0/{WEIGHTS}", b"\x10\0\0\0\0\0\0\0{}"),
+    SAMPLE,
     WEIGHTS,
 )
 
@@ -387,7 +387,7 @@ def card_fifo(arena: Arena) -> None:
     os.mkfifo(path)
 
 
-row("card.json is a pipe", card_fifo, "assemble {campaign}", "card.json")
+row("card.json is a pipe, so there is none", card_fifo, "assemble {campaign}")
 
 # Settings and command lines.
 
@@ -474,11 +474,15 @@ row("secrets of a URL", nothing, "status s3://KEY:SECRET@bucket/x")
 
 # Sources.
 
-INGEST = "data ingest {campaign} --set data.source={source} --set data.path={inside}/d"
+INGEST = "data ingest {fresh} --set data.source={source}"
 
 
 def link_to(name: str, target: str) -> Forge:
-    return lambda arena: (arena / "source" / name).symlink_to(target)
+    def forge(arena: Arena) -> None:
+        (arena / "source" / name).unlink(missing_ok=True)
+        (arena / "source" / name).symlink_to(target)
+
+    return forge
 
 
 def pipe(name: str) -> Forge:
@@ -507,10 +511,7 @@ row(
     bytes_of("source/metadata.jsonl", b'{"file_name": "g1.png", "n": %s}\n' % DIGITS),
     INGEST,
 )
-PARQUET = (
-    "data ingest {campaign} --set data.source={inside}/source.parquet --set data.ingest.caption=caption"
-    " --set data.path={inside}/d"
-)
+PARQUET = "data ingest {fresh} --set data.source={inside}/source.parquet --set data.ingest.caption=caption"
 for kind, values in {
     "text": pa.array([{"bytes": "x"}] * 4),
     "a list": pa.array([{"bytes": [1]}] * 4),

@@ -8,7 +8,7 @@ from hostile.inputs import ROWS, Row
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_it_is_one_line(row: Row, arena: Arena) -> None:
-    places = {name: str(arena / name) for name in ("campaign", "export", "source")} | {
+    places = {name: str(arena / name) for name in ("campaign", "export", "fresh", "source")} | {
         "inside": str(arena.inside)
     }
     row.forge(arena)

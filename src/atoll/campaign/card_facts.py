@@ -7,9 +7,8 @@ from atoll.base.errors import AtollError
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison
-from atoll.campaign.runs import experts_of
+from atoll.campaign.runs import experts_of, read_partition
 from atoll.data.dataset import MANIFEST, DataSet
-from atoll.data.formats import PartitionFile
 from atoll.ensemble.expert import published, read_card
 
 COMPARISON = Comparison.PLACE
@@ -24,7 +23,7 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
             model by its role.
     """
     store = campaign.store
-    cut = PartitionFile.read(store, PartitionFile.PLACE)
+    cut = read_partition(store)
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     facts["partition"] = {key: getattr(cut, key) for key in ("method", "encoder", "sizes")}
     facts["data"] = {**_source(campaign, cut.k), "rows": cut.rows}

@@ -3,9 +3,10 @@
 import posixpath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atoll.base.errors import AtollError
+from atoll.base.errors import AtollError, PartitionError
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.data.formats import ColumnMeta, Manifest
+from atoll.campaign.settings.train import RunPlan
+from atoll.data.formats import ColumnMeta, Manifest, PartitionFile
 from atoll.data.settings import features_column
 from atoll.store.store import Store
 
@@ -48,6 +49,24 @@ class Run(NamedTuple):
 def experts_of(k: int) -> list[Run]:
     """The runs of all experts."""
     return [Run("expert", number) for number in range(k)]
+
+
+def read_partition(store: Store) -> PartitionFile:
+    """Read `partition.json` and hold it against the plans that were cut by it: its hash leaves the sizes out.
+
+    Raises:
+        PartitionError: it is of another version, contradicts itself, or is another one than the runs'.
+        StoreError: it is missing, or no JSON.
+    """
+    partition = PartitionFile.read(store, PartitionFile.PLACE)
+    for run in (Run("router"), *experts_of(partition.k)):
+        if store.exists(run.plan):
+            plan = RunPlan.read(store, run.plan)
+            size = plan.rows if run.expert is None else partition.sizes[run.expert]
+            if (plan.partition, plan.rows) != (partition.hash, size):
+                what = f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}"
+                raise PartitionError(what, "put the one back that the campaign was cut by")
+    return partition
 
 
 def runs_of(config: CampaignConfig) -> list[Run]:

@@ -51,6 +51,12 @@ class Shard(Config):
     files: dict[str, FileEntry]
     """`rows` (parquet) and, where the data set has pictures, `images` (tar); paths from the data set."""
 
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        if not {"rows"} <= self.files.keys() <= {"rows", "images"}:
+            raise ValueError("files are rows, and images or none")
+        return self
+
     def content(self) -> str:
         """Digest of what the rows are: changes with any byte of a row or picture, not with their place."""
         return digest({kind: entry.sha256 for kind, entry in self.files.items()})

@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from atoll.base.errors import StoreError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.ensemble.card import LARGEST_K, Card
 from atoll.ensemble.generation import Generation
@@ -129,6 +129,18 @@ def defaults(generation: Generation) -> dict[str, Any]:
     """What a call of the pipeline takes that says nothing else, by diffusers' names."""
     values = {name: getattr(generation, field) for field, name in DEFAULTS.items()}
     return {**values, "routing": str(generation.routing)}
+
+
+def defaults_in(index: Mapping[str, Any]) -> Generation:
+    """What a call takes that says nothing else, as `model_index.json` has it.
+
+    Raises:
+        StoreError: a value that no call could give.
+    """
+    try:
+        return Generation().with_(**{field: index.get(name) for field, name in DEFAULTS.items()})
+    except ConfigError as error:
+        raise StoreError(f"{MODEL_INDEX} has {error.what}", Manifest.REMEDY) from None
 
 
 def index_entries(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -12,9 +12,9 @@ from atoll.ensemble.routing import Routing, RoutingField
 class Generation(Config):
     """How pictures are drawn; the only carrier of these values."""
 
-    steps: int = Field(default=50, ge=1)
+    steps: int = Field(default=50, ge=1, le=100_000)
     """Steps of the scheduler, not calls: Heun calls the experts twice in a step."""
-    guidance: float = Field(default=2.0, ge=0)
+    guidance: float = Field(default=2.0, ge=0, le=1e6)
     """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
     routing: RoutingField = Routing()
     """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""

@@ -23,6 +23,7 @@ from atoll.ensemble.folder import (
     ROUTER,
     ExpertIndex,
     Manifest,
+    defaults_in,
     index_entries,
     parts_of,
     verify_folder,
@@ -128,7 +129,7 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
         check_place(card, number, f"experts/{number}")
-    logits = int(read_tree(root / "router" / "config.json")["num_experts"])
+    logits = read_tree(root / "router" / "config.json").get("num_experts")
     check_router(router, cards, listing.k, logits)
     components = _components(root, index)
     for name, digest in parts_of(cards, router).items():
@@ -164,9 +165,9 @@ def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
 
 def claim(root: Path) -> None:
     """Make the folder, and write first what says that it is a pipeline's, so that a later try may go on."""
-    root.mkdir(parents=True, exist_ok=True)
-    if not (root / MODEL_INDEX).is_file():
-        Store.open(root).put_json(MODEL_INDEX, {"_class_name": PIPELINE})
+    folder = Store.open(root, create=True)
+    if not folder.exists(MODEL_INDEX):
+        folder.put_json(MODEL_INDEX, {"_class_name": PIPELINE})
 
 
 def read_index(root: Path) -> ExpertIndex:
@@ -196,14 +197,14 @@ def choose(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
     return wanted
 
 
-def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: int) -> None:
+def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: Any) -> None:
     """Refuse a router that does not belong to these experts.
 
     Args:
         card: of the router.
         experts: cards of the experts.
         k: places of the bank.
-        knows: logits of the router.
+        knows: logits of the router, as its config says.
 
     Raises:
         PartitionError: it is no router, knows another number of experts, or was made for other ones.
@@ -242,6 +243,7 @@ def _model_index(root: Path) -> dict[str, Any]:
             what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
             raise ConfigError(what, f"take one of a known class: {known}")
         _check_files(root, name)
+    defaults_in(index)
     return index
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
+from atoll.campaign.runs import read_partition
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.formats import PartitionFile
 from atoll.ensemble.card import Card
@@ -151,7 +152,7 @@ class Facts:
     @cached_property
     def partition(self) -> PartitionFile:
         """Clusters and what decided them."""
-        return self.file("partition/partition.json", PartitionFile)
+        return read_partition(self.store)
 
     @cached_property
     def experts(self) -> list[Run]:

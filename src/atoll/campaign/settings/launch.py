@@ -74,7 +74,7 @@ class Placement(Config):
     """Nodes."""
     cpus: int | None = Field(default=None, ge=1)
     """CPU cores per node; by default the run's threads for each process."""
-    memory_gb: float | None = Field(default=None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """Main memory per node, in GB; by default an estimate here, and the target's default elsewhere."""
     env: dict[Variable, Line] = {}
     """Environment variables of the run."""

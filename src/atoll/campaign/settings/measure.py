@@ -23,7 +23,7 @@ class CompareConfig(Config):
     top-1, top-2, full and oracle."""
     conditions: Literal["heldout", "train"] = "heldout"
     """Rows whose captions or labels are sampled; the reference is the held-out pictures either way."""
-    samples: int = Field(default=1000, ge=2)
+    samples: int = Field(default=1000, ge=2, le=10**8)
     """Pictures drawn from each."""
     steps: int | None = Field(default=None, ge=1)
     """Sampling steps in place of `sampling.steps`."""
@@ -81,7 +81,7 @@ class EvaluateConfig(Config):
     """Side in pixels that it sees; its own if not set."""
     conditions: Literal["heldout", "train"] = "heldout"
     """Rows whose captions or labels are sampled."""
-    samples: int = Field(default=1000, ge=2)
+    samples: int = Field(default=1000, ge=2, le=10**8)
     """Pictures drawn from a model."""
     batch: int = Field(default=250, ge=1)
     """Pictures at once; work is spread over processes by batches."""
@@ -117,7 +117,7 @@ class DiagnoseConfig(Config):
     strategies: list[str] | None = None
     """Routing strategies whose use of experts is traced; by default the campaign's own, then once and top-1.
     Copies are looked for in samples of the first."""
-    samples: int = Field(default=500, ge=0)
+    samples: int = Field(default=500, ge=0, le=10**8)
     """Pictures sampled under each; 0 leaves out all that follows from them."""
     probed: int = Field(default=100, ge=0)
     """Most of them that are sampled again, nudged and in finer steps, to see how stable that is; 0: none."""
