@@ -137,7 +137,8 @@ def audit(campaign: str) -> None:
     for problem in problems:
         say(f"problem: {problem}")
     if problems:
-        raise AtollError(f"{len(problems)} problems in the data set", "make the named files again")
+        what = f"{len(problems)} problems in the data set, the first: {problems[0].rstrip('.')}"
+        raise AtollError(what, "make the named files again")
     say("no problems")
 
 
@@ -253,11 +254,17 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 
 @atoll.command()
 @CAMPAIGN
-def assemble(campaign: str) -> None:
+@click.option(
+    "--quarantine",
+    metavar="K,K,...",
+    default="",
+    help="Leave these experts out. To leave them out for good, set quarantine in campaign.yaml.",
+)
+def assemble(campaign: str, quarantine: str) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
-    put_together(_open(campaign))
+    put_together(_open(campaign), _numbers(quarantine) if quarantine else ())
 
 
 @atoll.command()

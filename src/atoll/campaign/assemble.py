@@ -1,5 +1,6 @@
 """The ensemble from what has been published, complete or partial."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from atoll.base.console import say
@@ -35,16 +36,21 @@ class Assembled:
         return [number for number in range(self.k) if number not in self.experts]
 
 
-def assemble(campaign: Campaign) -> Assembled:
+def assemble(campaign: Campaign, quarantine: Collection[int] = ()) -> Assembled:
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
 
+    Args:
+        campaign: partitioned.
+        quarantine: experts that are left out, beside those of the settings.
+
     Raises:
         PartitionError: nothing to assemble, or parts of different campaigns.
+        StoreError: a network is not the one that its run published.
     """
     store = campaign.store
-    k, numbers, router = _gather(campaign)
+    k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)
     for number in numbers:
@@ -67,7 +73,7 @@ def warn_of_missing(assembled: Assembled) -> None:
         say(f"  warning: partial: experts {names} are missing; their share goes to the others")
 
 
-def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
+def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, list[int], Card]:
     """K, the numbers of the published experts, and the router's card; all belong together."""
     store = campaign.store
     if not store.exists(PARTITION):
@@ -75,7 +81,10 @@ def _gather(campaign: Campaign) -> tuple[int, list[int], Card]:
             f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )
     cut = read_partition(store)
-    present = [n for n, run in enumerate(experts_of(cut.k)) if published(store, run.network)]
+    if not set(range(cut.k)).issuperset(quarantine):
+        raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {cut.k - 1}")
+    runs = [run for run in experts_of(cut.k) if run.expert not in quarantine]
+    present = [int(run.expert or 0) for run in runs if published(store, run.network)]
     if not present or not published(store, "router/expert"):
         what = "no expert" if not present else "no router"
         raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")

@@ -118,6 +118,8 @@ class CampaignConfig(Config):
     """Training compute."""
     router: RouterConfig = RouterConfig()
     """The router."""
+    quarantine: list[int] = loose(default=[])
+    """Numbers of published experts that are left out of the ensemble, because they are not trusted."""
     monolith: bool = True
     """Whether the baseline is trained too, at equal training FLOPs."""
     student: StudentConfig | None = None

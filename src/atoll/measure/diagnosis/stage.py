@@ -41,6 +41,7 @@ from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.labelled_rows import labelled, measure
 from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest
 from atoll.measure.diagnosis.stability import stability
+from atoll.measure.diagnosis.suspects import suspects
 from atoll.measure.diagnosis.usage import switches, usage
 from atoll.measure.models import Candidate, RowConditions, published, samples_of
 
@@ -333,6 +334,11 @@ def _summarise(tables: dict[str, Table]) -> None:
     for record in tables["errors"].records:
         if (record["split"], record["t"], record["cluster"]) == (first, "mean", "all"):
             say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
+    for number, (error, best, whose) in suspects(tables, str(first)).items():
+        say(
+            f"  warning: expert {number} errs on its own cluster by {_f(error)}, {whose} by {_f(best)}; to leave"
+            f" it out: atoll assemble --quarantine {number}"
+        )
 
 
 def _f(value: float | int | str | None) -> str:
