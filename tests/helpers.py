@@ -142,11 +142,12 @@ class Answer:
 def command(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Answer:
     """The command within this process, through the entry point's own handling of errors.
 
-    An exception that the entry point would not catch comes out of here, so a traceback fails the test.
+    An error that nothing foresaw fails the test.
     """
     capsys.readouterr()
     code = cli.ended(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
     captured = capsys.readouterr()
+    assert "(traceback: " not in captured.err, captured.err
     return Answer(code, captured.out, captured.err)
 
 

@@ -20,7 +20,7 @@ from atoll.ensemble.settings import Residency
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
-from helpers import assembled
+from helpers import assembled, command
 from helpers_networks import noise
 
 K = 3
@@ -88,6 +88,9 @@ def test_a_replaced_expert_is_taken_over(folder: Path, capsys: pytest.CaptureFix
     shutil.rmtree(folder / "islands/1/expert")
     card = card.model_copy(update={"weights_sha256": digest_tensors(weights)})
     write_part(store, "islands/1/expert", network, weights, card)
+    with pytest.raises(StoreError, match="not the one that its run published"):
+        assemble(Campaign.open(folder))
+    shutil.rmtree(folder / "islands/1/run")  # carried here without the log of its training
     assert "already" not in said(capsys, folder)
     _, _, now = read_part(store, "ensemble/experts/1")
     assert all(torch.equal(now[name], weights[name]) for name in weights)
@@ -112,6 +115,16 @@ def test_what_does_not_belong_there_is_refused(folder: Path) -> None:
     with pytest.raises(StoreError, match="not what its card says"):
         assemble(Campaign.open(folder))
     assert not (folder / "ensemble/ensemble.json").exists()
+
+
+def test_an_expert_in_quarantine_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, "assemble", folder, "--quarantine", "1").code == 0
+    assert load_ensemble(folder).missing == (1,)
+    assert "experts 0, 1, 2 of 3" in said(capsys, folder)
+    assemble(Campaign.open(folder, ["quarantine=[0, 2]"]))
+    assert load_ensemble(folder).missing == (0, 2)
+    with pytest.raises(PartitionError, match="no expert 3 to leave out: there are 0 to 2"):
+        assemble(Campaign.open(folder), [3])
 
 
 def test_nothing_to_assemble(folder: Path) -> None:

@@ -96,8 +96,8 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, list[
         raise PartitionError(
             f"the parts in {store.location} were made for another partition", "put their own back"
         )
-    for run in (Run("router"), *(Run("expert", number) for number in present)):
-        check_published(store.sub(run.folder))
     for number in present:
         check_place(cards[f"experts/{number}"], number, Run("expert", number).folder)
+    for run in (Run("router"), *(Run("expert", number) for number in present)):
+        check_published(store.sub(run.folder))
     return cut.k, present, cards["router"]

@@ -120,7 +120,7 @@ class Model:
         card = read_card(store, f"{prefix}router")
 
         def denoiser() -> Ensemble:
-            verify_folder(store.sub(prefix), content, places)
+            verify_folder(store.sub(prefix), content, places, ["scheduler"])
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
             experts = load_experts(store, content.k, places, residency, device)
