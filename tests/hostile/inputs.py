@@ -519,10 +519,21 @@ for kind, values in {
     "a struct": pa.array([{"bytes": {"a": 1}}] * 4),
     "no struct": pa.array([1] * 4),
 }.items():
-    row(f"parquet: a picture's bytes are {kind}", parquet(image=values), PARQUET, "image")
+    row(f"parquet: a picture's bytes are {kind}", parquet(image=values), PARQUET, "picture")
 row(
     "parquet: captions out of time",
-    parquet(caption=pa.array([2**62] * 4, pa.timestamp("s"))),
+    parquet(caption=pa.array([2**62] * 4, pa.timestamp("us"))),
     PARQUET,
     "caption",
 )
+
+
+def twice(arena: Arena) -> None:
+    names = ["image", "caption", "caption"]
+    pq.write_table(
+        pa.table([pa.array([{"bytes": b"x"}]), pa.array(["a"]), pa.array(["b"])], names),
+        arena / "source.parquet",
+    )
+
+
+row("parquet: two columns of one name", twice, PARQUET, "two columns")

@@ -56,7 +56,11 @@ def watched(root: str, log: str) -> None:
                 path = arguments[index]
                 if arguments[folder] != -1 and not isinstance(path, int):
                     path = os.path.join(f"/proc/self/fd/{arguments[folder]}", os.fsdecode(path))
-                if not isinstance(path, int) and not below(path):
+                if (
+                    not isinstance(path, int)
+                    and not below(path)
+                    and not os.fsdecode(path).startswith("/proc")
+                ):
                     note(event, path)
 
     sys.addaudithook(hook)

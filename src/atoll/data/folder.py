@@ -95,14 +95,17 @@ class FolderSource:
             return Reject(entry.key, "unreadable", error.strerror or str(error))
         return to_record({"text": caption}, RowOptions(caption="text"), entry.key, image, entry.key)
 
-    def _content(self, path: Path) -> bytes:
-        """Bytes of a file of the folder; a pipe may never end, a link may lead to secrets."""
+    def _check(self, path: Path) -> int:
+        """Size of a file of the folder; a pipe may never end, a link may lead to secrets."""
         if path.is_symlink() and not path.resolve().is_relative_to(self.folder.resolve()):
             raise _NotTakenError("link out of the folder")
         state = path.stat()
         if not S_ISREG(state.st_mode):
             raise _NotTakenError("no regular file")
-        if state.st_size > LARGEST:
+        return state.st_size
+
+    def _content(self, path: Path) -> bytes:
+        if self._check(path) > LARGEST:
             raise _NotTakenError("too large")
         return path.read_bytes()
 
@@ -126,6 +129,10 @@ class FolderSource:
         entries: list[_Entry | Reject] = []
         columns = []
         for table in tables:
+            try:
+                self._check(table)
+            except _NotTakenError as error:
+                raise DataError(f"{table} is not read: {error}", "put the file itself there") from None
             rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
             readable = [row for _, row in rows if isinstance(row, dict)][:100]
             names = list(dict.fromkeys(name for row in readable for name in row))

@@ -99,11 +99,11 @@ def _rows(
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Python values; a string that is not UTF-8 stays bytes."""
+    """Python values; a string that is not UTF-8 is bytes, what Python has no value for is None."""
     try:
         values: list[Any] = column.to_pylist()
         return values
-    except UnicodeDecodeError:
+    except (OverflowError, ValueError):
         return [_value(scalar) for scalar in column]
 
 
@@ -112,15 +112,22 @@ def _value(scalar: pa.Scalar) -> Any:
         return scalar.as_py()
     except UnicodeDecodeError:
         return b""
+    except (OverflowError, ValueError):  # a date beyond the year 9999, say
+        return None
 
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
         # Without pre-buffering, and with a small buffer, a row group is streamed and not held whole.
-        return pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
+        reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
     except (pa.ArrowException, OSError) as error:
         what = f"{file} is not a readable parquet file: {first_line(error)}"
         raise DataError(what, "fetch it again") from None
+    names = reader.schema_arrow.names
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{file} has two columns {twice!r}", "rename one of them")
+    return reader
 
 
 def _image_column(schema: pa.Schema, file: Path) -> str:

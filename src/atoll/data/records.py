@@ -59,7 +59,7 @@ def to_record(
         image: bytes of the picture.
         place: the id, where no column holds it.
     """
-    if not image:
+    if not isinstance(image, bytes) or not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
     value = row.get(options.label) if options.label else None
     label = _label(value)

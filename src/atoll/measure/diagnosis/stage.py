@@ -336,8 +336,8 @@ def _summarise(tables: dict[str, Table]) -> None:
             say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
     for number, (error, best, whose) in suspects(tables, str(first)).items():
         say(
-            f"  warning: expert {number} errs on its own cluster by {_f(error)}, {whose} by {_f(best)}; to leave"
-            f" it out: atoll assemble --quarantine {number}"
+            f"  warning: expert {number} errs on its own cluster by {_f(error)}, {whose} by {_f(best)};"
+            f" to leave it out: atoll assemble --quarantine {number}"
         )
 
 
