@@ -272,7 +272,7 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["partition.k=2", "budget.pretrain=0.5", "compare.strategies=[once]", "train.threads=1"]
-    sets += ["data.ingest.glyphs.limit=200", "budget.samples=2000", "compare.samples=24", "compare.steps=2"]
+    sets += ["data.ingest.glyphs.limit=120", "budget.samples=1000", "compare.samples=24", "compare.steps=2"]
     changes = [part for one in sets for part in ("--set", one)]
     base = tmp_path / "base"
     command(capsys, "new", base, "--recipe", "quickstart", *changes)

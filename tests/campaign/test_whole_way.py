@@ -15,8 +15,8 @@ from atoll.campaign.prepare import prepare
 from atoll.data.dataset import DataSet
 from atoll.ensemble.expert import read_card
 from atoll.store.store import Store
-from helpers import atoll, refused, write_campaign
 from helpers import command as answer
+from helpers import refused, write_campaign
 
 PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
 RUNS = ("islands/0", "islands/1", "router", "monolith")
@@ -293,19 +293,6 @@ def test_a_folder_of_pictures_goes_the_whole_way(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "mine/monolith/expert").exists()
     caption = dataset.take([5]).column("caption")[0].as_py()
     assert caption == "a green bar"
-
-
-@pytest.mark.slow
-def test_the_same_three_commands_as_processes(tmp_path: Path) -> None:
-    pictures(tmp_path / "pictures", 60)
-    for argv in (
-        ["new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *small_budget()],
-        ["launch", "mine"],
-        ["sample", "mine", "a red square"],
-    ):
-        done = atoll(*argv, cwd=tmp_path)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert width(tmp_path / "samples.png") >= 4 * 64
 
 
 @pytest.mark.slow
