@@ -41,6 +41,7 @@ def assemble(campaign: Campaign) -> Assembled:
     """
     store = campaign.store
     k, numbers, router = _gather(campaign)
+    store.sweep("ensemble")
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)
     for number in numbers:
