@@ -51,6 +51,7 @@ def assemble(campaign: Campaign, quarantine: Collection[int] = ()) -> Assembled:
     """
     store = campaign.store
     k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
+    store.sweep("ensemble")
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)
     for number in numbers:

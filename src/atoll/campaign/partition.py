@@ -36,6 +36,7 @@ def make_islands(campaign: Campaign) -> Partition:
     Finished parts are left alone; `partition/partition.json` comes last and says that all is there.
     """
     store, config = campaign.store, campaign.config
+    store.sweep()
     if store.exists("partition/partition.json"):
         partition = partitions.load(store)
         say(f"partition: finished already, {partition.k} clusters {partition.sizes}")

@@ -158,9 +158,11 @@ def write_column(
     name, content = folder.rpartition("/")[2], [shard.content() for shard in shards]
     maker = {"kind": kind, "producer": producer}
     old = _column_of(store, folder, maker)
+    store.sweep(folder)
     if old is not None and old.content == content and extras.keys() <= old.extras.keys():
         entries = [*old.shards, *old.extras.values()]
         if all(is_whole(store, folder, entry) for entry in entries):
+            _remove_others(store, folder, old)  # a killed process may have left its notes
             return
     files, forms, longest = [], set(), 1
     for number, shard in enumerate(shards):
@@ -197,6 +199,10 @@ def write_column(
 def finish_column(store: Store, folder: str, meta: ColumnMeta) -> None:
     """Declare a column complete, and remove what its folder holds besides."""
     store.put_json(f"{folder}/column.json", meta.to_json())
+    _remove_others(store, folder, meta)
+
+
+def _remove_others(store: Store, folder: str, meta: ColumnMeta) -> None:
     named = {store.name(join(folder, entry.path)) for entry in [*meta.shards, *meta.extras.values()]}
     named.add(store.name(f"{folder}/column.json"))
     store.delete(*(key for key in store.list(folder) if store.name(key) not in named))

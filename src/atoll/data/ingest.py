@@ -51,6 +51,7 @@ def ingest(
         DataError: no row is usable, the rows have one group only, or the folder holds something else:
             a data set of another source or other settings is never overwritten.
     """
+    store.sweep(prefix)
     about = source.describe()
     identity = digest({"source": about["fingerprint"], "config": config.model_dump(), "schema": 1})
     finished = DataSet.find(store, prefix, identity, "another source or with other settings")

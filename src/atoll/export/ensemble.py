@@ -67,7 +67,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     networks = {} if request.encoders == "name" else by_name(router, (), (), campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
     claim(root)
-    writer = FolderWriter(Store.open(root), manifest.k)
+    folder = Store.open(root)
+    folder.sweep()
+    writer = FolderWriter(folder, manifest.k)
     for number in chosen:
         writer.copy(store, f"ensemble/experts/{number}", number)
     writer.copy(store, "ensemble/router")

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from posixpath import join
 from typing import Any
 
@@ -20,6 +19,9 @@ from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import StoreError
 from atoll.base.format import File
+from atoll.store import local
+from atoll.store.local import machine as _machine
+from atoll.store.local import started as _started
 from atoll.store.log import Entry, Fenced, Log, Process
 from atoll.store.store import Conflict, Store, check_conditional_create
 
@@ -159,6 +161,8 @@ def read_heartbeat(store: Store, folder: str = "") -> Heartbeat | None:
 
 def store_time(store: Store, prefix: str) -> float:
     """The time by the store's clock: that of a file just written, whose name begins so, and removed again."""
+    if store.local is not None:
+        return local.now(store.local)
     key = f"{prefix}{uuid.uuid4().hex}"
     store.put(key, b"")
     try:
@@ -172,23 +176,6 @@ def has_ended(known: Process | None) -> bool:
     if known is None or not known.machine or known.machine != _machine():
         return False
     return _started(known.pid) != known.started
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks; None if there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Heart:

@@ -21,7 +21,7 @@ from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError, first_line
 from atoll.base.plain import LARGEST, read_json
-from atoll.store import cache
+from atoll.store import cache, local
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
 
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
@@ -171,7 +171,10 @@ class Store:
     def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
         self._check_links(self._key(key))
         try:
-            obstore.put(self._objects, self._full(key), data, mode=mode)
+            if self.local is None:
+                obstore.put(self._objects, self._full(key), data, mode=mode)
+            elif not local.write(self.path(key), data, replace=mode == "overwrite"):
+                raise AlreadyExistsError
         except AlreadyExistsError:
             raise Conflict(f"{self.name(key)} exists already") from None
         except _Failure as error:
@@ -247,6 +250,11 @@ class Store:
                 if not _is_absent(error):
                     raise _failed(f"cannot remove {self.name(key)}", error) from None
 
+    def sweep(self, prefix: str = "") -> None:
+        """Remove what killed writers left below a folder; a remote store keeps no halves of objects."""
+        if self.local is not None:
+            local.sweep(self.path(prefix))
+
     def path(self, key: str) -> Path:
         """A local file that holds this object's bytes, for readers that map files into memory.
 
@@ -313,6 +321,8 @@ def check_conditional_create(store: Store, prefix: str = "") -> None:
     Raises:
         StoreError: the store overwrites, or refuses conditional writes.
     """
+    if store.local is not None:
+        return  # every file system that makes hard links refuses a second one of the same name
     key, fix = posixpath.join(prefix, f"probe-{uuid.uuid4().hex}"), "use a store with conditional writes"
     try:
         store.create(key, b"first")
@@ -349,5 +359,5 @@ def _failed(what: str, error: BaseException, fix: str = "check its permissions")
     """One line for what obstore says in many."""
     if isinstance(error, NotSupportedError | NotImplementedError) or "501 Not Implemented" in str(error):
         return Unsupported(f"{what}: it does not support this", "use another store")
-    why, remedy = explain(error) or (first_line(error), fix)
+    why, remedy = explain(error) or (getattr(error, "strerror", None) or first_line(error), fix)
     return StoreError(f"{what}: {why}", remedy)

@@ -55,6 +55,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     run = Run(role, expert)
     _check(campaign, run)
     store, name = campaign.store.sub(run.folder), run.name
+    store.sweep()
     plan = RunPlan.read(store, "island.json")
     # An expert sees its own folder; the others read the islands' shards by path.
     dataset = (

@@ -1,0 +1,15 @@
+"""Some kills of `sweep.py`, which is run by hand for a thousand."""
+
+from pathlib import Path
+
+import pytest
+
+from chaos.sweep import STAGES, sweep
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_stage_killed_at_random_moments_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    kills, differences, _ = sweep(tmp_path, kills=40, seed=1, seconds=240)
+    assert kills.total() >= 20 and len(kills) > len(STAGES) / 2
+    assert differences == []
