@@ -83,6 +83,7 @@ def load(
     residency: Residency | None = None,
     device: torch.device | str | None = None,
     encoders: Collection[str] = (),
+    trusted: Collection[str] | None = None,
 ) -> Model:
     """Load a model: of a campaign, whose trained parts are assembled first, or of an exported folder.
 
@@ -92,13 +93,14 @@ def load(
         residency: how many experts stay on the device.
         device: where it samples; the GPU if there is one.
         encoders: names of encoders that you vouch for, where a model names one unknown to Atoll.
+        trusted: public keys, one of which must have signed the exported folder, or in a campaign each part.
     """
     where = device or own_device()
     if not isinstance(source, Campaign) and not _is_campaign(source):
-        return Model.load(source, name, residency, where, encoders=encoders)
+        return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
     source = _opened(source)
     if name == "ensemble":
-        assemble(source)
+        assemble(source, trusted=trusted or ())
     sampling = source.config.sampling
     place = residency or sampling.residency, where
     return Model.load(source.store, name, *place, sampling, (*source.config.encoders, *encoders))

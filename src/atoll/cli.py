@@ -11,6 +11,7 @@ import click
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.base.exits import ended
+from atoll.cli_keys import keys
 from atoll.train.preemption import end, ends_with_run
 
 SETS = click.option(
@@ -260,11 +261,14 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     default="",
     help="Leave these experts out. To leave them out for good, set quarantine in campaign.yaml.",
 )
-def assemble(campaign: str, quarantine: str) -> None:
+@click.option(
+    "--trusted", metavar="KEY", multiple=True, help="Take only what this key signed; may be repeated."
+)
+def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
-    put_together(_open(campaign), _numbers(quarantine) if quarantine else ())
+    put_together(_open(campaign), _numbers(quarantine) if quarantine else (), trusted)
 
 
 @atoll.command()
@@ -394,6 +398,7 @@ def report(campaign: str) -> None:
 )
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
+@click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
     """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
     from atoll.export.dense import export_stock
@@ -402,6 +407,9 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
     numbers: Any = "auto" if experts is None else _numbers(experts)
     request = ExportRequest(to, numbers, **options)
     (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
+
+
+atoll.add_command(keys)
 
 
 def main() -> None:

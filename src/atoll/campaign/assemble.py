@@ -14,6 +14,7 @@ from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import published, read_card
 from atoll.ensemble.folder import FolderWriter, defaults, parts_of
 from atoll.ensemble.model_card import listed
+from atoll.store.signatures import check_trusted
 
 PARTITION = PartitionFile.PLACE
 
@@ -36,7 +37,9 @@ class Assembled:
         return [number for number in range(self.k) if number not in self.experts]
 
 
-def assemble(campaign: Campaign, quarantine: Collection[int] = ()) -> Assembled:
+def assemble(
+    campaign: Campaign, quarantine: Collection[int] = (), trusted: Collection[str] = ()
+) -> Assembled:
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
@@ -44,6 +47,7 @@ def assemble(campaign: Campaign, quarantine: Collection[int] = ()) -> Assembled:
     Args:
         campaign: partitioned.
         quarantine: experts that are left out, beside those of the settings.
+        trusted: public keys, beside those of the settings; if there are any, each part must be signed by one.
 
     Raises:
         PartitionError: nothing to assemble, or parts of different campaigns.
@@ -51,6 +55,9 @@ def assemble(campaign: Campaign, quarantine: Collection[int] = ()) -> Assembled:
     """
     store = campaign.store
     k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
+    if keys := {*campaign.config.trusted, *trusted}:
+        for run in (Run("router"), *(Run("expert", number) for number in numbers)):
+            check_trusted(store, f"{run.network}/card.json", keys)
     store.sweep("ensemble")
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)

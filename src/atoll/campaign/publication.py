@@ -5,15 +5,20 @@ hash of every file: from then on the run is over and nobody can acquire it. Copy
 housekeeping that any process may do or repeat, since all copy the same bytes.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
+from atoll.store.signatures import sign
 from atoll.store.store import Conflict, Store
 
 CARD = "card.json"
+KEY = "ATOLL_KEY"
+"""Environment variable with the path of the private key that signs what is published."""
 
 
 def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], None]) -> None:
@@ -51,6 +56,8 @@ def settle(store: Store, log: Log) -> None:
     except StoreError:
         if not store.exists(f"expert/{CARD}"):
             raise
+    if key := os.environ.get(KEY):
+        sign(store, f"expert/{CARD}", Path(key))
     tidy(store)
 
 

@@ -15,6 +15,7 @@ from atoll.campaign.runs import Run, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
 from atoll.store.history import History
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
+from atoll.store.signatures import UNSIGNED, signer
 
 SCHEMA = 1
 AT_ONCE = 16
@@ -57,6 +58,7 @@ class RunStatus:
         error: why it failed or cannot be read.
         train_flops: operations of the whole run.
         published_bytes: size of the published network.
+        signer: public key that signed it, `unsigned`, or what is wrong with the signature.
     """
 
     name: str
@@ -85,6 +87,7 @@ class RunStatus:
     error: str | None = None
     train_flops: float = 0.0
     published_bytes: int | None = None
+    signer: str | None = None
 
     @property
     def done_flops(self) -> float:
@@ -301,6 +304,10 @@ class _Observed:
         else:
             status.step = status.steps
             status.published_bytes = sum(store.size(key) for key in store.list(self.run.network))
+        try:
+            status.signer = signer(store, f"{self.run.network}/card.json") or UNSIGNED
+        except AtollError as error:
+            status.signer = f"nobody ({error})"
 
 
 def _latest(one: int | None, other: int | None) -> int | None:

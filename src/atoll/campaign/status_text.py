@@ -11,6 +11,7 @@ from atoll.base.errors import StoreError
 from atoll.base.text import columns, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
+from atoll.store.signatures import UNSIGNED
 
 WIDTH = 100
 _HOST = 8  # columns that a host's name gets at least
@@ -135,7 +136,21 @@ def _totals(status: CampaignStatus) -> list[str]:
         f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
         f"networks in {back};",
         f"  between islands while they train {size(sent.between_islands)}.",
+        *_signatures(status),
     ]
+
+
+def _signatures(status: CampaignStatus) -> list[str]:
+    """Who signed what is published."""
+    names: dict[str, list[str]] = {}
+    for run in status.runs:
+        if run.signer is not None:
+            names.setdefault(run.signer, []).append(run.name)
+    if set(names) <= {UNSIGNED}:
+        return ["Nothing that is published is signed."] if names else []
+    unsigned = names.pop(UNSIGNED, [])
+    text = [f"Signed by {key}: {', '.join(runs)}." for key, runs in names.items()]
+    return text + ([f"Unsigned: {', '.join(unsigned)}."] if unsigned else [])
 
 
 def _trouble(run: RunStatus) -> str:

@@ -55,5 +55,5 @@ COMPONENTS = {
     "tokenizer": ("transformers", TOKENIZERS),
 }
 """Library and classes of the parts of a pipeline that diffusers and transformers load."""
-SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
-"""Files that the folder of such a part may hold: settings, words, safetensors; neither code nor pickle."""
+SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
+"""Files that the folder of such a part may hold: settings, words, safetensors, signatures; no code, no pickle."""

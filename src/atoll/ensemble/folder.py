@@ -21,8 +21,9 @@ from atoll.ensemble.card import LARGEST_K, Card
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import euler
 from atoll.ensemble.model_card import model_card
-from atoll.ensemble.parts import FILES, copy_part, save_part
+from atoll.ensemble.parts import CARD, FILES, copy_part, save_part
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
+from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
 
 MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
@@ -231,13 +232,15 @@ class FolderWriter:
         else:
             self.folder.put(PICTURE, picture)
         generation = self.folder.get_json(MODEL_INDEX)
+        parts = parts_of(self.experts, self.router)
+        about = {**about, "signed": {part: signer(self.folder, f"{part}/{CARD}") for part in parts}}
         card = model_card(self.router, self.experts, self.k, about, generation, picture is not None, name)
         self.folder.put(README, card.encode())
         manifest = Manifest(
             k=self.k,
             experts=sorted(self.experts),
             partition=self.router.partition,
-            parts=parts_of(self.experts, self.router),
+            parts=parts,
             about=dict(about),
             files=self.entries,
         )

@@ -30,6 +30,7 @@ from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locat
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
+from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
 ENSEMBLE, SINGLE = "ensemble", ("monolith", "student", "pretrain")
@@ -90,6 +91,7 @@ class Model:
         device: torch.device | str = "cpu",
         generation: Generation | None = None,
         encoders: Collection[str] = (),
+        trusted: Collection[str] | None = None,
     ) -> "Model":
         """Open a model; its weights are loaded when it first draws, every file held against its hash.
 
@@ -101,6 +103,7 @@ class Model:
             device: where it samples.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
+            trusted: public keys, one of which must have signed the exported folder; None takes unsigned too.
 
         Raises:
             StoreError: not assembled or not published, or a file is not what the manifest says.
@@ -113,6 +116,8 @@ class Model:
         if name != ENSEMBLE:
             return cls._single(store, name, device, generation, encoders)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
+        if trusted is not None:
+            check_trusted(store, f"{prefix}{MANIFEST}", trusted)
         content = read_manifest(store, prefix)
         places = {number: f"{prefix}experts/{number}" for number in content.experts}
         cards = {number: read_card(store, place) for number, place in places.items()}

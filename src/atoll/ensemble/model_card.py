@@ -29,8 +29,9 @@ def model_card(
         router: its card.
         experts: cards of the experts that are there, by number.
         k: number of clusters.
-        about: what the cards do not say: `name`, `data`, `partition`, `monolith`, `evaluation`, `picture`.
-            Everything is optional, and what is missing is said to be missing.
+        about: what the cards do not say: `name`, `data`, `partition`, `monolith`, `evaluation`, `picture`,
+            `signed` (key that signed each part, or None). Everything is optional, and what is missing is
+            said to be missing.
         defaults: `num_inference_steps`, `guidance_scale`, `routing` of a call that names none.
         picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
@@ -50,6 +51,7 @@ def model_card(
         name=name,
         expert_rows=[_expert_row(number, experts.get(number)) for number in range(k)],
         compute=_compute(router, experts, about),
+        signatures=[[part, code(key or "unsigned")] for part, key in (about.get("signed") or {}).items()],
     )
 
 

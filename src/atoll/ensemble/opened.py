@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -31,6 +31,7 @@ from atoll.ensemble.folder import (
 from atoll.ensemble.model_card import listed
 from atoll.ensemble.parts import AGAIN, PICKLES, check_part, check_safetensors
 from atoll.store.location import is_url
+from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store
 
 Chosen = Literal["auto"] | Sequence[int]
@@ -60,12 +61,15 @@ class OpenFolder:
     about: Mapping[str, Any]
 
 
-def open_folder(name: str | os.PathLike[str], experts: Any = "auto", **hub: Any) -> OpenFolder:
+def open_folder(
+    name: str | os.PathLike[str], experts: Any = "auto", trusted: Collection[str] | None = None, **hub: Any
+) -> OpenFolder:
     """Find or fetch the folder of a pipeline and hold every file that will be read against its hash.
 
     Args:
         name: a folder, or a hub name; of a hub's, only what is needed is fetched.
         experts: numbers of the experts, or `auto`.
+        trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
         hub: `revision`, `local_files_only`, `cache_dir`, `token` of huggingface_hub.
 
     Raises:
@@ -73,7 +77,10 @@ def open_folder(name: str | os.PathLike[str], experts: Any = "auto", **hub: Any)
         StoreError: a part is missing, damaged, pickle, or not what the manifest says.
         PartitionError: parts that do not belong together.
     """
-    return inspect_folder(locate(name, experts, **hub), experts)
+    root = locate(name, experts, **hub)
+    if trusted is not None:
+        check_trusted(Store.open(root), MANIFEST, trusted)
+    return inspect_folder(root, experts)
 
 
 def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
@@ -96,7 +103,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         raise ConfigError(f"{name} is a URL", "write the folder first: atoll export CAMPAIGN --to FOLDER")
     if not is_hub_name(name):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
-    root = _fetch(str(name), [MANIFEST, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
+    root = _fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
     numbers = sorted(map(int, read_index(root / "experts").experts))
     wanted = [f"experts/{number}/*" for number in choose(experts, numbers)]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
@@ -261,7 +268,7 @@ def _check_files(root: Path, name: str) -> None:
         if path.suffix in PICKLES:
             raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
         if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
-            raise ConfigError(f"{path} has no place in a {name}, and is not read", "remove it")
+            raise ConfigError(f"{path} has no place in {name}/, and is not read", "remove it")
         if path.suffix == ".safetensors":
             check_safetensors(path)
 

@@ -14,6 +14,7 @@ from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card, read_part, settings_of, write_part
 from atoll.ensemble.stored import FileWeights
 from atoll.networks.checkpoint import WEIGHTS
+from atoll.store.signatures import SUFFIX
 from atoll.store.store import Store
 
 CARD, CONFIG = "card.json", "config.json"
@@ -106,7 +107,16 @@ def copy_part(source: Store, prefix: str, target: Store, name: str) -> Card:
         target.delete(f"{name}/{CARD}")
         for file in FILES:
             target.put(f"{name}/{file}", source.get(f"{prefix}/{file}"))
+    _copy_signature(source, f"{prefix}/{CARD}{SUFFIX}", target, f"{name}/{CARD}{SUFFIX}")
     return card
+
+
+def _copy_signature(source: Store, key: str, target: Store, name: str) -> None:
+    signature = source.get(key) if source.exists(key) else None
+    if signature is None:
+        target.delete(name)
+    elif not target.exists(name) or target.get(name) != signature:
+        target.put(name, signature)
 
 
 def as_others_are(folder: Path) -> None:

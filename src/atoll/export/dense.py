@@ -43,6 +43,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     stock = stock_of(card.family)
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
+    if request.key is not None:
+        raise ConfigError(f"--key with --model {request.model}", "only exports of an ensemble are signed")
     root = target(request.to, stock.limits.pipeline)
     components = by_name(card, (), (), campaign.config.encoders)
     _, config, weights = read_part(campaign.store, prefix)

@@ -15,12 +15,13 @@ from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import FolderWriter, defaults, read_manifest, verify_folder
+from atoll.ensemble.folder import MANIFEST, FolderWriter, defaults, read_manifest, verify_folder
 from atoll.ensemble.model_card import listed
 from atoll.ensemble.opened import Chosen, choose, claim, inspect_folder, target
 from atoll.ensemble.parts import as_others_are
 from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
 from atoll.export.pipeline import AtollPipeline
+from atoll.store.signatures import SUFFIX, public_key, sign
 from atoll.store.store import Store
 
 Encoders = Literal["auto", "copy", "name"]
@@ -38,6 +39,7 @@ class ExportRequest:
             copies those whose licence is known to allow it and that have at most 2 GB.
         picture: whether to sample a picture for the model card.
         licence: of the weights, for the model card.
+        key: private key that signs the folder.
         model: `ensemble`; the others go as stock pipelines (`export_stock.export_stock`).
     """
 
@@ -47,6 +49,7 @@ class ExportRequest:
     picture: bool = True
     licence: str | None = None
     model: str = "ensemble"
+    key: Path | None = None
 
 
 def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
@@ -57,6 +60,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         StoreError: not assembled, or a file is not what the manifest says.
     """
     store, root = campaign.store, target(request.to)
+    if request.key is not None:
+        public_key(request.key)  # a wrong one is told now
     manifest = read_manifest(store)
     chosen = choose(request.experts, manifest.experts)
     facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
@@ -67,6 +72,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     networks = {} if request.encoders == "name" else by_name(router, (), (), campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
     claim(root)
+    Store.open(root).delete(MANIFEST + SUFFIX)  # of an earlier export
     folder = Store.open(root)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)
@@ -81,6 +87,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     if request.picture:
         picture, facts["picture"] = _picture(campaign, root)
         writer.finish(facts, picture, root.name)
+    if request.key is not None:
+        sign(Store.open(root), MANIFEST, request.key)
     say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")
     warn_of_missing(Assembled(manifest.k, list(chosen)))
     return root

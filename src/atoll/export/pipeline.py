@@ -321,6 +321,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         experts: Chosen = "auto",
         residency: Residency | None = None,
         encoders: Collection[str] = (),
+        trusted: Collection[str] | None = None,
         torch_dtype: torch.dtype | None = None,
         revision: str | None = None,
         local_files_only: bool = False,
@@ -337,6 +338,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             residency: how many experts stay on the device, in number or in bytes; the others lie on disk
                 until they are wanted.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
+            trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
             torch_dtype: type of the networks' numbers; sampling itself is done in float32.
             revision: branch, tag or commit of the hub.
             local_files_only: take the hub's cache as it is.
@@ -360,7 +362,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             "cache_dir": cache_dir,
             "token": token,
         }
-        folder = open_folder(pretrained_model_name_or_path, experts, **hub)
+        folder = open_folder(pretrained_model_name_or_path, experts, trusted, **hub)
         root = folder.root
         kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
         bank = ExpertBank.from_pretrained(root / "experts", experts, residency)

@@ -2,10 +2,14 @@
 
 A manifest or card names every file by its hash, so that signing it signs all of them. What carries no
 signature stays usable, and is called unsigned.
+
+What is signed: `ensemble.json` of an exported folder, and `card.json` of a published network, which names its
+weights, its settings, its cluster and its partition.
 """
 
 import base64
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from atoll.store.store import Store, to_json
 
 PREFIX = "ed25519:"
 SUFFIX = ".sig"
+UNSIGNED = "unsigned"
 _FIX = "fetch the file and its signature again, or remove the signature if you trust the file without it"
 
 
@@ -74,6 +79,29 @@ def sign(store: Store, name: str, key: Path) -> str:
     return content.key
 
 
+def sign_folder(location: str | Path, key: Path) -> list[str]:
+    """Sign what a folder holds: an export, a campaign, or the folder of one run.
+
+    Returns:
+        The names of the files that were signed.
+
+    Raises:
+        ConfigError: the key cannot be read, or there is nothing to sign.
+    """
+    store = Store.open(location)
+    if store.exists("ensemble.json"):
+        names = ["ensemble.json"]
+    else:
+        places = r"((islands/\d+|router|monolith|pretrain|student)/)?(expert/)?card\.json"
+        names = [name for name in store.list() if re.fullmatch(places, name)]
+    if not names:
+        fix = "give an export, a campaign, or the folder of a run that has published"
+        raise ConfigError(f"{store.location} holds nothing to sign", fix)
+    for name in names:
+        sign(store, name, key)
+    return names
+
+
 def signer(store: Store, name: str) -> str | None:
     """The public key that signed a file; None if it is unsigned.
 
@@ -83,6 +111,7 @@ def signer(store: Store, name: str) -> str | None:
     if not store.exists(name + SUFFIX):
         return None
     content = Signature.read(store, name + SUFFIX)
+    _cryptography()
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -104,15 +133,14 @@ def check_trusted(store: Store, name: str, trusted: Collection[str]) -> str:
         try:
             _public(key)
         except ValueError:
-            raise ConfigError(
-                f"{key!r} is no public key", f"write it as atoll keys prints it: {PREFIX}..."
-            ) from None
-    found = signer(store, name)
-    if found is None:
+            fix = f"write it as atoll keys show prints it: {PREFIX}..."
+            raise ConfigError(f"{key!r} is no public key", fix) from None
+    by = signer(store, name)
+    if by is None:
         raise StoreError(f"{store.name(name)} is unsigned", "ask its maker to sign it: atoll keys sign")
-    if found not in trusted:
-        raise StoreError(f"{store.name(name)} is signed by {found}, which is not trusted", "check the key")
-    return found
+    if by not in trusted:
+        raise StoreError(f"{store.name(name)} is signed by {by}, which is not trusted", "check the key")
+    return by
 
 
 def _cryptography() -> tuple[Any, Any]:

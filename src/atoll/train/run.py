@@ -3,6 +3,9 @@
 An expert's run opens `islands/K/` and nothing else of the store.
 """
 
+import os
+from pathlib import Path
+
 from torch import nn
 
 from atoll.base.console import say
@@ -14,7 +17,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
-from atoll.campaign.publication import tidy
+from atoll.campaign.publication import KEY, tidy
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.dataset import DataSet
@@ -26,6 +29,7 @@ from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import NetworkConfig
+from atoll.store.signatures import public_key
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask
 from atoll.train.expert import DenoiserTask
@@ -68,6 +72,8 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
     else:
         check_trackers(campaign.config.tracking)
+        if key := os.environ.get(KEY):
+            public_key(Path(key))  # a wrong one is told now, and not when all is trained
         # Damage is told before the first step, and loader workers find all they read on local disk.
         dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
         task = _task(campaign, plan, dataset, store, name)

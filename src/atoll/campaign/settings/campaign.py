@@ -118,6 +118,9 @@ class CampaignConfig(Config):
     """Training compute."""
     router: RouterConfig = RouterConfig()
     """The router."""
+    trusted: list[str] = loose(default=[])
+    """Public keys, as `atoll keys show` prints them. If there are any, only parts that one of them signed are
+    assembled."""
     quarantine: list[int] = loose(default=[])
     """Numbers of published experts that are left out of the ensemble, because they are not trusted."""
     monolith: bool = True

@@ -1,0 +1,86 @@
+"""Who made a model: islands sign their results, whoever exports signs the folder, others ask for their keys."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from atoll import AtollPipeline, Model
+from atoll.base.errors import StoreError
+from atoll.campaign.publication import KEY, settle
+from atoll.store.log import Log
+from atoll.store.store import Store
+from helpers import command, refused
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def campaign(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "campaign")
+    return tmp_path / "campaign"
+
+
+@pytest.fixture
+def key(tmp_path: Path, capsys: Capture) -> Path:
+    assert command(capsys, "keys", "new", tmp_path / "key").code == 0
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def public(key: Path, capsys: Capture) -> str:
+    return command(capsys, "keys", "show", key).out.strip()
+
+
+def test_only_what_a_trusted_key_signed_is_assembled(
+    campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
+) -> None:
+    assert "Nothing that is published is signed." in command(capsys, "status", campaign).out
+    refused(command(capsys, "assemble", campaign, "--trusted", public), "card.json is unsigned")
+    assert "signed islands/0/expert/card.json" in command(capsys, "keys", "sign", campaign, "--key", key).out
+    assert f"Signed by {public}: expert 0" in command(capsys, "status", campaign).out
+    assert command(capsys, "assemble", campaign, "--trusted", public).code == 0
+    assert f"| experts/0 | `{public}` |" in (campaign / "ensemble/README.md").read_text()
+
+    other = command(capsys, "keys", "new", tmp_path / "other").out.strip()
+    refused(command(capsys, "assemble", campaign, "--trusted", other), f"{public}, which is not trusted")
+    refused(command(capsys, "assemble", campaign, "--trusted", "mine"), "'mine' is no public key")
+    card = campaign / "islands/1/expert/card.json"
+    card.write_text(card.read_text() + " ")
+    shutil.rmtree(campaign / "islands/1/run")
+    refused(command(capsys, "assemble", campaign, "--trusted", public), "not what its signature says")
+    assert "Signed by nobody" in command(capsys, "status", campaign).out
+
+
+def test_an_island_signs_what_it_publishes(
+    campaign: Path, key: Path, public: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv(KEY, str(key))
+    store = Store.open(campaign / "islands/0")
+    settle(store, Log(store.sub("run"), ""))
+    said = command(capsys, "status", campaign).out
+    assert f"Signed by {public}: expert 0." in said and "Unsigned: expert 1, router" in said
+    monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
+    shutil.rmtree(campaign / "islands/1/expert")
+    shutil.rmtree(campaign / "islands/1/run")
+    refused(command(capsys, "train", "expert", campaign, "--expert", "1"), "campaign.json is no private key")
+    assert not (campaign / "islands/1/run/log").exists()
+
+
+def test_an_export_is_signed_and_its_signature_fits_no_other(
+    campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
+) -> None:
+    signed, plain = tmp_path / "signed", tmp_path / "plain"
+    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--key", key).code == 0
+    assert command(capsys, "export", campaign, "--to", plain, "--no-picture", "--experts", "0").code == 0
+    AtollPipeline.from_pretrained(signed, trusted=[public])
+    assert Model.load(signed, trusted=[public]).card.role == "router"
+    for load in (AtollPipeline.from_pretrained, Model.load):
+        with pytest.raises(StoreError, match="is unsigned"):
+            load(plain, trusted=[public])
+    shutil.copy(signed / "ensemble.json.sig", plain)
+    with pytest.raises(StoreError, match="not what its signature says"):
+        AtollPipeline.from_pretrained(plain, trusted=[public])
+    AtollPipeline.from_pretrained(plain)
+    assert command(capsys, "export", campaign, "--to", signed, "--no-picture").code == 0
+    assert not (signed / "ensemble.json.sig").exists(), "another export is not the one that was signed"
