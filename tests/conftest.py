@@ -51,9 +51,6 @@ def s3() -> Iterator[S3]:
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made with `atoll new` and `atoll launch`: glyphs from their names, experts as separate processes."""
-    from whole import SETS, run, sets
+    from whole import whole_campaign
 
-    folder = tmp_path_factory.mktemp("whole") / "campaign"
-    run("new", folder, "--recipe", "quickstart", *sets(SETS))
-    run("launch", folder, "--on", "local")
-    return folder
+    return whole_campaign(tmp_path_factory.mktemp("whole") / "campaign")

@@ -37,3 +37,10 @@ def run(*argv: str | Path) -> None:
 
 def sets(settings: dict[str, object]) -> list[str]:
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def whole_campaign(folder: Path) -> Path:
+    """Make it in a folder: glyphs from their names, experts as separate processes."""
+    run("new", folder, "--recipe", "quickstart", *sets(SETS))
+    run("launch", folder, "--on", "local")
+    return folder

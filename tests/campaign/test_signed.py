@@ -1,4 +1,4 @@
-"""Who made a model: islands sign their results, whoever exports signs the folder, others ask for their keys."""
+"""Who made a model: islands sign their results, exports are signed, and whoever takes them asks for keys."""
 
 import shutil
 from pathlib import Path

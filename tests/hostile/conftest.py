@@ -36,10 +36,13 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def templates(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders that a stranger might hand over."""
+    return handed_over(whole, tmp_path_factory.mktemp("templates"))
+
+
+def handed_over(whole: Path, folder: Path) -> dict[str, Path]:
+    """Folders that a stranger might hand over, by name: a campaign, its export, a source, a new campaign."""
     from whole import run
 
-    folder = tmp_path_factory.mktemp("templates")
     run("export", whole, "--to", folder / "export")
     source = folder / "source"
     source.mkdir()

@@ -36,7 +36,7 @@ def read_yaml(text: bytes | str, where: str) -> Any:
     try:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None

@@ -56,4 +56,4 @@ COMPONENTS = {
 }
 """Library and classes of the parts of a pipeline that diffusers and transformers load."""
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
-"""Files that the folder of such a part may hold: settings, words, safetensors, signatures; no code, no pickle."""
+"""Files that the folder of such a part may hold; neither code nor pickle is among them."""

@@ -1,0 +1,237 @@
+"""A fuzzer of every file that Atoll reads.
+
+    python tests/hostile/fuzz.py --count 20000 [--seed 0] [--jobs 2] [--seconds 3600] [--json PATH]
+    python tests/hostile/fuzz.py --seed 0 --only 137      # one mutation, with all that it printed
+
+Mutation N of a seed is always the same: a file of a campaign, of an export or of a source folder is changed in
+structure or in bytes, half of the time with the digests that name it made to agree, and a command that reads the
+file is run. It must end within `arena.SECONDS` by one line or by success, within the memory that `watch.py` gives
+it, without a traceback, an unpickling, a process, or a change beside its folder.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
+
+from chaos.nursery import Nursery
+from chaos.nursery import nursery as start_nursery
+from helpers import ROOT, environment
+from hostile.arena import Arena, Outcome
+from hostile.mutate import agree, mutated
+
+SAMPLE = "sample {campaign} house --steps 1 --out {inside}/x.png"
+EXPORT = "export {campaign} --to {inside}/out --no-picture --encoders name"
+TRAIN = "train expert {training} --expert 0"
+READERS = {
+    "campaign/campaign.*": ["status {campaign}", "plan {campaign}", SAMPLE, "report {campaign}"],
+    "campaign/data/*": ["data audit {campaign}", "data show {campaign}", "plan {campaign}"],
+    "campaign/partition/*": ["assemble {campaign}", "report {campaign}", "partition {campaign}", EXPORT],
+    "campaign/islands/*/expert/*": ["assemble {campaign}", "status {campaign}", "report {campaign}"],
+    "campaign/islands/*/run/*": ["status {campaign}", "report {campaign}", "assemble {campaign}"],
+    "campaign/islands/*": ["status {campaign}", "plan {campaign}", "report {campaign}"],
+    "campaign/router/*": ["assemble {campaign}", "status {campaign}"],
+    "campaign/monolith/*": [
+        "report {campaign}",
+        "sample {campaign} house --model monolith --steps 1 --out {inside}/x.png",
+    ],
+    "campaign/ensemble/*": [SAMPLE, EXPORT, "assemble {campaign}"],
+    "campaign/reports/*": ["report {campaign}", EXPORT],
+    "training/islands/0/*": [TRAIN],
+    "export/*": ["pipeline"],
+    "source/*": ["data ingest {fresh} --set data.source={source}"],
+    "listed/*": ["data ingest {fresh} --set data.source={listed}"],
+    "commas/*": ["data ingest {fresh} --set data.source={commas}"],
+    "table/*": ["data ingest {fresh} --set data.source={table}/a.parquet --set data.ingest.caption=caption"],
+}
+"""Patterns of files and the commands that read them; the first that fits a file counts."""
+MODULES = [
+    "atoll.measure.diagnosis.stage",
+    "atoll.export.ensemble",
+    "atoll.data.audit",
+    "atoll.campaign.plan_text",
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One mutation and how the command that met it ended.
+
+    Attributes:
+        number: of the mutation.
+        what: file, change and command.
+        cause: what is wrong with the end; None if nothing is.
+        said: what the command printed.
+    """
+
+    number: int
+    what: str
+    cause: str | None
+    said: str
+
+
+class Fuzzer:
+    """Mutations of one seed.
+
+    Args:
+        seed: of all choices.
+        templates: folders by name, as `conftest.templates` makes them.
+        nursery: forks the processes.
+        scratch: an empty folder.
+    """
+
+    def __init__(self, seed: int, templates: dict[str, Path], nursery: Nursery, scratch: Path) -> None:
+        self.seed, self.templates, self.nursery, self.scratch = seed, templates, nursery, scratch
+        self.files: dict[str, list[tuple[str, list[str]]]] = {}
+        for name, folder in sorted(templates.items()):
+            for path in sorted(folder.rglob("*")):
+                place = f"{name}/{path.relative_to(folder).as_posix()}"
+                reader = next((pattern for pattern in READERS if fnmatch(place, pattern)), None)
+                if path.is_file() and reader is not None:
+                    self.files.setdefault(reader, []).append((place, READERS[reader]))
+
+    def run(self, number: int) -> Found:
+        """Make one mutation, and run a command that reads what it changed."""
+        random = Random(f"{self.seed}/{number}")
+        place, commands = random.choice(self.files[random.choice(sorted(self.files))])
+        command, template = random.choice(commands), place.split("/")[0]
+        wanted = {template} | ({"fresh"} if "{fresh}" in command else set())
+        folder = self.scratch / str(number)
+        arena = Arena(folder, {name: self.templates[name] for name in sorted(wanted)}, self.nursery)
+        try:
+            data, how = mutated(arena / place, random)
+            (arena / place).unlink()
+            (arena / place).write_bytes(data)
+            if random.random() < 0.5:
+                how += ", digests agree"
+                agree(arena / template, arena / place)
+            names = {name: str(arena / name) for name in self.templates} | {"inside": str(arena.inside)}
+            call = ("pipeline", names["export"]) if command == "pipeline" else ()
+            argv = () if call else [part.format(**names) for part in command.split()]
+            outcome = arena.run(*argv, call=call)
+            return Found(number, f"{place}: {how}: {command}", cause(outcome), outcome.said)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def cause(outcome: Outcome) -> str | None:
+    """What is wrong with how a command ended, without what differs from case to case; None if nothing is."""
+    if outcome.code is None:
+        return "hang"
+    if match := re.search(r"\(traceback: (\S+)\)", outcome.said):
+        text = Path(match[1]).read_text() if Path(match[1]).is_file() else outcome.said
+    elif "Traceback" in outcome.said:
+        text = outcome.said
+    else:
+        try:
+            outcome.check()
+        except AssertionError as error:
+            return " ".join(str(error).split())[:200]
+        return None
+    frames = re.findall(r'File ".*?/(atoll/\S+?)", line (\d+)', text)
+    last = re.sub(r"/tmp/\S+|0x\w+|\d+", "N", text.strip().splitlines()[-1])[:120]
+    return f"{last} at {':'.join(frames[-1]) if frames else '?'}"
+
+
+def templates(folder: Path) -> dict[str, Path]:
+    """What is mutated: a campaign that went the whole way, the same before an expert, its export, a source."""
+    from hostile.conftest import handed_over
+    from whole import whole_campaign
+
+    made = handed_over(whole_campaign(folder / "campaign"), folder)
+    shutil.copytree(made["campaign"], folder / "training")
+    for part in ("expert", "run"):
+        shutil.rmtree(folder / "training/islands/0" / part)
+    for name in ("listed", "commas", "table"):
+        shutil.copytree(made["source"], folder / name, ignore=shutil.ignore_patterns("*.txt"))
+    files = [f"g{number}.png" for number in range(4)]
+    lines = [json.dumps({"file_name": file, "text": f"picture {file}"}) for file in files]
+    (folder / "listed/metadata.jsonl").write_text("\n".join(lines))
+    lines = ["file_name,text", *(f'{file},"picture, {file}"' for file in files)]
+    (folder / "commas/metadata.csv").write_text("\n".join(lines))
+    pictures = [{"bytes": (folder / "table" / file).read_bytes(), "path": file} for file in files]
+    pq.write_table(pa.table({"image": pictures, "caption": files}), folder / "table/a.parquet")
+    for file in files:
+        (folder / "table" / file).unlink()
+    return made | {name: folder / name for name in ("training", "listed", "commas", "table")}
+
+
+def fuzz(numbers: range, seed: int, made: dict[str, Path], folder: Path, seconds: float) -> list[Found]:
+    """Mutations of one process that forks, until the time is over."""
+    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+    found, deadline = list[Found](), time.monotonic() + seconds
+    from hostile.conftest import MODULES as BASE
+
+    (folder / "said").mkdir(parents=True)
+    with start_nursery(folder / "said", places, *BASE, *MODULES) as nursery:
+        fuzzer = Fuzzer(seed, made, nursery, folder)
+        for number in numbers:
+            if time.monotonic() > deadline:
+                break
+            found.append(fuzzer.run(number))
+            nursery.children.clear()
+            if found[-1].cause is not None:
+                print(f"{number}: {found[-1].cause}\n    {found[-1].what}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        made = templates(Path(scratch))
+        if options.only is not None:
+            (only,) = fuzz(
+                range(options.only, options.only + 1), options.seed, made, Path(scratch) / "0", 600
+            )
+            print(only.what, only.said, only.cause or "as it should be", sep="\n")
+            sys.exit(only.cause is not None)
+        stop = options.first + options.count
+        parts = [range(options.first + job, stop, options.jobs) for job in range(options.jobs)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = [
+                pool.submit(fuzz, part, options.seed, made, Path(scratch) / str(job), options.seconds)
+                for job, part in enumerate(parts)
+            ]
+            found = [one for run in runs for one in run.result()]
+    causes = Counter(one.cause for one in found if one.cause is not None)
+    for name, count in causes.most_common():
+        print(f"{count:5d}  {name}")
+    print(f"{len(found):,} mutations in {time.monotonic() - start:.0f} s, {sum(causes.values())} failures")
+    if options.json is not None:
+        from harness import finish, row
+
+        rows = [
+            row("mutations", "run", float(len(found)), "", target=(">=", float(options.count))),
+            row("mutations", "failures", float(sum(causes.values())), "", target=("<=", 0.0)),
+        ]
+        finish("fuzz", rows, options.json)
+    sys.exit(bool(causes))
+
+
+if __name__ == "__main__":
+    main()

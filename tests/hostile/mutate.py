@@ -1,0 +1,186 @@
+"""Mutations of files that Atoll reads: of their structure where they have one, of their bytes where not."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from atoll.base.hashing import digest, sha256
+from hostile.arena import replace
+
+JSON_FILES = (".json", ".jsonl")
+VALUES: list[Callable[[Random], Any]] = [
+    lambda r: None,
+    lambda r: r.choice([True, False]),
+    lambda r: r.choice([0, -1, 1, 2, 255, 2**31, 2**63, -(2**63), 10**40]),
+    lambda r: r.choice([0.0, -0.5, 1e-300, 1e308, -1e308]),
+    lambda r: r.choice(
+        ["", " ", "x", "nan", "../x", "../../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "~nobody/x"]
+    ),
+    lambda r: r.choice(
+        ["é" * 300, "\u202e", "{{ 7 * 7 }}", "<script>", "$(touch x)", "s3://a:SECRET@b/c", "none"]
+    ),
+    lambda r: "x" * r.choice([300, 5_000, 200_000]),
+    lambda r: r.choice([[], {}, [[]], [None], [1, 2], {"": 1}, {"name": "x"}]),
+    lambda r: _deep(r.choice([5, 60, 150])),
+]
+
+
+def _deep(levels: int) -> Any:
+    tree: Any = 1
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all values within plain data, the whole first."""
+    found = [path]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in list(items)[:200]:
+        found += places(value, (*path, key))
+    return found
+
+
+def structure(tree: Any, random: Random) -> tuple[Any, str]:
+    """Plain data with one value replaced, removed, moved or multiplied, and what was done."""
+    path = random.choice(places(tree))
+    if not path:
+        return random.choice(VALUES)(random), "all of it"
+    *above, last = path
+    group = tree
+    for key in above:
+        group = group[key]
+    value, act = (
+        group[last],
+        random.choice(("replace", "replace", "number", "remove", "rename", "repeat", "swap")),
+    )
+    if act == "number" and isinstance(value, int | float) and not isinstance(value, bool):
+        group[last] = random.choice([value + 1, value - 1, -value, value * 10**9, value / 2, str(value)])
+    elif act == "remove":
+        del group[last]
+    elif act == "rename" and isinstance(group, dict):
+        group[str(last) + "x"] = group.pop(last)
+    elif act == "repeat" and isinstance(group, list):
+        group.extend([value] * random.choice([1, 3, 100]))
+    elif act == "swap":
+        other: Any = tree
+        for key in random.choice(places(tree)):
+            other = other[key]
+        group[last] = json.loads(json.dumps(other))
+    else:
+        act, group[last] = "replace", random.choice(VALUES)(random)
+    return tree, f"{act} {'.'.join(map(str, path))}"
+
+
+def bytes_of(data: bytes, random: Random) -> tuple[bytes, str]:
+    """Bytes with some flipped, cut off, inserted or repeated, and what was done."""
+    act = random.choice(("flip", "flip", "cut", "insert", "repeat", "empty", "digits", "zero"))
+    at = random.randrange(len(data) + 1)
+    if act == "flip" and data:
+        changed = bytearray(data)
+        for _ in range(random.choice([1, 1, 4, 64])):
+            changed[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        return bytes(changed), act
+    if act == "cut":
+        return data[:at], act
+    if act == "insert":
+        return data[:at] + random.randbytes(random.choice([1, 8, 400])) + data[at:], act
+    if act == "repeat":
+        return data[:at] + data[max(0, at - 100) :], act
+    if act == "digits":
+        return data[:at] + b"9" * 5_000 + data[at:], act
+    if act == "zero":
+        return data[:at] + bytes(len(data) - at), act
+    return b"", "empty"
+
+
+def _safetensors(data: bytes, random: Random) -> tuple[bytes, str]:
+    length = int.from_bytes(data[:8], "little")
+    tree, act = structure(json.loads(data[8 : 8 + length]), random)
+    header = json.dumps(tree).encode()
+    return len(header).to_bytes(8, "little") + header + data[8 + length :], f"header: {act}"
+
+
+def _lines(data: bytes, random: Random) -> tuple[bytes, str]:
+    lines = data.splitlines()
+    at = random.randrange(len(lines))
+    tree, act = structure(json.loads(lines[at]), random)
+    lines[at] = json.dumps(tree).encode()
+    return b"\n".join(lines) + b"\n", f"line {at}: {act}"
+
+
+def _yaml(data: bytes, random: Random) -> tuple[bytes, str]:
+    lines = data.decode().splitlines()
+    at = random.choice(
+        [n for n, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("#")]
+    )
+    key, _, value = lines[at].partition(":")
+    act = random.choice(("value", "value", "key", "twice", "indent", "alias"))
+    text = json.dumps(random.choice(VALUES)(random))
+    lines[at] = {
+        "value": f"{key}: {random.choice([text, text.strip(chr(34)), '!!python/name:os.system', '2024-13-45', '0x_'])}",
+        "key": f"{key}x:{value}",
+        "twice": f"{lines[at]}\n{lines[at]}",
+        "indent": f"  {lines[at]}",
+        "alias": f"{key}: &a [1, *a]",
+    }[act]
+    return "\n".join(lines).encode(), f"line {at}: {act}"
+
+
+def mutated(path: Path, random: Random) -> tuple[bytes, str]:
+    """What a file is changed to, and how."""
+    data = path.read_bytes()
+    kinds = {".json": lambda: _json(data, random), ".safetensors": lambda: _safetensors(data, random)}
+    kinds |= {".jsonl": lambda: _lines(data, random), ".yaml": lambda: _yaml(data, random)}
+    if data and path.suffix in kinds and random.random() < 0.75:
+        return kinds[path.suffix]()
+    return bytes_of(data, random)
+
+
+def _json(data: bytes, random: Random) -> tuple[bytes, str]:
+    tree, act = structure(json.loads(data), random)
+    return json.dumps(tree).encode(), act
+
+
+def agree(root: Path, path: Path) -> None:
+    """Make digests agree with a changed file, as a forger would: of cards, log entries and manifests."""
+    if path.name == "config.json" and (card := path.with_name("card.json")).is_file():
+        tree, config = _tree(card), _tree(path)
+        if isinstance(tree, dict) and config is not None:
+            replace(card, json.dumps({**tree, "config_sha256": digest(config)}).encode())
+    if path.parent.name == "log" and isinstance(tree := _tree(path), dict):
+        tree.pop("digest", None)
+        replace(path, json.dumps({**tree, "digest": digest(tree)}).encode())
+    for _ in range(2):  # a column is named by no file, a card by a manifest that may be named itself
+        for manifest in sorted(root.rglob("*.json")):
+            if re.search(r"(manifest|column|ensemble|init|COMMIT)\.json$", manifest.name):
+                _relist(manifest)
+
+
+def _relist(manifest: Path) -> None:
+    tree, changed = _tree(manifest), False
+    for place in places(tree):
+        entry: Any = tree
+        for key in place:
+            entry = entry[key]
+        if isinstance(entry, dict) and isinstance(entry.get("path"), str) and "sha256" in entry:
+            try:
+                data = (manifest.parent / entry["path"]).read_bytes()
+            except (OSError, ValueError):
+                continue
+            values = {"bytes": len(data), "sha256": sha256(data)}
+            if any(entry[key] != value for key, value in values.items() if key in entry):
+                entry.update(values)
+                changed = True
+    if changed:
+        replace(manifest, json.dumps(tree).encode())
+
+
+def _tree(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,74 @@
+"""Mutations of everything that is read, a bounded number of them; `fuzz.py` runs any number."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from chaos.nursery import Nursery
+from hostile.arena import Outcome
+from hostile.fuzz import Fuzzer, cause, fuzz, templates
+from hostile.mutate import agree, bytes_of, mutated, places, structure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mutated_files_end_in_one_line(tmp_path: Path) -> None:
+    found = fuzz(range(150), 1, templates(tmp_path), tmp_path / "scratch", seconds=240)
+    assert len(found) > 40
+    assert [f"{one.number}: {one.cause}: {one.what}" for one in found if one.cause is not None] == []
+
+
+def test_a_reader_that_raises_is_found(nursery: Nursery, tmp_path: Path) -> None:
+    """`status` of a planted campaign whose plan makes the planted reader raise."""
+    campaign = tmp_path / "campaign"
+    campaign.mkdir()
+    (campaign / "campaign.yaml").write_text("data: {source: glyphs}\n")
+    fuzzer = Fuzzer(0, {"campaign": campaign}, nursery, tmp_path / "scratch")
+    found = [fuzzer.run(number) for number in range(3)]
+    assert all(one.what.startswith("campaign/campaign.yaml: ") for one in found)
+    assert [one.what for one in found] == [fuzzer.run(number).what for number in range(3)], "not repeatable"
+
+
+def test_what_is_wrong_with_an_end_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "x.traceback"
+    trace.write_text('File "/x/src/atoll/data/a.py", line 7, in f\nKeyError: 123')
+    line = f"error: KeyError (traceback: {trace})"
+    assert cause(Outcome(1, line, [], [])) == "KeyError: N at atoll/data/a.py:7"
+    assert cause(Outcome(None, "", [], [])) == "hang"
+    assert cause(Outcome(2, "error: wrong: mend it", [], [])) is None
+    assert "pickle" in str(cause(Outcome(0, "", ["torch.load pickle"], [])))
+    assert "beside" in str(cause(Outcome(0, "", [], ["beside.txt"])))
+    assert cause(Outcome(-6, "", [], [])) is not None
+
+
+def test_mutations_change_what_they_say(tmp_path: Path) -> None:
+    tree = {"a": [1, 2, {"b": "text"}], "c": 0.5}
+    assert ("a", 2, "b") in places(tree)
+    changed = 0
+    for number in range(200):
+        copy, act = structure(json.loads(json.dumps(tree)), Random(number))
+        changed += copy != tree
+        assert act
+    assert changed > 150
+    assert sum(bytes_of(b"0123456789" * 9, Random(n))[0] != b"0123456789" * 9 for n in range(100)) > 90
+
+
+def test_a_forger_makes_digests_agree(tmp_path: Path) -> None:
+    part = tmp_path / "experts/0"
+    part.mkdir(parents=True)
+    (part / "config.json").write_text('{"a": 2}')
+    (part / "card.json").write_text('{"config_sha256": "old"}')
+    entries = [
+        {"path": f"experts/0/{name}", "bytes": 0, "sha256": ""} for name in ("config.json", "card.json")
+    ]
+    (tmp_path / "ensemble.json").write_text(json.dumps({"files": entries}))
+    agree(tmp_path, part / "config.json")
+    files = json.loads((tmp_path / "ensemble.json").read_text())["files"]
+    assert [entry["bytes"] for entry in files] == [
+        (tmp_path / entry["path"]).stat().st_size for entry in files
+    ]
+    assert json.loads((part / "card.json").read_text())["config_sha256"] != "old"
+    data, act = mutated(part / "card.json", Random(3))
+    assert data != (part / "card.json").read_bytes() and act
