@@ -9,6 +9,7 @@ from diffusers import AutoencoderKL
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from atoll.base.hashing import digest, digest_tensors
+from atoll.data.encode import origin
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.ensemble.card import Card
@@ -113,7 +114,7 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     text = text_encoder(str(text_tower(folder / "text")), LENGTH)
     vae = autoencoder(str(small_vae(folder / "vae")))
     shape = DataShape(channels=4, size=8, text_width=16, text_length=LENGTH)
-    made = {"text": text.producer(), "latents": vae.producer()}
+    made = {"text": origin(text), "latents": origin(vae)}
     network = router(7, k, shape)
     network.card = facts(network, shape, "router", None, **made)
     bank = ExpertBank({n: expert(n, shape, **made) for n in range(k)}, k)

@@ -33,7 +33,7 @@ class _Local(click.Path):
             pass
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise AtollError(f"{str(value)[:100]!r} can be no path: {reason}", "give another one") from None
+            raise AtollError(f"{str(value)[-100:]!r} can be no path: {reason}", "give another one") from None
         return super().convert(value, param, ctx)
 
 

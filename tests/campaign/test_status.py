@@ -13,6 +13,7 @@ from atoll.campaign import status as module
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import CampaignStatus, Observer, RunStatus
 from atoll.campaign.status_text import WIDTH, lines
+from atoll.store import local
 from atoll.store.history import History
 from atoll.store.lease import LeaseConfig, acquire, process
 from atoll.store.log import Log
@@ -297,7 +298,11 @@ def test_a_store_that_can_only_be_read(copy: Path, monkeypatch: pytest.MonkeyPat
     def refuse(store: Store, key: str, data: object, mode: object) -> None:
         raise module.StoreError("permission denied")
 
+    def unable(folder: Path) -> float:
+        raise PermissionError(13, "Permission denied")
+
     monkeypatch.setattr(Store, "_put", refuse)
+    monkeypatch.setattr(local, "now", unable)
     found = Observer(campaign).look()
     assert found.clock == "local" and found.runs[0].step == 2
     assert found.runs[0].heartbeat_age is not None and found.runs[0].heartbeat_age < 20

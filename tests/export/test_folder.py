@@ -138,11 +138,14 @@ def test_without_their_folders_encoders_are_found_by_name(tmp_path: Path) -> Non
     pipe.save_pretrained(tmp_path / "model")
     load(tmp_path / "model", text_encoder=None, tokenizer=None, vae=None).save_pretrained(folder)
     assert not any((folder / name).exists() for name in ("text_encoder", "tokenizer", "vae"))
-    assert torch.equal(picture(load(folder), **PROMPTS), expected)
+    with pytest.raises(ConfigError, match=r"which Atoll does not know: if you trust it, load .* encoders=\["):
+        load(folder)
+    encoders = [str(tmp_path / name) for name in ("text", "vae")]
+    assert torch.equal(picture(load(folder, encoders=encoders), **PROMPTS), expected)
     weights = tmp_path / "text/model.safetensors"
     save_file({n: t + 1 for n, t in load_file(weights).items()}, weights, {"format": "pt"})
     with pytest.raises(ConfigError, match="text encoder is not the one of the training"):
-        load(folder)
+        load(folder, encoders=encoders)
 
 
 def test_prompt_embeds_stand_for_prompts(texts: Path) -> None:
@@ -421,7 +424,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
         lambda f: edit_json(f / "model_index.json", vae=["some.where", "Thing"]),
         "wants vae from some.where.Thing",
     ),
-    (lambda f: (f / "router/atoll.py").write_text("raise SystemExit"), "holds code, which is not run"),
+    (lambda f: (f / "router/atoll.py").write_text("raise SystemExit"), "has no place in router/"),
 ]
 
 

@@ -3,10 +3,10 @@
     python tests/hostile/fuzz.py --count 20000 [--seed 0] [--jobs 2] [--seconds 3600] [--json PATH]
     python tests/hostile/fuzz.py --seed 0 --only 137      # one mutation, with all that it printed
 
-Mutation N of a seed is always the same: a file of a campaign, of an export or of a source folder is changed in
-structure or in bytes, half of the time with the digests that name it made to agree, and a command that reads the
-file is run. It must end within `arena.SECONDS` by one line or by success, within the memory that `watch.py` gives
-it, without a traceback, an unpickling, a process, or a change beside its folder.
+Mutation N of a seed is always the same: a file of a campaign, of an export or of a source folder is changed
+in structure or in bytes, half of the time with the digests that name it made to agree, and a command that
+reads the file is run. It must end within `arena.SECONDS` by one line or by success, within the memory that
+`watch.py` gives it, without a traceback, an unpickling, a process, or a change beside its folder.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def cause(outcome: Outcome) -> str | None:
 
 
 def templates(folder: Path) -> dict[str, Path]:
-    """What is mutated: a campaign that went the whole way, the same before an expert, its export, a source."""
+    """What is mutated: a campaign that went the whole way, the same before an expert, its export, sources."""
     from hostile.conftest import handed_over
     from whole import whole_campaign
 
@@ -185,7 +185,7 @@ def fuzz(numbers: range, seed: int, made: dict[str, Path], folder: Path, seconds
             if time.monotonic() > deadline:
                 break
             found.append(fuzzer.run(number))
-            nursery.children.clear()
+            nursery.children.pop().out.unlink()
             if found[-1].cause is not None:
                 print(f"{number}: {found[-1].cause}\n    {found[-1].what}", flush=True)
     return found

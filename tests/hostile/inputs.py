@@ -442,7 +442,7 @@ row(
     "export below a file",
     nothing,
     "export {campaign} --to {inside}/campaign/campaign.json/x",
-    "campaign.json",
+    "json/x",
 )
 row("export to /proc", nothing, "export {campaign} --to /proc/x", "/proc/x")
 row("a name of 300 letters", nothing, f"export {{campaign}} --to {{inside}}/{'x' * 300}", "xxx")

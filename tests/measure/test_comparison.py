@@ -130,6 +130,7 @@ def test_two_of_the_same_weights_draw_the_same_pictures(
     """With the monolith's weights in every expert, guidance 1: the same noise gives the same picture."""
     for number in range(2):
         copied(folder, f"islands/{number}", role="expert", island=number)
+        shutil.rmtree(folder / f"islands/{number}/run")
     assemble(Campaign.open(folder))
     assert compare(capsys, folder, "compare.guidance=1.0").code == 0
     for row in table(folder, "pairs"):
@@ -247,6 +248,7 @@ def test_pictures_that_are_no_numbers_are_not_measured(
     """They would be grey, and a broken model would have a distance like any other."""
     for n in range(2):
         of_no_number(folder / f"islands/{n}/expert")
+        shutil.rmtree(folder / f"islands/{n}/run")
     command(capsys, "assemble", folder)
     words = "holds NaN" if stage == "compare" else "gives NaN"
     refused(command(capsys, stage, folder, "--set", "diagnose.rows=8"), words)
@@ -355,11 +357,13 @@ def test_without_milestones_a_curve_is_refused_at_once(
 
 def test_milestones_of_another_run_do_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run's folder whose network is not the one that was assembled."""
+    shutil.move(folder / "islands/0/run", folder / "run")
     store = Store.open(folder)
     card = store.get_json("islands/0/expert/card.json")
     card["provenance"] = {**card["provenance"], "seed": 99}
     store.put_json("islands/0/expert/card.json", card)
     assemble(Campaign.open(folder))
+    shutil.move(folder / "run", folder / "islands/0/run")
     refused(compare(capsys, folder, "compare.curve=true"), "experts 0:", "train.milestones")
 
 

@@ -125,7 +125,7 @@ class Builder:
             "condition": "text",
             "family": "router" if plan["role"] == "router" else "pixart",
             "samples": plan["steps"] * plan["batch"],
-            "latents": {"name": "none", "hash": ""},
+            "latents": {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0},
             "text": {"name": "minilm", "hash": HASH, "max_length": 20},
             "parameters": 1234567,
             "weights_sha256": "cd" * 32,

@@ -64,7 +64,7 @@ def test_a_missing_file(store: Store) -> None:
 
 
 def test_a_manifest_cannot_name_files_outside(store: Store) -> None:
-    entry = FileEntry(path="../../outside", bytes=1, sha256="0")
+    entry = FileEntry(path="../../outside", bytes=1, sha256="0" * 64)
     with pytest.raises(StoreError, match="leads out of"):
         read_file(store, "p", entry)
 

@@ -13,6 +13,7 @@ from atoll.base.errors import ConfigError
 LARGEST = 256 * 2**20  # bytes; the manifest of 150 million rows in shards of 4,096 has 20 MB
 LARGEST_YAML = 2**20
 DEEPEST_YAML = 50
+MOST_YAML = 100_000
 LONGEST_PATH = 1024
 
 
@@ -28,7 +29,7 @@ def read_json(data: bytes | str) -> Any:
 
 
 def read_yaml(text: bytes | str, where: str) -> Any:
-    """Parse YAML of at most `LARGEST_YAML` bytes without aliases.
+    """Parse YAML of at most `LARGEST_YAML` bytes and, aliases written out, `MOST_YAML` values.
 
     Raises:
         ConfigError: it is not YAML, too large or too deep.
@@ -36,20 +37,30 @@ def read_yaml(text: bytes | str, where: str) -> Any:
     try:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
-        return _Loader(text).get_single_data()
+        tree = _Loader(text).get_single_data()
+        _must_be_small(tree)
+        return tree
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None
 
 
+def _must_be_small(tree: Any) -> None:
+    """Refuse aliases that make a few lines billions of values, or a value that holds itself."""
+    rest, count = [tree], 0
+    while rest:
+        value, count = rest.pop(), count + 1
+        if count > MOST_YAML:
+            raise ValueError(f"it holds more than {MOST_YAML:,} values")
+        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 class _Loader(yaml.SafeLoader):
-    """Without aliases, of which twelve lines make billions of values, and without depth."""
+    """Bounded in depth."""
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("aliases are not taken: write the value out")
         self.depth += 1
         if self.depth > DEEPEST_YAML:
             raise ValueError("it is nested too deeply")

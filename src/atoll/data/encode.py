@@ -13,8 +13,8 @@ from atoll.encoders.vision import VisionEncoder
 from atoll.encoders.weights import rounded_hashes
 
 
-def _with_rounded(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
-    """What made a column; by the hashes in 16 bits, copies that are saved so are known again."""
+def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
+    """What made a column: by the hashes in 16 bits, copies that are saved so are known again."""
     hashes = {} if encoder.network is None else {"rounded": rounded_hashes(encoder.network)}
     return {**encoder.producer(), **hashes}
 
@@ -39,7 +39,7 @@ def encode_latents(
         parts = [vae.encode(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
         return {"values": torch.cat(parts).half()}
 
-    return dataset.write_column("latents", _with_rounded(vae), compute, progress=progress)
+    return dataset.write_column("latents", origin(vae), compute, progress=progress)
 
 
 def encode_text(dataset: DataSet, encoder: TextEncoder, progress: Progress | None = None) -> Column:
@@ -51,4 +51,4 @@ def encode_text(dataset: DataSet, encoder: TextEncoder, progress: Progress | Non
         return {"values": values.half(), "lengths": lengths}
 
     null = {"values": encoder.encode_ragged([""])[0].half()}
-    return dataset.write_column("text", _with_rounded(encoder), compute, {"null": null}, "ragged", progress)
+    return dataset.write_column("text", origin(encoder), compute, {"null": null}, "ragged", progress)

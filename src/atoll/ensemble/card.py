@@ -16,18 +16,19 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 
 
-def _producer(*numbers: str) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
-    """A check of what made a column: its name, its hash, and these numbers."""
+def _producer(**numbers: float | None) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
+    """A check of what made a column: its name, its hash, and these numbers, with what they are if not said."""
 
     def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
         if by is not None:
             if not all(isinstance(by.get(key), str) for key in ("name", "hash")):
                 raise ValueError("it needs a name and a hash")
-            for key in numbers:
-                value: Any = by.get(key)
+            for key, default in numbers.items():
+                value: Any = by.get(key, default)
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 if not number or not -(10**6) <= value <= 10**6:
                     raise ValueError(f"{key} is {value!r}")
+                by = {**by, key: value}
         return by
 
     return check
@@ -58,9 +59,9 @@ class Card(File):
     """What it is conditioned on."""
     partition: str
     """Hash of the partition; empty for a monolith trained without one."""
-    latents: Annotated[dict[str, Any], AfterValidator(_producer("shift", "scale"))]
+    latents: Annotated[dict[str, Any], AfterValidator(_producer(shift=0.0, scale=1.0))]
     """What made the latents: name, hash, shift and scale; `rounded`: its hashes in numbers of 16 bits."""
-    text: Annotated[dict[str, Any] | None, AfterValidator(_producer("max_length"))] = None
+    text: Annotated[dict[str, Any] | None, AfterValidator(_producer(max_length=None))] = None
     """What made the text states: name, hash, max_length; `rounded` likewise."""
     shape: DataShape
     """Channels, size, text_width, text_length, classes."""

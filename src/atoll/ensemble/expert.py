@@ -114,12 +114,15 @@ def built(
     """
     try:
         for key, value in config.items():
-            if ("layers" in key or "depth" in key) and value is not None and value > len(weights):
+            if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
                 raise ValueError(f"{key} is {value}")
         with torch.device("meta"):
             shapes = {name: tuple(value.shape) for name, value in load(config).state_dict().items()}
-        if shapes != {name: tuple(value.shape) for name, value in weights.items()}:
-            raise ValueError("its weights are of another network")
+        for name in shapes.keys() ^ weights.keys():
+            raise ValueError(f"{'no' if name in shapes else 'a'} tensor {name}")
+        for name, shape in shapes.items():
+            if shape != tuple(weights[name].shape):
+                raise ValueError(f"{name} has shape {tuple(weights[name].shape)} instead of {shape}")
         return load(config)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"

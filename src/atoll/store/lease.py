@@ -162,7 +162,11 @@ def read_heartbeat(store: Store, folder: str = "") -> Heartbeat | None:
 def store_time(store: Store, prefix: str) -> float:
     """The time by the store's clock: that of a file just written, whose name begins so, and removed again."""
     if store.local is not None:
-        return local.now(store.local)
+        try:
+            return local.now(store.local)
+        except OSError as error:
+            fix = "check its permissions"
+            raise StoreError(f"cannot write to {store.location}: {error.strerror}", fix) from None
     key = f"{prefix}{uuid.uuid4().hex}"
     store.put(key, b"")
     try:

@@ -212,7 +212,12 @@ class Store:
 
     def size(self, key: str) -> int:
         """Bytes of an object; `Absent` if it is missing."""
-        return int(self._head(key)["size"])
+        if self.local is None:
+            return int(self._head(key)["size"])
+        try:
+            return self.path(key).stat().st_size
+        except OSError as error:
+            raise self._unread(key, error) from None
 
     def modified(self, key: str) -> float:
         """When an object was last written, in POSIX seconds by the store's own clock; `Absent` without one.
