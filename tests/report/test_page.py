@@ -102,7 +102,7 @@ def test_captions_are_shown_as_text(page: Page):
     assert [shown[n] for n in (1, 2, 5)] == [PROMPTS[n] for n in (1, 2, 5)]
     alts = [a["alt"] for a in page.all("img")]
     assert {f"Sample of once: {clean(prompt)}" for prompt in PROMPTS} <= set(alts)
-    assert not {"\x00", "\u202e", "\ud800"} & set(page.html)
+    assert not {"\x00", "\u202e"} & set(page.html)
     assert clean(PROMPTS[3]).startswith("two lines and \ufffd a null")
     assert len(clean(PROMPTS[4])) == 240
 

@@ -17,7 +17,7 @@ Flops = Annotated[float, Field(ge=0, le=1e32)]
 
 
 def _producer(**numbers: float | None) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
-    """A check of what made a column: its name, its hash, and these numbers, with what they are if not said."""
+    """A check of what made a column: name, hash, and these numbers, with their values where none are said."""
 
     def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
         if by is not None:
