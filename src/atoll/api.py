@@ -93,17 +93,19 @@ def load(
         residency: how many experts stay on the device.
         device: where it samples; the GPU if there is one.
         encoders: names of encoders that you vouch for, where a model names one unknown to Atoll.
-        trusted: public keys, one of which must have signed the exported folder, or in a campaign each part.
+        trusted: public keys, one of which must have signed the exported folder, or in a campaign each part;
+            None takes unsigned ones too.
     """
     where = device or own_device()
     if not isinstance(source, Campaign) and not _is_campaign(source):
         return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
     source = _opened(source)
     if name == "ensemble":
-        assemble(source, trusted=trusted or ())
+        assemble(source, trusted=trusted)  # what ensemble/ holds afterwards is what these keys signed
+        trusted = None
     sampling = source.config.sampling
     place = residency or sampling.residency, where
-    return Model.load(source.store, name, *place, sampling, (*source.config.encoders, *encoders))
+    return Model.load(source.store, name, *place, sampling, (*source.config.encoders, *encoders), trusted)
 
 
 def evaluate(

@@ -268,7 +268,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
-    put_together(_open(campaign), _numbers(quarantine) if quarantine else (), trusted)
+    put_together(_open(campaign), _numbers(quarantine) if quarantine else (), trusted or None)
 
 
 @atoll.command()

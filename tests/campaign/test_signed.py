@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll import AtollPipeline, Model
+from atoll import AtollPipeline, Model, load
 from atoll.base.errors import StoreError
 from atoll.campaign.publication import KEY, settle
 from atoll.store.log import Log
@@ -37,9 +37,13 @@ def test_only_what_a_trusted_key_signed_is_assembled(
 ) -> None:
     assert "Nothing that is published is signed." in command(capsys, "status", campaign).out
     refused(command(capsys, "assemble", campaign, "--trusted", public), "card.json is unsigned")
+    for name, keys in (("ensemble", []), ("monolith", []), ("monolith", [public])):
+        with pytest.raises(StoreError, match=r"card\.json is unsigned"):
+            load(campaign, name, trusted=keys)
     assert "signed islands/0/expert/card.json" in command(capsys, "keys", "sign", campaign, "--key", key).out
     assert f"Signed by {public}: expert 0" in command(capsys, "status", campaign).out
     assert command(capsys, "assemble", campaign, "--trusted", public).code == 0
+    assert load(campaign, "monolith", trusted=[public]).card.role == "monolith"
     assert f"| experts/0 | `{public}` |" in (campaign / "ensemble/README.md").read_text()
 
     other = command(capsys, "keys", "new", tmp_path / "other").out.strip()
@@ -60,6 +64,11 @@ def test_an_island_signs_what_it_publishes(
     settle(store, Log(store.sub("run"), ""))
     said = command(capsys, "status", campaign).out
     assert f"Signed by {public}: expert 0." in said and "Unsigned: expert 1, router" in said
+    other = Store.open(campaign / "islands/1")
+    other.put("expert/card.json", other.get("expert/card.json") + b" ")  # by whoever can write there
+    with pytest.raises(StoreError, match="is not the one that its run published"):
+        settle(other, Log(other.sub("run"), ""))
+    assert not other.exists("expert/card.json.sig")
     monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
     shutil.rmtree(campaign / "islands/1/expert")
     shutil.rmtree(campaign / "islands/1/run")
@@ -75,9 +84,9 @@ def test_an_export_is_signed_and_its_signature_fits_no_other(
     assert command(capsys, "export", campaign, "--to", plain, "--no-picture", "--experts", "0").code == 0
     AtollPipeline.from_pretrained(signed, trusted=[public])
     assert Model.load(signed, trusted=[public]).card.role == "router"
-    for load in (AtollPipeline.from_pretrained, Model.load):
+    for opened in (AtollPipeline.from_pretrained, Model.load):
         with pytest.raises(StoreError, match="is unsigned"):
-            load(plain, trusted=[public])
+            opened(plain, trusted=[public])
     shutil.copy(signed / "ensemble.json.sig", plain)
     with pytest.raises(StoreError, match="not what its signature says"):
         AtollPipeline.from_pretrained(plain, trusted=[public])

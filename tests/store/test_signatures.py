@@ -27,9 +27,8 @@ def key(tmp_path: Path) -> Path:
 def test_who_signed_is_known(store: Store, key: Path):
     assert signer(store, "card.json") is None
     assert sign(store, "card.json", key) == signer(store, "card.json") == public_key(key)
-    assert check_trusted(store, "card.json", ["ed25519:" + "A" * 43 + "=", public_key(key)]) == public_key(
-        key
-    )
+    trusted = ["ed25519:" + "A" * 43 + "=", public_key(key)]
+    assert check_trusted(store, "card.json", trusted) == public_key(key)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
@@ -62,10 +61,13 @@ def test_only_trusted_signers_pass(store: Store, key: Path, tmp_path: Path):
 
 
 def test_keys_that_are_none(store: Store, key: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="File exists"):
-        new_key(key)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for path in (key, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="File exists"):
+            new_key(path)
     with pytest.raises(ConfigError, match="cannot read the key"):
         sign(store, "card.json", tmp_path / "none")
-    (tmp_path / "text").write_text("-----BEGIN PRIVATE KEY-----\nx\n-----END PRIVATE KEY-----\n")
-    with pytest.raises(ConfigError, match="no private key"):
-        sign(store, "card.json", tmp_path / "text")
+    for text in ("x", "MC4CAQAwBQYDK2V5BCIEI" + "A" * 43):  # the second is of a curve that nobody knows
+        (tmp_path / "text").write_text(f"-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n")
+        with pytest.raises(ConfigError, match="no private key"):
+            sign(store, "card.json", tmp_path / "text")

@@ -38,7 +38,7 @@ class Assembled:
 
 
 def assemble(
-    campaign: Campaign, quarantine: Collection[int] = (), trusted: Collection[str] = ()
+    campaign: Campaign, quarantine: Collection[int] = (), trusted: Collection[str] | None = None
 ) -> Assembled:
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
@@ -47,7 +47,8 @@ def assemble(
     Args:
         campaign: partitioned.
         quarantine: experts that are left out, beside those of the settings.
-        trusted: public keys, beside those of the settings; if there are any, each part must be signed by one.
+        trusted: public keys, beside those of the settings, one of which must have signed each part; None, and
+            none in the settings, takes unsigned ones too.
 
     Raises:
         PartitionError: nothing to assemble, or parts of different campaigns.
@@ -55,7 +56,8 @@ def assemble(
     """
     store = campaign.store
     k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
-    if keys := {*campaign.config.trusted, *trusted}:
+    if trusted is not None or campaign.config.trusted:
+        keys = {*campaign.config.trusted, *(trusted or ())}
         for run in (Run("router"), *(Run("expert", number) for number in numbers)):
             check_trusted(store, f"{run.network}/card.json", keys)
     store.sweep("ensemble")

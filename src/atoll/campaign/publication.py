@@ -57,6 +57,7 @@ def settle(store: Store, log: Log) -> None:
         if not store.exists(f"expert/{CARD}"):
             raise
     if key := os.environ.get(KEY):
+        check_published(store)  # nobody signs what another put there
         sign(store, f"expert/{CARD}", Path(key))
     tidy(store)
 

@@ -103,7 +103,8 @@ class Model:
             device: where it samples.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
-            trusted: public keys, one of which must have signed the exported folder; None takes unsigned too.
+            trusted: public keys, one of which must have signed the exported folder or the one network; None
+                takes unsigned too.
 
         Raises:
             StoreError: not assembled or not published, or a file is not what the manifest says.
@@ -114,7 +115,7 @@ class Model:
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
         if name != ENSEMBLE:
-            return cls._single(store, name, device, generation, encoders)
+            return cls._single(store, name, device, generation, encoders, trusted)
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         if trusted is not None:
             check_trusted(store, f"{prefix}{MANIFEST}", trusted)
@@ -145,12 +146,15 @@ class Model:
         device: torch.device | str,
         generation: Generation | None,
         encoders: Collection[str],
+        trusted: Collection[str] | None,
     ) -> "Model":
         if name not in SINGLE:
             raise ConfigError(f"there is no model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
         if not published(store, f"{name}/expert"):
             fix = f"train it: atoll train {name} {store.location}"
             raise StoreError(f"{store.location} has no {name} yet", fix)
+        if trusted is not None:
+            check_trusted(store, f"{name}/expert/card.json", trusted)
 
         def denoiser() -> Expert:
             expert = Expert.load(store, f"{name}/expert")

@@ -154,11 +154,13 @@ def _cryptography() -> tuple[Any, Any]:
 
 def _private(path: Path) -> Any:
     ed25519, serialization = _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}", "check the path") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{path} is no private key", "make one: atoll keys new FILE") from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise ConfigError(f"{path} is no ed25519 key", "make one: atoll keys new FILE")
