@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from random import Random
@@ -41,11 +41,11 @@ EXPORT = "export {campaign} --to {inside}/out --no-picture --encoders name"
 TRAIN = "train expert {training} --expert 0"
 READERS = {
     "campaign/campaign.*": ["status {campaign}", "plan {campaign}", SAMPLE, "report {campaign}"],
-    "campaign/data/*": ["data audit {campaign}", "data show {campaign}", "plan {campaign}"],
+    "campaign/data/*": ["data audit {campaign}", "data show {campaign}"],
     "campaign/partition/*": ["assemble {campaign}", "report {campaign}", "partition {campaign}", EXPORT],
     "campaign/islands/*/expert/*": ["assemble {campaign}", "status {campaign}", "report {campaign}"],
     "campaign/islands/*/run/*": ["status {campaign}", "report {campaign}", "assemble {campaign}"],
-    "campaign/islands/*": ["status {campaign}", "plan {campaign}", "report {campaign}"],
+    "campaign/islands/*": ["status {campaign}", "assemble {campaign}", "report {campaign}"],
     "campaign/router/*": ["assemble {campaign}", "status {campaign}"],
     "campaign/monolith/*": [
         "report {campaign}",
@@ -142,6 +142,8 @@ def cause(outcome: Outcome) -> str | None:
         text = Path(match[1]).read_text() if Path(match[1]).is_file() else outcome.said
     elif "Traceback" in outcome.said:
         text = outcome.said
+    elif outcome.code == 1 and "error: " not in outcome.said:
+        return cause(replace(outcome, code=0))  # `status` says so that somebody has to look at a run
     else:
         try:
             outcome.check()

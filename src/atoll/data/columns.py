@@ -22,6 +22,7 @@ from atoll.base.hashing import digest
 from atoll.data.formats import ColumnMeta, Shard, ShardNote
 from atoll.store.manifest import FileEntry, check_file, is_whole, read_file, write_file
 from atoll.store.store import Store
+from atoll.store.tensors import read_tensors
 
 Rows = NDArray[np.int64]
 Kind = Literal["fixed", "ragged"]
@@ -115,8 +116,9 @@ class Column:
             what = f"column {self.meta.name!r} in {self.store.name(self.folder)} has no {name!r}"
             raise DataError(what, "write the column again with the encoder that provides it")
         if name not in self._extras:
-            data = read_file(self.store, self.folder, self.meta.extras[name])
-            self._extras[name] = safetensors.torch.load(data)
+            entry = self.meta.extras[name]
+            data = read_file(self.store, self.folder, entry)
+            self._extras[name] = read_tensors(data, self.store.name(join(self.folder, entry.path)))
         return self._extras[name]
 
     def localise(self) -> None:
@@ -133,12 +135,30 @@ class Column:
             self._paths[shard] = check_file(self.store, self.folder, self.meta.shards[shard])
         return self._paths[shard]
 
+    def tensors(self, shard: int) -> dict[str, Tensor]:
+        """What a shard's file holds, as `column.json` says: `values`, and `lengths` of a ragged column.
+
+        Raises:
+            Damaged: it is not what the column's manifest says.
+            DataError: its tensors are not what the column says of itself.
+        """
+        entry, meta = self.meta.shards[shard], self.meta
+        where = self.store.name(join(self.folder, entry.path))
+        tensors = read_tensors(self._path(shard), where, "values")
+        rows = int(self.bounds[shard + 1] - self.bounds[shard])
+        dtype, shape, longest = describe(tensors, meta.kind, rows, where)
+        if (dtype, list(shape)) != (meta.dtype, meta.shape) or longest > meta.max_length:
+            form = f"{dtype} of shape {list(shape)}"
+            fix = "write the column again"
+            raise DataError(f"{where} holds {form}; column.json says {meta.dtype} of shape {meta.shape}", fix)
+        return tensors
+
     def _map(self, shard: int) -> _Mapped:
         """Map a shard into memory."""
         if shard not in self._mapped:
             if len(self._mapped) == MAPPED_SHARDS:
                 del self._mapped[next(iter(self._mapped))]
-            tensors = safetensors.torch.load_file(self._path(shard))  # pages are read when they are indexed
+            tensors = self.tensors(shard)
             lengths = tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
             self._mapped[shard] = _Mapped(tensors["values"], lengths, lengths.cumsum() - lengths)
         return self._mapped[shard]
@@ -172,7 +192,7 @@ def write_column(
             entry = _write_shard(store, folder, number, shard.rows, kind, compute(number))
             note = ShardNote(identity=identity, rows=shard.rows, files={"values": entry})
             store.put_json(f"{folder}/{number:05d}.json", note.to_json())
-        tensors = safetensors.torch.load_file(store.path(join(folder, entry.path)))
+        tensors = read_tensors(store.path(join(folder, entry.path)), store.name(join(folder, entry.path)))
         dtype, shape, length = describe(tensors, kind, shard.rows, store.name(join(folder, entry.path)))
         files.append(entry)
         forms.add((dtype, shape))
@@ -255,7 +275,8 @@ def describe(
     values, longest, count = tensors["values"], 1, rows
     if kind == "ragged":
         lengths = tensors["lengths"]
-        if lengths.shape != (rows,) or int(lengths.min()) < 0:
+        whole = lengths.shape == (rows,) and not lengths.dtype.is_floating_point and not lengths.is_complex()
+        if not whole or int(lengths.min()) < 0:
             raise DataError(f"{where}: lengths of shape {tuple(lengths.shape)} for {rows} rows")
         longest, count = int(lengths.max()), int(lengths.sum())
     if values.ndim == 0 or values.shape[0] != count:

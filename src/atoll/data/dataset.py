@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from atoll.base.errors import AtollError, DataError
+from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard, write_column
 from atoll.data.formats import ColumnMeta, Manifest
@@ -97,7 +97,12 @@ class DataSet:
         data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
         # Not through a file object of Python's: Arrow's threads may still hold one when Python takes itself
         # down, which aborts the process (apache/arrow#34314).
-        return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+        try:
+            return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            name = self.store.name(join(self.prefix, self.shards[shard].files["rows"].path))
+            fix = "it is damaged: write the data set again"
+            raise DataError(f"{name} is not readable parquet ({first_line(error)[:200]})", fix) from None
 
     def take(self, rows: ArrayLike) -> pa.Table:
         """Rows by number, in order; only the shards that hold them are read, each once."""

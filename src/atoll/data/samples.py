@@ -56,11 +56,20 @@ class Samples:
     @cached_property
     def _null(self) -> Condition:
         if self._text is not None:
-            states = self._text.extra("null")["values"].float()[None]
+            states = _null_states(self._text).float()[None]
             return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))
         if self._labels is not None:
             return Condition(labels=torch.tensor([self.shape.classes]))
         return Condition()
+
+
+def _null_states(column: Column) -> Tensor:
+    """Text states of "" `(L, D)`."""
+    states = column.extra("null").get("values")
+    if states is None or list(states.shape[1:]) != column.meta.shape or states.ndim != 2 or not len(states):
+        what = f"{column.store.name(column.folder)} has no states of an empty text"
+        raise DataError(what, "write it again: atoll data encode")
+    return states
 
 
 def read_labels(dataset: DataSet) -> Tensor:
@@ -75,12 +84,18 @@ def read_labels(dataset: DataSet) -> Tensor:
 
 def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
     """What networks must fit, read from the columns."""
-    channels, height, width = dataset.column("latents").meta.shape
+    latents = dataset.column("latents")
+    if len(latents.meta.shape) != 3 or latents.meta.kind != "fixed":
+        what = (
+            f"{latents.store.name(latents.folder)} holds no latents, but values of shape {latents.meta.shape}"
+        )
+        raise DataError(what, "write it again: atoll data encode")
+    channels, height, width = latents.meta.shape
     if height != width:
         raise DataError(f"latents of {height}x{width} are not square", "ingest square images")
     if condition == "text":
         column = dataset.column("text")
-        null = column.extra("null")["values"]
+        null = _null_states(column)
         return DataShape(
             channels, height, int(null.shape[-1]), max(column.meta.max_length, int(null.shape[0]))
         )

@@ -13,7 +13,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput, is_accelerate_available
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
@@ -369,7 +369,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         router = load_part(root / "router", RouterModel.load)
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
-        pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
+        try:
+            pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
+        except AtollError:
+            raise
+        except Exception as error:  # what diffusers and transformers say of settings that make no sense
+            what = f"diffusers cannot load {root} ({first_line(error)[:200]})"
+            raise ConfigError(what, "fetch or export the folder again, or check the arguments") from None
         pipe.about, pipe._told_of = folder.about, folder.parts
         pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
         bank.tell()
