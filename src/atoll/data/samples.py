@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
+from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
 from atoll.networks.settings import DataShape
