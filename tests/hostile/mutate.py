@@ -161,11 +161,8 @@ def agree(root: Path, path: Path) -> None:
 
 def _relist(manifest: Path) -> None:
     tree, changed = _tree(manifest), False
-    for place in places(tree):
-        entry: Any = tree
-        for key in place:
-            entry = entry[key]
-        if isinstance(entry, dict) and isinstance(entry.get("path"), str) and "sha256" in entry:
+    for entry in _groups(tree):
+        if isinstance(entry.get("path"), str) and "sha256" in entry:
             try:
                 data = (manifest.parent / entry["path"]).read_bytes()
             except (OSError, ValueError):
@@ -176,6 +173,15 @@ def _relist(manifest: Path) -> None:
                 changed = True
     if changed:
         replace(manifest, json.dumps(tree).encode())
+
+
+def _groups(tree: Any) -> list[dict[str, Any]]:
+    rest, groups = [tree], []
+    while rest:
+        value = rest.pop()
+        groups += [value] if isinstance(value, dict) else []
+        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return groups
 
 
 def _tree(path: Path) -> Any:
