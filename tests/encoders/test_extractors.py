@@ -18,6 +18,11 @@ from atoll.encoders.vision import vision_encoder
 from helpers_extractors import save_clip, save_dinov2
 
 
+def processor_of(name: str) -> Any:
+    """The class that reads pictures by Pillow, which transformers 4 calls otherwise."""
+    return getattr(transformers, f"{name}ImageProcessorPil", getattr(transformers, f"{name}ImageProcessor"))
+
+
 def pictures(count: int = 3, size: int = 28) -> list[Image.Image]:
     draws = np.random.default_rng(0)
     return [Image.fromarray(draws.integers(0, 255, (size, size, 3), dtype=np.uint8)) for _ in range(count)]
@@ -33,9 +38,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> ClipEncoder:
 def test_clip_gives_what_transformers_gives(clip: ClipEncoder) -> None:
     """Pixels through CLIP's own processor, then both towers as the whole model runs them."""
     images = pictures()
-    processor = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
-    )
+    processor = processor_of("CLIP")(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     pixels = processor(images, return_tensors="pt")["pixel_values"]
     tokens = clip.tokenizer(["a red house", "square"], padding=True, return_tensors="pt")
     whole = clip.network(
@@ -67,7 +70,7 @@ def test_a_dinov2_judges_by_its_class_token_and_clusters_by_its_patches(tmp_path
     one, other = extractor(name, 28), vision_encoder(name, 28)
     assert one.kind == "dinov2" and one.producer() == {**other.producer(), "token": "class"}
     own = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}  # of the hub's models
-    processor = transformers.BitImageProcessorPil(do_resize=False, do_center_crop=False, **own)
+    processor = processor_of("Bit")(do_resize=False, do_center_crop=False, **own)
     states = one.network(**processor(pictures(), return_tensors="pt")).last_hidden_state
     torch.testing.assert_close(one.encode(pictures()), states[:, 0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(other.encode(pictures()), states[:, 1:].mean(1), rtol=1e-4, atol=1e-5)

@@ -119,7 +119,7 @@ def _tokenizer(name: str) -> Any:
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError):
+    except Exception:  # transformers 4 raises TypeError where there is none
         return None
     return tokenizer if knows_words(tokenizer) else None
 

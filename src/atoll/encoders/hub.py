@@ -21,7 +21,9 @@ def loading(
     logger.setLevel(logging.ERROR)
     try:
         yield
-    except (OSError, ValueError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers 4 raises ImportError and TypeError for files that are missing
         reason = first_line(error).rstrip(".: ")
         raise ConfigError(f"cannot load the {what} {name!r}: {reason}", fix) from None
     finally:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from atoll.base.errors import PartitionError
+from atoll.base.errors import DataError, PartitionError
 from atoll.base.format import File
 from atoll.flow.settings import Prediction
 from atoll.networks.settings import DataShape
@@ -34,6 +34,23 @@ def _producer(**numbers: float | None) -> Callable[[dict[str, Any] | None], dict
     return check
 
 
+def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> None:
+    """Refuse columns that no card could name, before a training and not after it.
+
+    Raises:
+        DataError: which, and what it lacks.
+    """
+    for column, by, check in (("latents", latents, _LATENTS), ("text", text, _TEXT)):
+        try:
+            check(by)
+        except ValueError as error:
+            fix = "write the column again: atoll data encode"
+            raise DataError(f"the producer of the column {column} is not told: {error}", fix) from None
+
+
+_LATENTS, _TEXT = _producer(shift=0.0, scale=1.0), _producer(max_length=None)
+
+
 def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
     for key in ("init", "student"):
         if not isinstance(provenance.get(key, {}), dict):
@@ -59,9 +76,9 @@ class Card(File):
     """What it is conditioned on."""
     partition: str
     """Hash of the partition; empty for a monolith trained without one."""
-    latents: Annotated[dict[str, Any], AfterValidator(_producer(shift=0.0, scale=1.0))]
+    latents: Annotated[dict[str, Any], AfterValidator(_LATENTS)]
     """What made the latents: name, hash, shift and scale; `rounded`: its hashes in numbers of 16 bits."""
-    text: Annotated[dict[str, Any] | None, AfterValidator(_producer(max_length=None))] = None
+    text: Annotated[dict[str, Any] | None, AfterValidator(_TEXT)] = None
     """What made the text states: name, hash, max_length; `rounded` likewise."""
     shape: DataShape
     """Channels, size, text_width, text_length, classes."""

@@ -20,7 +20,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.samples import Samples
 from atoll.data.settings import ConditionKind
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, check_producers
 from atoll.flow.objective import drop_condition
 from atoll.flow.schedule import schedule
 from atoll.flow.timesteps import training_times
@@ -77,13 +77,15 @@ class TrainingRows:
     def of(
         cls, dataset: DataSet, condition: ConditionKind, recipe: Recipe, *, clusters: bool = False
     ) -> "TrainingRows":
-        """Both splits of a data set."""
+        """Both splits of a data set; `DataError` if its columns do not say what made them."""
         train, heldout = (
             Samples(dataset, dataset.split(name), condition, recipe.plan.shape)
             for name in ("train", "heldout")
         )
         known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None
-        return cls(train, heldout, recipe, *dataset.producers(), known)
+        producers = dataset.producers()
+        check_producers(*producers)
+        return cls(train, heldout, recipe, *producers, known)
 
     @cached_property
     def order(self) -> Order:
