@@ -93,8 +93,3 @@ def prepare(campaign: Campaign) -> Partition:
         text = config.data.text_encoder if config.condition == "text" else None
         encode_stage(dataset, config.data.vae, text, config.data.text_length)
     return make_islands(campaign)
-
-
-def finished(campaign: Campaign, run: Run) -> bool:
-    """Whether a run has published its network."""
-    return campaign.store.exists(f"{run.network}/card.json")

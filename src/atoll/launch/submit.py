@@ -13,12 +13,13 @@ from atoll.base.errors import ConfigError, nearest
 from atoll.base.plain import expanded
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
-from atoll.campaign.prepare import finished, prepare
+from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over, pretrain_finished
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
+from atoll.ensemble.expert import published
 from atoll.launch.job import Job, Launcher, Site, command
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
@@ -96,7 +97,7 @@ def _targets(placed: list[Placed]) -> list[Target]:
 
 def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     """Jobs of all runs that are not finished, every job after those that it needs; the assembly last."""
-    left = [run for run in runs_of(campaign.config) if not finished(campaign, run)]
+    left = [run for run in runs_of(campaign.config) if not published(campaign.store, run.network)]
     placed = [_run(campaign, run, on, _needs(campaign.config, run.role, left)) for run in left]
     parts = [one for one in placed if one.job.name not in BESIDE]
     # On this machine the launch assembles by itself.
