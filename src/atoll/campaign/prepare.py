@@ -7,7 +7,7 @@ from atoll.base.errors import DataError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
-from atoll.campaign.runs import Run, made_by, wanted_columns
+from atoll.campaign.runs import made_by, wanted_columns
 from atoll.data.dataset import DataSet
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
