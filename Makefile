@@ -31,8 +31,8 @@ test: $(DEV)
 # faiss 1.9 warns of its own import of numpy.
 OLD := -W "ignore:numpy.core:DeprecationWarning"
 lowest: .venv-lowest/.stamp
-	.venv-lowest/bin/pytest $(OLD) -m "not slow" tests/store tests/ensemble tests/encoders tests/export/test_pipeline.py \
-	    tests/test_api.py
+	.venv-lowest/bin/pytest $(OLD) -m "not slow" tests/store/test_kinds.py tests/store/test_remote.py tests/encoders \
+	    tests/ensemble/test_sample.py tests/export/test_pipeline.py tests/test_api.py
 	.venv-lowest/bin/pytest $(OLD) tests/hostile -k "pipeline or pickle"
 
 lint: $(DEV)
