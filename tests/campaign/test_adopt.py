@@ -222,6 +222,19 @@ def test_one_for_other_data_is_refused(
         adopt(campaign, Adoption(str(tmp_path / "nowhere"), 0))
 
 
+def test_data_that_does_not_say_what_made_it_is_refused(
+    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(tmp_path / "there")
+    path = tmp_path / "c/islands/0/data/columns/latents/column.json"
+    column = json.loads(path.read_bytes())
+    del column["producer"]["hash"]
+    path.write_text(json.dumps(column))
+    asked = ("adopt", tmp_path / "c", tmp_path / "there", "--expert", "0")
+    refused(command(capsys, *asked), "the column latents", "it needs a name and a hash")
+    assert not (tmp_path / "c/islands/0/expert").exists()
+
+
 def test_weights_that_are_not_the_networks_are_refused(campaign: Campaign, tmp_path: Path) -> None:
     checkpoint(tmp_path / "there")
     path = tmp_path / "there/transformer" / WEIGHTS

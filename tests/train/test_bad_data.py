@@ -71,3 +71,14 @@ def test_a_torn_column_ends_the_run_in_one_line(run: Run, copy: Path) -> None:
     refused(run("train", "expert", copy, "--expert", "0"), path.name, "it is torn")
     path.write_bytes(whole)
     assert run("train", "expert", copy, "--expert", "0").code == 0
+
+
+def test_a_column_that_no_card_could_name_is_refused_before_the_first_step(run: Run, copy: Path) -> None:
+    path = copy / "islands/0/data/columns/latents/column.json"
+    column = json.loads(path.read_bytes())
+    whole = dict(column["producer"])
+    for producer in ({"name": whole["name"]}, {**whole, "hash": 7}, {**whole, "shift": "far"}):
+        path.write_text(json.dumps({**column, "producer": producer}))
+        refused(run("train", "expert", copy, "--expert", "0"), "the column latents", "write the column again")
+        assert not (copy / "islands/0/run/metrics.jsonl").exists()
+        assert not (copy / "islands/0/expert").exists()

@@ -19,7 +19,7 @@ from atoll.campaign.publication import announce, settle
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
-from atoll.ensemble.card import Card
+from atoll.ensemble.card import Card, check_producers
 from atoll.ensemble.expert import filled, published, write_part
 from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, spelled
@@ -67,6 +67,7 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
     prediction, curve = _objective(checkpoint, wanted)
     shape = plan.shape
     latents, text = DataSet.open(store, "data").producers()
+    check_producers(latents, text)
     _check_shape(checkpoint, adapter, shape)
     _check_vae(checkpoint, latents)
     flops = _forward(checkpoint, adapter, shape)
