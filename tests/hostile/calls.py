@@ -6,3 +6,10 @@ def pipeline(folder: str) -> None:
     from atoll.export.pipeline import AtollPipeline
 
     AtollPipeline.from_pretrained(folder)("a house", num_inference_steps=1)
+
+
+def planted(folder: str) -> None:
+    """Read without a check: the fuzzer must tell."""
+    from pathlib import Path
+
+    raise LookupError(f"{sorted(path.name for path in Path(folder).iterdir())} is believed")

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from chaos.nursery import Nursery
 from chaos.nursery import nursery as start_nursery
 from helpers import ROOT, environment
+from hostile import calls
 from hostile.arena import Arena, Outcome
 from hostile.mutate import agree, mutated
 
@@ -126,7 +127,7 @@ class Fuzzer:
                 how += ", digests agree"
                 agree(arena / template, arena / place)
             names = {name: str(arena / name) for name in self.templates} | {"inside": str(arena.inside)}
-            call = ("pipeline", names["export"]) if command == "pipeline" else ()
+            call = (command, str(arena / template)) if hasattr(calls, command) else ()
             argv = () if call else [part.format(**names) for part in command.split()]
             outcome = arena.run(*argv, call=call)
             return Found(number, f"{place}: {how}: {command}", cause(outcome), outcome.said)

@@ -8,7 +8,7 @@ import pytest
 
 from chaos.nursery import Nursery
 from hostile.arena import Outcome
-from hostile.fuzz import Fuzzer, cause, fuzz, templates
+from hostile.fuzz import READERS, Fuzzer, cause, fuzz, templates
 from hostile.mutate import agree, bytes_of, mutated, places, structure
 
 
@@ -20,8 +20,18 @@ def test_mutated_files_end_in_one_line(tmp_path: Path) -> None:
     assert [f"{one.number}: {one.cause}: {one.what}" for one in found if one.cause is not None] == []
 
 
-def test_a_reader_that_raises_is_found(nursery: Nursery, tmp_path: Path) -> None:
-    """`status` of a planted campaign whose plan makes the planted reader raise."""
+def test_a_reader_that_raises_is_found(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = tmp_path / "campaign"
+    campaign.mkdir()
+    (campaign / "campaign.yaml").write_text("data: {source: glyphs}\n")
+    monkeypatch.setitem(READERS, "campaign/campaign.*", ["planted"])
+    causes = [Fuzzer(0, {"campaign": campaign}, nursery, tmp_path / "s").run(n).cause for n in range(3)]
+    assert all("LookupError" in str(one) and "believed" in str(one) for one in causes), causes
+
+
+def test_mutations_of_a_seed_are_the_same(nursery: Nursery, tmp_path: Path) -> None:
     campaign = tmp_path / "campaign"
     campaign.mkdir()
     (campaign / "campaign.yaml").write_text("data: {source: glyphs}\n")
@@ -72,3 +82,13 @@ def test_a_forger_makes_digests_agree(tmp_path: Path) -> None:
     assert json.loads((part / "card.json").read_text())["config_sha256"] != "old"
     data, act = mutated(part / "card.json", Random(3))
     assert data != (part / "card.json").read_bytes() and act
+
+
+@pytest.mark.parametrize("value", [[[1]], {"a": {"b": 1}}, "x", None])
+def test_a_forger_lists_a_file_whose_digest_is_of_another_type(tmp_path: Path, value: object) -> None:
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    entry = {"path": "a.bin", "sha256": value, "bytes": value}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": [entry, entry]}))
+    agree(tmp_path, tmp_path / "a.bin")
+    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert [entry["bytes"] for entry in files] == [3, 3]
