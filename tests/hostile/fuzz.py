@@ -53,7 +53,7 @@ READERS = {
         "sample {campaign} house --model monolith --steps 1 --out {inside}/x.png",
     ],
     "campaign/ensemble/*": [SAMPLE, EXPORT, "assemble {campaign}"],
-    "campaign/reports/*": ["report {campaign}", EXPORT],
+    "campaign/reports/*": ["report {campaign}", EXPORT, "compare {campaign}"],
     "training/islands/0/*": [TRAIN],
     "export/*": ["pipeline"],
     "source/*": ["data ingest {fresh} --set data.source={source}"],
@@ -152,16 +152,19 @@ def cause(outcome: Outcome) -> str | None:
             return " ".join(str(error).split())[:200]
         return None
     frames = re.findall(r'File ".*?/(atoll/\S+?)", line (\d+)', text)
-    last = re.sub(r"/tmp/\S+|0x\w+|\d+", "N", text.strip().splitlines()[-1])[:120]
+    named = [line for line in text.splitlines() if re.match(r"[\w.]+: ", line)] or text.strip().splitlines()
+    last = re.sub(r"/tmp/\S+|0x\w+|\d+", "N", named[-1])[:120]
     return f"{last} at {':'.join(frames[-1]) if frames else '?'}"
 
 
 def templates(folder: Path) -> dict[str, Path]:
     """What is mutated: a campaign that went the whole way, the same before an expert, its export, sources."""
     from hostile.conftest import handed_over
-    from whole import whole_campaign
+    from whole import run, whole_campaign
 
     made = handed_over(whole_campaign(folder / "campaign"), folder)
+    for stage in ("compare", "diagnose"):
+        run(stage, made["campaign"], "--set", "diagnose.samples=4", "--set", "compare.strategies=[top-1]")
     shutil.copytree(made["campaign"], folder / "training")
     for part in ("expert", "run"):
         shutil.rmtree(folder / "training/islands/0" / part)
