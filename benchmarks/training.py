@@ -345,7 +345,7 @@ def synthetic(store: Store, side: int) -> DataSet:
     )
     latents = torch.randn(ROW_COUNT, 4, side, side, generator=source).half()
     split = torch.from_numpy((np.arange(ROW_COUNT) % 16 == 15).astype(np.int8))
-    dataset.write_column("latents", {"name": "random"}, lambda _: {"values": latents})
+    dataset.write_column("latents", {"name": "random", "hash": ""}, lambda _: {"values": latents})
     dataset.write_column("split", {"name": "random"}, lambda _: {"values": split})
     return dataset.finish()
 

@@ -158,7 +158,7 @@ class Builder:
             "clusters": [n % self.k for n in range(len(prompts))],
             "routing": {name: array.tolist() for name, array in routing.items()},
         }
-        self.store.put_json("reports/compare.json", content | fields)
+        self.store.put("reports/compare.json", json.dumps(content | fields).encode())
         for name in ("data", *DISTANCES):
             for n in range(len(prompts)):
                 self.store.put(f"reports/compare/{name}/{n:02d}.png", png(self.side, 7 * n))

@@ -21,9 +21,7 @@ def loading(
     logger.setLevel(logging.ERROR)
     try:
         yield
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers 4 raises ImportError and TypeError for files that are missing
+    except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
         reason = first_line(error).rstrip(".: ")
         raise ConfigError(f"cannot load the {what} {name!r}: {reason}", fix) from None
     finally:
