@@ -322,7 +322,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 )
 @click.option(
     "--split",
-    type=click.Choice(["heldout", "train", "all"]),
+    type=click.Choice(["heldout", "test", "train", "all"]),
     default="heldout",
     help="Rows of a data set that are the reference.",
 )

@@ -78,8 +78,8 @@ def test_rows_and_pictures(glyphs: DataSet) -> None:
     assert again == [glyphs.image(row).tobytes() for row in range(40)]
     rows = [39, 0, 20, 20, 3]
     assert glyphs.take(rows).column("id").to_pylist() == [glyphs.ids[row] for row in rows]
-    with pytest.raises(DataError, match="no split 'test'"):
-        glyphs.split("test")
+    with pytest.raises(DataError, match="no split 'validation'"):
+        glyphs.split("validation")
     with pytest.raises(DataError, match="no column 'latents'"):
         glyphs.column("latents")
     assert glyphs.column_names() == ["split"]
@@ -240,4 +240,4 @@ def test_audit_finds_groups_in_both_splits(glyphs: DataSet) -> None:
         {"name": "wrong"},
         lambda i: {"values": (torch.arange(glyphs.shards[i].rows) % 2).to(torch.int8)},
     )
-    assert any("lies in both splits" in problem for problem in audit(glyphs))
+    assert any("lies in two splits" in problem for problem in audit(glyphs))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.base.errors import DataError
+from atoll.base.errors import ConfigError, DataError
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
@@ -166,6 +166,19 @@ def test_groups_never_straddle_and_order_does_not_count(store: Store) -> None:
     assert heldout(ingest(Rows(rows), store, "other", CONFIG.model_copy(update={"seed": 1}))) != held
     fewer = ingest(Rows(rows[:120], "fewer"), store, "fewer", CONFIG)  # every group, fewer rows of each
     assert heldout(fewer) == {name for name in held if int(name[1:]) < 120}
+
+
+def test_test_rows_come_out_of_the_held_out_ones(store: Store) -> None:
+    rows = [record(f"r{n}", group=f"g{n % 40}", size=(8, 8), seed=n) for n in range(200)]
+    whole = ingest(Rows(rows), store, "whole", CONFIG)
+    parted = ingest(Rows(rows), store, "parted", CONFIG.model_copy(update={"heldout": 0.2, "test": 0.1}))
+    assert parted.split("train").tolist() == whole.split("train").tolist()
+    held, test = (set(parted.split(name).tolist()) for name in ("heldout", "test"))
+    assert held | test == set(whole.split("heldout").tolist()) and not held & test
+    assert held and test and len(test) % 5 == 0
+    assert audit(parted) == []
+    with pytest.raises(ConfigError, match="leave nothing to train on"):
+        IngestConfig(heldout=0.5, test=0.5)
 
 
 def test_equal_pictures_fall_into_one_split(store: Store) -> None:

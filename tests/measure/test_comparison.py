@@ -19,7 +19,7 @@ from atoll.measure import models
 from atoll.measure.training_curve import Course
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Answer, command, entries, merged, of_no_number, partitioned, refused
+from helpers import Answer, assembled, command, entries, merged, of_no_number, partitioned, refused
 from helpers_extractors import save_dinov2
 
 Drawing = tuple[str | None, float, int]
@@ -104,6 +104,23 @@ def watched(monkeypatch: pytest.MonkeyPatch, stop: Drawing | None = None) -> lis
 
 
 # The table.
+
+
+def test_test_rows_judge_apart(
+    folder: Path, tmp_path: Path, net: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(compare(capsys, folder, "compare.conditions=test"), "the data set has no test rows")
+    parted = {"data": {"ingest": {"heldout": 0.2, "test": 0.2}}, "budget": {"pretrain": 0}}
+    there = assembled(tmp_path / "parted", merged(MILESTONES, parted))
+    distances = []
+    for split in ("heldout", "test"):
+        sets = (f"compare.extractor={net}", f"compare.conditions={split}")
+        assert compare(capsys, there, *sets).code == 0
+        metric = result(there)["metric"]
+        assert metric["reference"][:4] == split[:4] and metric["conditions"] == f"of {split} rows"
+        assert metric["reference_rows"] == len(Campaign.open(there).dataset().split(split))
+        distances.append(result(there)["rows"][0]["distance"])
+    assert distances[0] != distances[1]
 
 
 def test_rows_have_precision_and_recall_and_pairs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, wanted_columns
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import SPLITS, DataSet
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
@@ -42,9 +42,8 @@ def describe(dataset: DataSet) -> list[str]:
     size = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
     lines = [f"{dataset.store.location}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
     if "split" in columns:
-        lines.append(
-            f"  {len(dataset.split('train')):,} to train on, {len(dataset.split('heldout')):,} held out"
-        )
+        train, heldout, test = (len(dataset.split(name)) for name in SPLITS)
+        lines.append(f"  {train:,} to train on, {heldout:,} held out" + (f", {test:,} to test" if test else ""))
     for reason, count in manifest.rejects.items():
         lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
     for name in columns:

@@ -83,4 +83,4 @@ def _groups(dataset: DataSet, shard: int, side: dict[str, int]) -> Iterator[str]
         if value not in range(len(SPLITS)):
             yield f"a row of the group {group!r} has the split {value}"
         elif side.setdefault(group, value) != value:
-            yield f"the group {group!r} lies in both splits"
+            yield f"the group {group!r} lies in two splits"

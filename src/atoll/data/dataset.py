@@ -35,8 +35,8 @@ ROWS = pa.schema(
     ]
 )
 """Columns of `rows/*.parquet`; width and height are those of the source picture."""
-SPLITS = ("train", "heldout")
-"""Names of the values 0 and 1 of the column `split`."""
+SPLITS = ("train", "heldout", "test")
+"""Names of the values 0, 1 and 2 of the column `split`."""
 
 
 class DataSet:
@@ -215,7 +215,7 @@ class DataSet:
             self.column(name).localise()
 
     def split(self, name: str) -> Rows:
-        """Row numbers of `train` or `heldout`, ascending."""
+        """Row numbers of `train`, `heldout` or `test`, ascending."""
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
         values = self.column("split").read(np.arange(len(self))).numpy()

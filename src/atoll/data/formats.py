@@ -168,7 +168,7 @@ class PartitionFile(File):
     sizes: list[int] = Field(min_length=1)
     """Training rows of each cluster."""
     heldout: list[int]
-    """Held-out rows of each cluster."""
+    """Held-out and test rows of each cluster."""
     warnings: list[str]
     """What is odd about the balance."""
     hash: str

@@ -53,7 +53,8 @@ def ingest(
     """
     store.sweep(prefix)
     about = source.describe()
-    identity = digest({"source": about["fingerprint"], "config": config.model_dump(), "schema": 1})
+    settings = config.model_dump(exclude=None if config.test else {"test"})  # earlier versions had none
+    identity = digest({"source": about["fingerprint"], "config": settings, "schema": 1})
     finished = DataSet.find(store, prefix, identity, "another source or with other settings")
     if finished is not None:
         _remove_notes(store, prefix)
@@ -167,7 +168,7 @@ class _Job:
         counts = Counter(reject.reason for reject in rejects)
         dataset = self._dataset(filled, source=about, rejects=dict(sorted(counts.items())))
         try:
-            write_split(dataset, self.config.seed, self.config.heldout)
+            write_split(dataset, self.config)
         except DataError as error:
             self._discard()
             if not rejects:
@@ -195,35 +196,39 @@ class _Job:
         self.store.delete(*self.store.list(self.prefix))
 
 
-def write_split(dataset: DataSet, seed: int, heldout: float) -> None:
-    """Write the column `split`, int8: 0 train, 1 held out.
+def write_split(dataset: DataSet, config: IngestConfig) -> None:
+    """Write the column `split`, int8: 0 train, 1 held out, 2 test.
 
-    A group is held out if a hash of the seed and its name is small, so its rows stay together, and
-    neither the order of rows nor other groups count. Where that leaves one side empty, the group
-    nearest to the bound changes sides.
+    A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
+    neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
+    training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
+    them, the group nearest to the bound changes sides.
 
     Raises:
         DataError: there is only one group, so that one side must stay empty.
     """
+    seed, kept = config.seed, config.heldout + config.test
     tables = (dataset.shard_table(shard, ["group"]) for shard in range(len(dataset.shards)))
     places = [_places(seed, table.column("group").to_pylist()) for table in tables]
     low, high = float(min(map(np.min, places))), float(max(map(np.max, places)))
-    bound = heldout
-    if heldout > 0:
+    bound = kept
+    if kept > 0:
         if low == high:
             rejects = sum(dataset.manifest.rejects.values())
             beside = f" ({rejects} others were rejected, see {_REJECTS})" if rejects else ""
             raise DataError(
                 f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
                 " leaving none to train on",
-                "choose another column for group, or set heldout to 0",
+                "choose another column for group, or set heldout and test to 0",
             )
-        bound = min(max(heldout, math.nextafter(low, 1.0)), high)
+        bound = min(max(kept, math.nextafter(low, 1.0)), high)
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": torch.from_numpy(places[shard] < bound).to(torch.int8)}
+        sides = np.add(places[shard] < bound, places[shard] < config.test, dtype=np.int8)
+        return {"values": torch.from_numpy(sides)}
 
-    settings = {"seed": seed, "heldout": heldout, "bound": bound}
+    settings = {"seed": seed, "heldout": config.heldout, "bound": bound}
+    settings |= {"test": config.test} if config.test else {}
     dataset.write_column("split", {"name": "split", "hash": digest(settings), **settings}, compute)
 
 

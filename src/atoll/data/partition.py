@@ -65,7 +65,7 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
     Raises:
         PartitionError: K is larger than the rows, or a cluster stays empty.
     """
-    train, heldout = dataset.split("train"), dataset.split("heldout")
+    train = dataset.split("train")
     if config.k > len(train):
         what = f"K = {config.k} clusters for {len(train)} training rows"
         raise PartitionError(what, "choose 1 <= partition.k <= rows")
@@ -76,9 +76,9 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
         assert features is not None, "kmeans needs features"
         centroids = _fit(features, train, config, seed)
         clusters = _assign(features, centroids)
-    sizes = np.bincount(clusters[train], minlength=config.k).tolist()
-    if min(sizes) == 0:
-        raise PartitionError(f"cluster {sizes.index(0)} of {config.k} is empty", "lower partition.k")
+    sizes = np.bincount(clusters[train], minlength=config.k)
+    if not sizes.all():
+        raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
     about = PartitionFile(
         method=config.method,
         k=config.k,
@@ -86,9 +86,9 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
         encoder=features.meta.producer if features is not None else None,
         rows=len(dataset),
         data=dataset.id_hash,
-        sizes=sizes,
-        heldout=np.bincount(clusters[heldout], minlength=config.k).tolist(),
-        warnings=imbalances(sizes),
+        sizes=sizes.tolist(),
+        heldout=(np.bincount(clusters, minlength=config.k) - sizes).tolist(),
+        warnings=imbalances(sizes.tolist()),
         hash="",
     )
     whole = about.model_copy(update={"hash": _hash(about, clusters, centroids)})

@@ -1,12 +1,12 @@
 """How a data set is made and cut, as settings. Imports nothing that reads pictures or numbers."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config
-from atoll.base.errors import DataError, nearest
+from atoll.base.errors import ConfigError, DataError, nearest
 
 ConditionKind = Literal["text", "class", "none"]
 CAPTIONS = ("text", "caption", "prompt")
@@ -138,10 +138,18 @@ class IngestConfig(SourceOptions):
     """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the groups that is held out from training; at least one group unless it is 0."""
+    test: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the groups that is kept for the last measurement, on which nothing is chosen."""
     shard_rows: int = Field(default=1024, ge=1)
     """Positions of the source that one shard takes up."""
     seed: int = 0
     """Chooses the held-out groups."""
+
+    @model_validator(mode="after")
+    def _leaves_rows(self) -> Self:
+        if self.heldout + self.test >= 1:
+            raise ConfigError("data.ingest: heldout and test leave nothing to train on", "lower them")
+        return self
 
 
 class PartitionConfig(Config):

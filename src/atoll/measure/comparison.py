@@ -45,6 +45,7 @@ FOLDER = "reports/compare"
 USUAL = ("once", "top-1", "top-2", "full", "oracle")
 """Strategies beside the campaign's own, if none are named."""
 BASE = "monolith"
+NAMES = {"heldout": "held-out", "test": "test"}
 NUMBERS = {"distance": "frechet", "precision": "precision", "recall": "recall"}
 COSTS = ("gflops_per_step", "experts_per_step", "router_calls_per_step", "router_share")
 """Columns of a row, of a point's metrics and of its cost."""
@@ -105,7 +106,7 @@ class Bench:
         dense: cards of the single networks.
 
     Raises:
-        DataError: there are too few held-out rows.
+        DataError: there are too few rows to judge by.
     """
 
     def __init__(self, campaign: Campaign, request: Request, router: Card, dense: Mapping[str, Card]) -> None:
@@ -113,11 +114,13 @@ class Bench:
         self.config: CompareConfig = campaign.config.compare
         self.seed, self.device = campaign.config.seed, own_device()
         self.dataset, self.partition = campaign.clustered()
-        self.train, heldout = (samples_of(campaign, self.dataset, s, router) for s in ("train", "heldout"))
-        self.heldout = len(heldout)
-        if not self.heldout:
-            raise DataError("the data set has no held-out rows", "ingest with data.ingest.heldout above 0")
-        rows = heldout if self.config.conditions == "heldout" else self.train
+        self.split = "test" if self.config.conditions == "test" else "heldout"
+        self.train, judging = (samples_of(campaign, self.dataset, s, router) for s in ("train", self.split))
+        self.references = len(judging)
+        if not self.references:
+            what = f"the data set has no {NAMES[self.split]} rows"
+            raise DataError(what, f"ingest with data.ingest.{self.split} above 0")
+        rows = self.train if self.config.conditions == "train" else judging
         most = max(self.config.samples, self.config.curve_samples or 0)
         self.conditions = RowConditions.drawn(campaign, rows, self.config.conditions, most, self.seed)
         self.published = cache(lambda name: published(campaign, name, self.device))
@@ -130,8 +133,8 @@ class Bench:
 
     @cached_property
     def reference(self) -> Reference:
-        """Every held-out picture."""
-        pictures = Rows(self.dataset, "heldout")
+        """Every held-out picture, or every test picture."""
+        pictures = Rows(self.dataset, self.split)
         return Reference.of_pictures(pictures, "the campaign's data", self.encoder, self.campaign.store)
 
     @cached_property
@@ -147,10 +150,10 @@ class Bench:
     @property
     def components(self) -> int:
         """Most components, however many pictures there are: half of those at hand."""
-        components = min(self.config.components, min(self.heldout, len(self._fit)) // 2)
+        components = min(self.config.components, min(self.references, len(self._fit)) // 2)
         if components < 1:
-            what = f"{self.heldout} held-out rows cannot judge"
-            raise DataError(what, "hold out more: data.ingest.heldout")
+            what = f"{self.references} {NAMES[self.split]} rows cannot judge"
+            raise DataError(what, f"hold out more: data.ingest.{self.split}")
         return components
 
     def _judge(self, samples: int) -> Judge:
@@ -160,7 +163,7 @@ class Bench:
             lambda: self._projection,
         )
         components = min(self.components, samples // 2)
-        encoder, held = self.encoder, self.heldout
+        encoder, held = self.encoder, self.references
         how = How(encoder.name, encoder.kind, encoder.width, samples, held, components, axes)
         metrics = ["frechet"]
         if min(samples, held) > DENSITY_K:
@@ -238,7 +241,7 @@ def compare(campaign: Campaign) -> Comparison:
     Raises:
         StoreError: there is no ensemble, or a part is damaged.
         ConfigError: a strategy or a curve that is not possible here.
-        DataError: there are too few held-out rows.
+        DataError: there are too few rows to judge by.
     """
     from atoll.measure.guidance_sweep import guidance_sweep
     from atoll.measure.training_curve import Course, training_curve
@@ -345,9 +348,9 @@ def _metric(bench: Bench) -> dict[str, Any]:
         "components": judge.how.components,
         "axes": "of training pictures",
         "fit_rows": config.fit_rows,
-        "reference": "held-out pictures",
+        "reference": f"{NAMES[bench.split]} pictures",
         "reference_hash": judge.reference.about.data,
-        "reference_rows": bench.heldout,
+        "reference_rows": bench.references,
         "samples": config.samples,
         "conditions": f"of {config.conditions} rows",
         "steps": generation.steps,
@@ -362,7 +365,7 @@ def _metric(bench: Bench) -> dict[str, Any]:
             "k": PRECISION_K,
             "dimensions": bench.encoder.width,
             "samples": config.samples,
-            "references": bench.heldout,
+            "references": bench.references,
             "real_precision": real.number("precision"),
             "real_recall": real.number("recall"),
         },

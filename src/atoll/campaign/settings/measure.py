@@ -13,6 +13,7 @@ BEYOND = ("guidances", "sweep", "curve", "curve_samples")
 LITE = "efficientnet-lite2"
 """Who judges where no other network is at hand."""
 Split = Literal["heldout", "train"]
+Conditions = Literal["heldout", "test", "train"]
 
 
 class CompareConfig(Config):
@@ -21,8 +22,9 @@ class CompareConfig(Config):
     strategies: list[str] | None = None
     """Routing strategies of the ensemble; by default the campaign's own (`sampling.routing`), then once,
     top-1, top-2, full and oracle."""
-    conditions: Literal["heldout", "train"] = "heldout"
-    """Rows whose captions or labels are sampled; the reference is the held-out pictures either way."""
+    conditions: Conditions = "heldout"
+    """Rows whose captions or labels are sampled; the reference is the held-out pictures, or under `test` the
+    test pictures."""
     samples: int = Field(default=1000, ge=2, le=10**8)
     """Pictures drawn from each."""
     steps: int | None = Field(default=None, ge=1)
@@ -79,7 +81,7 @@ class EvaluateConfig(Config):
     """Network whose features are compared: another one than the partition's."""
     extractor_size: int | None = Field(default=None, ge=8)
     """Side in pixels that it sees; its own if not set."""
-    conditions: Literal["heldout", "train"] = "heldout"
+    conditions: Conditions = "heldout"
     """Rows whose captions or labels are sampled."""
     samples: int = Field(default=1000, ge=2, le=10**8)
     """Pictures drawn from a model."""
