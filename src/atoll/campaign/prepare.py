@@ -43,7 +43,8 @@ def describe(dataset: DataSet) -> list[str]:
     lines = [f"{dataset.store.location}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
     if "split" in columns:
         train, heldout, test = (len(dataset.split(name)) for name in SPLITS)
-        lines.append(f"  {train:,} to train on, {heldout:,} held out" + (f", {test:,} to test" if test else ""))
+        tested = f", {test:,} to test" if test else ""
+        lines.append(f"  {train:,} to train on, {heldout:,} held out{tested}")
     for reason, count in manifest.rejects.items():
         lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
     for name in columns:
