@@ -9,6 +9,7 @@ import yaml
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.folder import Campaign, new
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.flow.settings import TimeConfig
 from atoll.recipes import catalogue
 from helpers import SMALL, merged, write_campaign
 
@@ -163,3 +164,11 @@ def test_the_data_lie_beside_the_campaign_or_where_it_says(tmp_path: Path) -> No
 def test_yaml_that_was_written_is_read(tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c")
     assert yaml.safe_load((folder / "campaign.yaml").read_text()) == SMALL
+
+
+def test_the_router_learns_at_the_times_of_the_experts() -> None:
+    """Unless it is set apart."""
+    time = {"distribution": "logit-normal", "shift": 3.0}
+    tied = parse(objective={"time": time})
+    assert tied.router.time == tied.objective.time == TimeConfig(distribution="logit-normal", shift=3.0)
+    assert parse(objective={"time": time}, router={"time": {}}).router.time == TimeConfig()

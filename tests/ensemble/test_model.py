@@ -27,8 +27,9 @@ K, SEED, EACH = 3, 7, 2
 
 @pytest.fixture(scope="module", params=["class", "none"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign of class labels, and an unconditional one."""
+    """A campaign of class labels, and an unconditional one, both with a time shift."""
     settings = {"condition": request.param, "partition": {"k": K}, "budget": {"samples": 320}}
+    settings["sampling"] = {"shift": 3.0}
     return assembled(tmp_path_factory.mktemp("model") / request.param, {**settings, "monolith": False})
 
 
@@ -84,9 +85,12 @@ def test_one_seed_is_one_picture_everywhere(
     expected = drawn(model, routing=routing)
     others = drawn(model, routing=routing, seed=SEED + 1)
     assert all(one.tobytes() != other.tobytes() for one, other in zip(expected, others, strict=True))
+    unshifted = drawn(model, routing=routing, shift=1.0)
+    assert any(one.tobytes() != other.tobytes() for one, other in zip(expected, unshifted, strict=True))
     same(drawn(model, routing=routing, batch=3), expected)
     same(drawn(Model.load(folder, residency=Residency(experts=1)), routing=routing), expected)
     same(drawn(Model.load(exported), routing=routing), expected)
+    assert Model.load(exported).generation.shift == 3
     for pipeline in (folder / "ensemble", exported):
         same(of_pipeline(pipeline, model, routing), expected)
     sheets: list[list[Image.Image]] = []

@@ -27,7 +27,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, write_part
-from atoll.ensemble.integrate import sample
+from atoll.ensemble.integrate import euler, sample
 from atoll.export.stock import STOCK, stock_of
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
 from atoll.networks.settings import DataShape
@@ -35,8 +35,11 @@ from helpers import SMALL, atoll, command, merged, partitioned, refused, write_c
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import card, random_weights
 
-STEPS, GUIDANCE = 50, 2.0
-LABELS = {"student": {"train": {"lr": 1e-3}}, "sampling": {"steps": STEPS, "guidance": GUIDANCE}}
+STEPS, GUIDANCE, SHIFT = 50, 2.0, 1.5
+LABELS = {
+    "student": {"train": {"lr": 1e-3}},
+    "sampling": {"steps": STEPS, "guidance": GUIDANCE, "shift": SHIFT},
+}
 TEXTS = {
     **LABELS,
     "condition": "text",
@@ -133,10 +136,11 @@ def own_pictures(
     noise = torch.randn(
         (1, shape.channels, shape.size, shape.size), generator=torch.Generator().manual_seed(0)
     )
-    plain = sample(SingleField(student, cond, null, guidance, 1), noise, STEPS)
+    plain = sample(SingleField(student, cond, null, guidance, 1), noise, STEPS, euler(STEPS, SHIFT))
     # Its sigmas go from 0.999, and it tells the network whole thousandths.
     field, x = SingleField(student, cond, null, guidance, 1), noise
-    sigmas = [0.999 * (STEPS - n) / STEPS for n in range(STEPS)]
+    even = [0.999 * (STEPS - n) / STEPS for n in range(STEPS)]
+    sigmas = [SHIFT * sigma / (1 + (SHIFT - 1) * sigma) for sigma in even]
     for now, then in zip(sigmas, [*sigmas[1:], 0.0], strict=True):
         x = x + (then - now) * field(x, int(1000 * now + 1e-9) / 1000, 0)
     decode = autoencoder(vae).decode

@@ -32,7 +32,7 @@ CURVES = ["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scaled-linear", "d
 def test_shift_takes_away_log_snr_of_every_schedule(name: str, distribution: str) -> None:
     u, curve = torch.linspace(0.1, 0.7, 9, dtype=torch.float64), schedule(name)
     plain = training_times(TimeConfig.parse({"distribution": distribution}, "test"), u, curve)
-    shifted = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 2}, "test")
+    shifted = TimeConfig.parse({"distribution": distribution, "shift": math.e}, "test")
     moved = training_times(shifted, u, curve)
     torch.testing.assert_close(curve.log_snr(moved), curve.log_snr(plain) - 2, rtol=1e-9, atol=1e-9)
     assert (moved > plain).all()  # positive = more noise
@@ -42,7 +42,7 @@ def test_shift_is_the_one_of_sd3() -> None:
     """Equal to the bit as float32, also where a time is nearer to an end than the margin."""
     ends = torch.logspace(-9, -5, 400)
     t, s = torch.cat([ends, torch.linspace(0.001, 0.999, 4001), 1 - ends]), 3.0
-    moved = training_times(TimeConfig(log_snr_shift=2 * math.log(s)), t, RectifiedFlow())
+    moved = training_times(TimeConfig(shift=s), t, RectifiedFlow())
     expected = s * t.double() / (1 + (s - 1) * t.double())
     assert torch.equal(moved, expected.clamp(MARGIN, 1 - MARGIN).float())
 
@@ -51,10 +51,15 @@ def test_shift_is_the_one_of_sd3() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CURVES)
 def test_times_stay_inside(name: str, distribution: str, dtype: torch.dtype) -> None:
-    config = TimeConfig.parse({"distribution": distribution, "log_snr_shift": 8.0, "std": 4}, "test")
+    config = TimeConfig.parse({"distribution": distribution, "shift": math.exp(4), "std": 4}, "test")
     last = 1 - torch.finfo(dtype).eps / 2  # the largest uniform there is
     times = training_times(config, torch.tensor([0.0, 1e-9, 0.5, last], dtype=dtype), schedule(name))
     assert times.dtype == dtype
     assert (times > 0).all() and (1 - times > MARGIN / 2).all()
     assert (times.diff() >= 0).all()
     assert schedule(name).log_snr(times).isfinite().all()
+
+
+def test_an_earlier_campaign_says_it_in_nats() -> None:
+    assert TimeConfig.parse({"log_snr_shift": 2 * math.log(3)}, "test").shift == pytest.approx(3)
+    assert TimeConfig.parse({"log_snr_shift": 0.0}, "test") == TimeConfig()

@@ -66,7 +66,9 @@ def assemble(
     for number in numbers:
         writer.copy(store, Run("expert", number).network, number)
     writer.copy(store, Run("router").network)
-    if not writer.describe({"scheduler": writer.scheduler()}, defaults(campaign.config.sampling)):
+    if not writer.describe(
+        {"scheduler": writer.scheduler(campaign.config.sampling)}, defaults(campaign.config.sampling)
+    ):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
     facts = about(campaign, parts_of(writer.experts, router))

@@ -47,6 +47,8 @@ class Protocol(Config):
     """Steps of the sampler."""
     guidance: float | None = None
     """Scale of classifier-free guidance."""
+    shift: float | None = None
+    """Time shift of the sampler; none for 1."""
     routing: str | None = None
     """Routing strategy; none for a single network."""
     seed: int | None = None
@@ -105,7 +107,8 @@ class MeasuredPoint(File):
 def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
     """Digest of everything that decides a point: not what the reference is called, nor Atoll's version,
     whose changes of numbers raise `MeasuredPoint.VERSION`."""
-    decisive = protocol.model_dump(mode="json", exclude={"reference", "code"})
+    unsaid = {"shift"} if protocol.shift is None else set()  # so that earlier points keep their names
+    decisive = protocol.model_dump(mode="json", exclude={"reference", "code", *unsaid})
     tree = {"version": MeasuredPoint.VERSION, "subject": subject, "protocol": decisive, "metrics": settings}
     return digest(tree)[:16]
 

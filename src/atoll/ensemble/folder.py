@@ -19,7 +19,7 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.ensemble.card import LARGEST_K, Card
 from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import euler
+from atoll.ensemble.integrate import scheduler_of
 from atoll.ensemble.model_card import model_card
 from atoll.ensemble.parts import CARD, FILES, copy_part, save_part
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
@@ -33,6 +33,7 @@ BANK = ("atoll.export.bank", "ExpertBank")
 ROUTER = ("atoll.networks.router", "Router")
 """Import paths that `model_index.json` names: folders of any age are read through them, so they stay."""
 OTHERS = ("scheduler", "vae", "text_encoder", "tokenizer")
+SCHEDULER = "scheduler/scheduler_config.json"
 DEFAULTS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routing": "routing"}
 """Fields of `Generation`, and what a diffusers pipeline calls them."""
 
@@ -132,16 +133,17 @@ def defaults(generation: Generation) -> dict[str, Any]:
     return {**values, "routing": str(generation.routing)}
 
 
-def defaults_in(index: Mapping[str, Any]) -> Generation:
-    """What a call takes that says nothing else, as `model_index.json` has it.
+def defaults_in(index: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Generation:
+    """What a call takes that says nothing else, as `model_index.json` and the scheduler's settings have it.
 
     Raises:
         StoreError: a value that no call could give.
     """
+    values = {field: index.get(name) for field, name in DEFAULTS.items()}
     try:
-        return Generation().with_(**{field: index.get(name) for field, name in DEFAULTS.items()})
+        return Generation().with_(**values, shift=scheduler.get("shift"))
     except ConfigError as error:
-        raise StoreError(f"{MODEL_INDEX} has {error.what}", Manifest.REMEDY) from None
+        raise StoreError(f"{MODEL_INDEX} or {SCHEDULER} has {error.what}", Manifest.REMEDY) from None
 
 
 def index_entries(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -182,12 +184,12 @@ class FolderWriter:
             self.experts[number] = card
         return card
 
-    def scheduler(self) -> tuple[str, str]:
-        """Write the scheduler of a flow; its library and class."""
-        scheduler = euler(1)
+    def scheduler(self, generation: Generation) -> tuple[str, str]:
+        """Write the scheduler that pictures are drawn with; its library and class."""
+        scheduler = scheduler_of(generation.with_(steps=1))
         kind, kinds = type(scheduler).__name__, (str, int, float, bool, type(None))
         settings = {k: v for k, v in scheduler.config.items() if k[0] != "_" and isinstance(v, kinds)}
-        self._put("scheduler/scheduler_config.json", to_json({"_class_name": kind, **settings}))
+        self._put(SCHEDULER, to_json({"_class_name": kind, **settings}))
         return "diffusers", kind
 
     def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:

@@ -20,6 +20,9 @@ class Generation(Config):
     """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
     scheduler: Literal["euler"] = "euler"
     """What integrates the flow."""
+    shift: float = Field(default=1.0, gt=0, le=1e4)
+    """SD3's time shift of the steps' times: s moves t to s t / (1 + (s - 1) t), towards noise; 1 is none. It
+    takes 2 ln s nats of log-SNR away, whatever schedules the experts learned on."""
     seed: int = 0
     """Of noise and routing. Picture number i depends on it and on i, not on its batch."""
 

@@ -31,7 +31,7 @@ def euler(steps: int, shift: float = 1.0) -> FlowMatchEulerDiscreteScheduler:
     The sigmas are passed in: the default grid ends at 1/1000 and wastes a step.
 
     Args:
-        steps: number of steps N; times are 1, (N-1)/N, ..., 1/N.
+        steps: number of steps N; times are 1, (N-1)/N, ..., 1/N before the shift.
         shift: SD3's time shift; 1 is none.
     """
     if steps < 1:
@@ -46,7 +46,7 @@ SCHEDULERS = {"euler": euler}
 
 def scheduler_of(generation: Generation) -> FlowMatchEulerDiscreteScheduler:
     """The scheduler that a generation names, with its times set."""
-    return SCHEDULERS[generation.scheduler](generation.steps)
+    return SCHEDULERS[generation.scheduler](generation.steps, generation.shift)
 
 
 @dataclass

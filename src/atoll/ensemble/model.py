@@ -23,7 +23,14 @@ from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
 from atoll.ensemble.ensemble import Costs, Ensemble, Trace
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card
-from atoll.ensemble.folder import MANIFEST, MODEL_INDEX, defaults_in, read_manifest, verify_folder
+from atoll.ensemble.folder import (
+    MANIFEST,
+    MODEL_INDEX,
+    SCHEDULER,
+    defaults_in,
+    read_manifest,
+    verify_folder,
+)
 from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locate
@@ -358,6 +365,6 @@ def load_experts(
 
 
 def _defaults(store: Store, prefix: str) -> Generation:
-    """How the folder's pipeline draws if a call says nothing."""
-    index = store.get_json(f"{prefix}{MODEL_INDEX}") if store.exists(f"{prefix}{MODEL_INDEX}") else {}
-    return defaults_in(index)
+    """How the folder's pipeline draws if a call says nothing else."""
+    places = (f"{prefix}{name}" for name in (MODEL_INDEX, SCHEDULER))
+    return defaults_in(*(store.get_json(place) if store.exists(place) else {} for place in places))

@@ -250,7 +250,7 @@ def _model_index(root: Path) -> dict[str, Any]:
             what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
             raise ConfigError(what, f"take one of a known class: {known}")
         _check_files(root, name)
-    defaults_in(index)
+    defaults_in(index, {})
     return index
 
 

@@ -58,7 +58,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     _put(root / "transformer/config.json", to_json(settings))
     save_file(converted, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
     as_others_are(root / "transformer")
-    _put(root / "scheduler/scheduler_config.json", to_json(dict(stock.scheduler)))
+    _put(root / "scheduler/scheduler_config.json", to_json(stock.shifted(campaign.config.sampling.shift)))
     _put(root / CARD, to_json(card.to_json()))
     index = model_index(stock, str(config["_class_name"]), parts, version("diffusers"))
     _put(root / MODEL_INDEX, to_json(index))

@@ -81,7 +81,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     writer.copy(store, "ensemble/router")
     components = copy_encoders(root, router, request.encoders, networks)
     generation = defaults(campaign.config.sampling)
-    writer.describe({**components, "scheduler": writer.scheduler()}, generation)
+    writer.describe({**components, "scheduler": writer.scheduler(campaign.config.sampling)}, generation)
     writer.finish(facts, name=root.name)
     inspect_folder(root, "auto")
     if request.picture:

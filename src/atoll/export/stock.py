@@ -28,7 +28,7 @@ DPM = {
 }
 
 
-EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 WITHOUT_VAE = 8
 """Factor between pictures and latents that diffusers' pipelines assume where there is no VAE."""
 DPM_REMARK = (
@@ -62,7 +62,7 @@ class Stock:
 
     Attributes:
         limits: what it demands of a model.
-        scheduler: content of `scheduler_config.json`.
+        scheduler: content of `scheduler_config.json`, less the time shift.
         components: the pipeline's names of VAE, text encoder and tokenizer.
         convert: config and weights as the pipeline takes them, exactly the same network.
         arguments: of a call, from the card, pixels a latent pixel (None: there is no VAE), and the campaign's
@@ -80,6 +80,10 @@ class Stock:
     remarks: tuple[str, ...]
     empty: tuple[str, ...] = ()
     joint: Joint | None = None
+
+    def shifted(self, shift: float) -> dict[str, Any]:
+        """Content of `scheduler_config.json` under a time shift."""
+        return {**self.scheduler, "shift" if self.scheduler is EULER else "flow_shift": shift}
 
 
 def stock_of(family: str) -> Stock:

@@ -1,8 +1,10 @@
 """What a denoiser learns, as settings: schedule, prediction, times, dropout. Imports no torch."""
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
@@ -21,8 +23,16 @@ class TimeConfig(Config):
     """Mean of logit(t), for logit-normal; positive = more noise."""
     std: float = Field(default=1.0, gt=0)
     """Standard deviation of logit(t), for logit-normal."""
-    log_snr_shift: float = 0.0
-    """How much log-SNR (nats) is taken away; positive = more noise. SD3's shift s is 2 log s of it."""
+    shift: float = Field(default=1.0, gt=0, le=1e4)
+    """SD3's time shift: s takes 2 ln s nats of log-SNR away; 1 is none, above 1 = more noise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("log_snr_shift"), int | float):
+            return tree
+        rest = {name: value for name, value in tree.items() if name != "log_snr_shift"}
+        return {**rest, "shift": math.exp(tree["log_snr_shift"] / 2)}
 
 
 class ObjectiveConfig(Config):

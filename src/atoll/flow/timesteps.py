@@ -1,5 +1,7 @@
 """At which times a network is trained: a distribution over t, as a pure function of uniforms."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,6 +18,6 @@ def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule
     t = u.double()
     if config.distribution == "logit-normal":
         t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))
-    if config.log_snr_shift:  # at an end of a schedule the log-SNR may be infinite: it stays there
-        t = schedule.time_of_log_snr(schedule.log_snr(t) - config.log_snr_shift)
+    if config.shift != 1:  # at an end of a schedule the log-SNR may be infinite: it stays there
+        t = schedule.time_of_log_snr(schedule.log_snr(t) - 2 * math.log(config.shift))
     return t.clamp(MARGIN, 1 - MARGIN).to(u.dtype)

@@ -184,6 +184,7 @@ class Drawn:
             "sampler": self.generation.scheduler.capitalize(),
             "steps": self.generation.steps,
             "guidance": self.generation.guidance,
+            "shift": None if self.generation.shift == 1 else self.generation.shift,
             "routing": str(self.generation.routing) if self.candidate.routed else None,
             "seed": self.generation.seed,
             "ema": True,  # what is published is the average

@@ -1,5 +1,6 @@
 """The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -70,7 +71,7 @@ class RouterConfig(Config):
     pure_noise: float = Field(default=0.25, ge=0, le=1)
     """Share of its samples trained at exactly t = 1, where `once` asks it."""
     time: TimeConfig = TimeConfig()
-    """Distribution of the training times."""
+    """Distribution of the training times; by default that of the campaign's objective."""
     condition_dropout: float = Field(default=0.1, ge=0, le=1)
     """Probability of training on the null condition, which `full` with guidance asks about."""
     train: TrainConfig = TrainConfig(lr=5e-4)
@@ -140,6 +141,16 @@ class CampaignConfig(Config):
     """Where and with what runs are trained; may be changed at any time."""
     tracking: TrackingConfig = loose(default=TrackingConfig())
     """Which trackers show the runs; may be changed at any time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _router_times(cls, tree: Any) -> Any:
+        """The router is asked where the experts are, so it learns at their times unless it is set apart."""
+        parts = [tree.get(name) for name in ("objective", "router")] if isinstance(tree, Mapping) else []
+        objective, router = (part or {} for part in parts or ({}, {}))
+        if not isinstance(objective, Mapping) or not isinstance(router, Mapping) or "time" not in objective:
+            return tree
+        return {**tree, "router": {"time": objective["time"], **router}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
