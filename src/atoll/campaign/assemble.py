@@ -66,9 +66,8 @@ def assemble(
     for number in numbers:
         writer.copy(store, Run("expert", number).network, number)
     writer.copy(store, Run("router").network)
-    if not writer.describe(
-        {"scheduler": writer.scheduler(campaign.config.sampling)}, defaults(campaign.config.sampling)
-    ):
+    sampling = campaign.config.sampling
+    if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
     facts = about(campaign, parts_of(writer.experts, router))

@@ -146,8 +146,9 @@ class CampaignConfig(Config):
     @classmethod
     def _router_times(cls, tree: Any) -> Any:
         """The router is asked where the experts are, so it learns at their times unless it is set apart."""
-        parts = [tree.get(name) for name in ("objective", "router")] if isinstance(tree, Mapping) else []
-        objective, router = (part or {} for part in parts or ({}, {}))
+        if not isinstance(tree, Mapping):
+            return tree
+        objective, router = tree.get("objective"), tree.get("router") or {}
         if not isinstance(objective, Mapping) or not isinstance(router, Mapping) or "time" not in objective:
             return tree
         return {**tree, "router": {"time": objective["time"], **router}}
