@@ -6,12 +6,13 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from chaos.nursery import Nursery
 
-LARGE = 2**20
+LARGE = 2**20  # bytes; larger files are links to the template's
 SECONDS = 10.0
 
 
@@ -56,15 +57,22 @@ class Arena:
         templates: folders that are copied into it, by name.
         nursery: forks the processes.
         seconds: a command that runs for longer hangs.
+        large: bytes from which on files are links to the template's, but for logs, which are appended to.
     """
 
     def __init__(
-        self, folder: Path, templates: dict[str, Path], nursery: Nursery, seconds: float = SECONDS
+        self,
+        folder: Path,
+        templates: dict[str, Path],
+        nursery: Nursery,
+        seconds: float = SECONDS,
+        large: int = LARGE,
     ) -> None:
         self.folder, self.nursery, self.seconds = folder, nursery, seconds
         self.inside = folder / "inside"
         for name, template in templates.items():
-            shutil.copytree(template, self.inside / name, copy_function=_copy, symlinks=True)
+            copy = partial(_copy, large)
+            shutil.copytree(template, self.inside / name, copy_function=copy, symlinks=True)
         (self.inside / "tmp").mkdir(parents=True, exist_ok=True)
         (folder / "beside.txt").write_text("not yours")
 
@@ -123,8 +131,8 @@ def relisted(folder: Path) -> None:
     edit(folder / "ensemble.json", relist)
 
 
-def _copy(source: str, target: str) -> None:
-    if os.path.getsize(source) > LARGE:
+def _copy(large: int, source: str, target: str) -> None:
+    if os.path.getsize(source) >= large and not source.endswith(".jsonl"):
         os.link(source, target)
     else:
         shutil.copy2(source, target)

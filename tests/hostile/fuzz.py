@@ -10,6 +10,7 @@ reads the file is run. It must end within `SECONDS` by one line or by success, w
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -119,7 +120,8 @@ class Fuzzer:
         command, template = random.choice(commands), place.split("/")[0]
         wanted = {template} | ({"fresh"} if "{fresh}" in command else set())
         folder = self.scratch / str(number)
-        arena = Arena(folder, {name: self.templates[name] for name in sorted(wanted)}, self.nursery, SECONDS)
+        places = {name: self.templates[name] for name in sorted(wanted)}
+        arena = Arena(folder, places, self.nursery, SECONDS, large=0)
         try:
             data, how = mutated(arena / place, random)
             (arena / place).unlink()
@@ -202,6 +204,12 @@ def fuzz(numbers: range, seed: int, made: dict[str, Path], folder: Path, seconds
     return found
 
 
+def _digests(made: dict[str, Path]) -> dict[Path, str]:
+    """Of all files of the templates, which the mutations link to."""
+    files = (path for folder in made.values() for path in folder.rglob("*") if path.is_file())
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000)
@@ -215,6 +223,7 @@ def main() -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         made = templates(Path(scratch))
+        before = _digests(made)
         if options.only is not None:
             (only,) = fuzz(
                 range(options.only, options.only + 1), options.seed, made, Path(scratch) / "0", 600
@@ -229,6 +238,7 @@ def main() -> None:
                 for job, part in enumerate(parts)
             ]
             found = [one for run in runs for one in run.result()]
+        assert _digests(made) == before, "a command wrote into a file in place"
     causes = Counter(one.cause for one in found if one.cause is not None)
     for name, count in causes.most_common():
         print(f"{count:5d}  {name}")

@@ -82,7 +82,7 @@ class Campaign:
             set_value(tree, assignment)
         config = CampaignConfig.parse(tree, "--set" if sets and _is_valid(before) else store.name(YAML))
         if frozen is not None:
-            _must_agree(frozen.config, config.frozen(), store)
+            _must_agree(_as_now(frozen, store), config.frozen(), store)
         if student is not None:
             _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
         return cls(store, config, overrides)
@@ -95,7 +95,7 @@ class Campaign:
         try:
             self.store.create_json(FROZEN, frozen.to_json())
         except Conflict:
-            _must_agree(Frozen.read(self.store, FROZEN).config, config, self.store)
+            _must_agree(_as_now(Frozen.read(self.store, FROZEN), self.store), config, self.store)
 
     def freeze_student(self) -> None:
         """Fix the student's settings for good, in `student/student.json`."""
@@ -202,6 +202,11 @@ def _read_yaml(store: Store) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
     return tree
+
+
+def _as_now(frozen: Frozen, store: Store) -> dict[str, Any]:
+    """The fixed settings by their names of today; a setting that an earlier version lacked has its default."""
+    return CampaignConfig.parse(frozen.config, store.name(FROZEN)).frozen()
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
