@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atoll.base.text import NONE, count, duration, flops, percent, ratio, significant, size
+from atoll.base.text import NONE, count, duration, flops, in_common, percent, ratio, significant, size
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,9 @@ def test_a_number_is_written_as_people_read_it(
 
 def test_a_column_of_operations_has_one_unit() -> None:
     assert flops(5e9, like=1e12) == "0.00500 TFLOPs"
+
+
+def test_what_experts_have_in_common_is_one_sentence() -> None:
+    assert in_common(0.0, False) == "The experts share nothing and train without any contact."
+    assert in_common(0.0, True) == "The experts start from one checkpoint and train without any contact."
+    assert "one pretraining on all the data, 50% of the training cost," in in_common(0.5, False)

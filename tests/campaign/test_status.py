@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.base.text import in_common
 from atoll.campaign import status as module
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import CampaignStatus, Observer, RunStatus
@@ -283,7 +284,7 @@ def test_many_islands_are_quick_and_fit_on_the_screen() -> None:
         train_flops=1e21,
     )
     exchanged = module.Exchanged(123_456_789_012, 64, 99_456_789_012, 65, 0)
-    told = lines(CampaignStatus("/a", True, "local", [run], exchanged))
+    told = lines(CampaignStatus("/a", True, "local", [run], in_common(0.5, False), exchanged))
     assert max(map(len, told)) <= WIDTH
     assert "64x a-v" in told[1] and told[1].endswith("…")
     assert any("this machine's clock" in line for line in told)

@@ -9,6 +9,20 @@ _SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
+def in_common(pretrained: float, checkpoint: bool) -> str:
+    """What the experts of an ensemble have in common, as a sentence.
+
+    Args:
+        pretrained: part of the training cost that was one run on all the data, which they all start from.
+        checkpoint: whether they all start from one published checkpoint.
+    """
+    if pretrained:
+        start = f"start from one pretraining on all the data, {pretrained:.0%} of the training cost, and then"
+        return f"The experts {start} train without any contact."
+    start = "start from one checkpoint and" if checkpoint else "share nothing and"
+    return f"The experts {start} train without any contact."
+
+
 def count(value: float | None) -> str:
     """Thousands, millions, billions: `12.3 k`, `1.2 M`; `999`."""
     if value is None:

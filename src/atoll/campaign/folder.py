@@ -205,7 +205,7 @@ def _read_yaml(store: Store) -> dict[str, Any]:
 
 
 def _as_now(frozen: Frozen, store: Store) -> dict[str, Any]:
-    """The fixed settings by their names of today; a setting that an earlier version lacked has its default."""
+    """The fixed settings by today's names; one that an earlier version lacked has its default."""
     return CampaignConfig.parse(frozen.config, store.name(FROZEN)).frozen()
 
 

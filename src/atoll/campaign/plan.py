@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from atoll.base.errors import ConfigError
+from atoll.base.text import in_common
 from atoll.campaign.budget import Share, divide, router_arguments
 from atoll.campaign.expected import Expected, row_bytes
 from atoll.campaign.gpus import Gpu
@@ -208,6 +209,7 @@ class Plan:
         monolith: the same budget on one cluster of as many GPUs as all islands have.
         baseline: whether the campaign trains the monolith too.
         student: the run that learns from the experts, after them, if there is one.
+        in_common: what the experts have in common, as a sentence.
         traffic: bytes.
         notes: what was assumed.
     """
@@ -221,6 +223,7 @@ class Plan:
     monolith: RunCost
     baseline: bool
     student: RunCost | None
+    in_common: str
     traffic: Traffic
     notes: list[str]
 
@@ -310,8 +313,9 @@ def make_plan(
             f"the student's FLOPs hold its teachers' forward passes: {part:.3f} of the monolith's in all"
         )
         notes.append(f"{student.beside / 2**30:.1f} GiB of the student's GPU are its teachers'")
+    common = in_common(config.budget.pretrain, config.network.init != "scratch")
     return Plan(
-        name, gpu, gpus, experts, router, pretrain, monolith, config.monolith, student, traffic, notes
+        name, gpu, gpus, experts, router, pretrain, monolith, config.monolith, student, common, traffic, notes
     )
 
 

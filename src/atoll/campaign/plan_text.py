@@ -10,7 +10,7 @@ from atoll.campaign.plan import OVERHEAD, Plan, RunCost
 def lines(plan: Plan) -> list[str]:
     """The plan in lines."""
     groups = _grouped(plan)
-    text = [_head(plan), ""]
+    text = [_head(plan), *textwrap.wrap(plan.in_common, 98), ""]
     costs = [_cost(title, run) for title, run in groups]
     trained = len(costs) - (2 if plan.student else 1)
     text += columns([_COST, *costs[:trained], _total(plan), *costs[trained:]])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from atoll.base.errors import AtollError, StoreError
+from atoll.base.text import in_common
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, runs_of, stored_bytes
 from atoll.campaign.settings.train import RunPlan
@@ -124,6 +125,7 @@ class CampaignStatus:
         partitioned: whether there are islands.
         clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
         runs: pretrain, experts, router, monolith, student.
+        in_common: what the experts have in common, as a sentence.
         exchanged: bytes.
     """
 
@@ -131,6 +133,7 @@ class CampaignStatus:
     partitioned: bool
     clock: Literal["store", "local"]
     runs: list[RunStatus]
+    in_common: str
     exchanged: Exchanged
 
     @property
@@ -151,6 +154,7 @@ class CampaignStatus:
             "partitioned": self.partitioned,
             "clock": self.clock,
             "runs": [asdict(run) for run in self.runs],
+            "in_common": self.in_common,
             "train_flops": {
                 "done": sum(run.done_flops for run in self.runs),
                 "all": sum(run.train_flops for run in self.runs),
@@ -188,7 +192,9 @@ class Observer:
         published = [size for size in back if size is not None]
         data_out, between = (sum(both[part] for both in counted) for part in (0, 1))
         exchanged = Exchanged(data_out, len(counted), sum(published), len(published), between)
-        return CampaignStatus(store.location, partitioned, self._clock, runs, exchanged)
+        config = self.campaign.config
+        common = in_common(config.budget.pretrain, config.network.init != "scratch")
+        return CampaignStatus(store.location, partitioned, self._clock, runs, common, exchanged)
 
     def _set_clock(self) -> float:
         """A file beside `campaign.json`, gone at once, tells the store's time; a read-only store cannot."""

@@ -136,6 +136,7 @@ def _totals(status: CampaignStatus) -> list[str]:
         f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
         f"networks in {back};",
         f"  between islands while they train {size(sent.between_islands)}.",
+        *textwrap.wrap(status.in_common, WIDTH),
         *_signatures(status),
     ]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atoll.base.markdown import Markdown, code, render
-from atoll.base.text import count
+from atoll.base.text import count, in_common
 from atoll.encoders.licences import LICENCES
 from atoll.ensemble.card import Card
 
@@ -49,6 +49,7 @@ def model_card(
         call=CALLS[router.condition],
         defaults=defaults,
         name=name,
+        in_common=_in_common(router, experts, about),
         expert_rows=[_expert_row(number, experts.get(number)) for number in range(k)],
         compute=_compute(router, experts, about),
         signatures=[[part, code(key or "unsigned")] for part, key in (about.get("signed") or {}).items()],
@@ -107,6 +108,13 @@ def _data(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
         ["clustering", how],
         ["partition", code(card.partition)],
     ]
+
+
+def _in_common(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> str:
+    shared = float(about.get("pretrain_flops") or 0.0)
+    spent = shared + router.train_flops + sum(card.train_flops for card in experts.values())
+    kinds = {card.provenance.get("init", {}).get("kind") for card in experts.values()}
+    return in_common(shared / spent if spent else 0.0, "checkpoint" in kinds)
 
 
 def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> list[list[str]]:

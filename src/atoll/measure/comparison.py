@@ -31,7 +31,7 @@ from atoll.ensemble.expert import read_card
 from atoll.ensemble.folder import Manifest, read_manifest
 from atoll.ensemble.model import ENSEMBLE, joined
 from atoll.ensemble.routing import Routing
-from atoll.measure.departure import Departure, possible, routings
+from atoll.measure.departure import WIDE, Departure, possible, routings
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
 from atoll.measure.metrics.projection import Axes, Projection
@@ -299,7 +299,7 @@ def _table(bench: Bench, key: str, parts: dict[str, str]) -> Comparison:
             traces[name] = weights
         rows.append(row)
         say(
-            f"  {name:<20} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
+            f"  {name:<{WIDE}} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
             f" (router {row.router_share:.1%})   {row.seconds:.0f} s"
         )
     for number, index in enumerate(shown.index):
@@ -383,7 +383,7 @@ def _pairs(bench: Bench, samples: Mapping[str, Kept]) -> dict[str, Table]:
         if record["space"] == "pixels" and record["partner"] == "any" and record["effect"] is not None:
             same = next(r for r in table.records if r["strategy"] == record["strategy"])
             say(
-                f"  {record['strategy']:<20} and monolith, same noise: pixels correlate by"
+                f"  {record['strategy']:<{WIDE}} and monolith, same noise: pixels correlate by"
                 f" {same['mean']:.3f}, any two by {record['mean']:.3f}"
             )
     return {"pairs": table}

@@ -10,6 +10,9 @@ from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.routing import Routing
 
+WIDE = 26
+"""Columns of a model's name where it is printed: `once null sample-1 every 5` fits."""
+
 
 @dataclass(frozen=True)
 class Departure:

@@ -6,6 +6,7 @@ from typing import Any
 from atoll.base.console import say
 from atoll.campaign.results import ComparedModel, Record, Table
 from atoll.measure.comparison import BASE, Bench
+from atoll.measure.departure import WIDE
 from atoll.measure.table import Cell, number, ratio_of
 
 MEASURED = ("distance", "precision", "recall")
@@ -33,14 +34,14 @@ def guidance_sweep(bench: Bench, request: dict[str, Any]) -> dict[str, Table]:
     for record in best.records:
         ratio = f"   {record['ratio']:.3f} of the monolith's" if record["ratio"] is not None else ""
         edge = ", the last scale tried" if record["edge"] else ""
-        say(f"  {record['model']:<20} best at guidance {record['guidance']:g}{edge}{ratio}")
+        say(f"  {record['model']:<{WIDE}} best at guidance {record['guidance']:g}{edge}{ratio}")
     return {"guidance": table, "best": best}
 
 
 def tell(name: str, where: str, row: ComparedModel, new: bool) -> None:
     """Print a point."""
     spent = f"{row.seconds:.0f} s" if new else "known"
-    say(f"  {name:<20} {where}   distance {row.distance:8.3f}   {spent}")
+    say(f"  {name:<{WIDE}} {where}   distance {row.distance:8.3f}   {spent}")
 
 
 def best_table(rows: Sequence[Record]) -> Table:

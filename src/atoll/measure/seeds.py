@@ -19,6 +19,7 @@ from atoll.campaign.results import Comparison, SeedsTable, Table
 from atoll.campaign.settings.campaign import UNFROZEN
 from atoll.campaign.settings.measure import CompareConfig
 from atoll.measure.comparison import BASE, compare
+from atoll.measure.departure import WIDE
 from atoll.measure.pictures import Rows
 from atoll.measure.table import Cell
 from atoll.store.store import Store
@@ -247,6 +248,6 @@ def _show(table: Table, seeds: int) -> None:
             interval = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
             few = f", in {one['campaigns']} of them" if one["campaigns"] != seeds else ""
             say(
-                f"  {one['model']:<10} {one['measure']:<52} {one['median']:.4g}"
+                f"  {one['model']:<{WIDE}} {one['measure']:<52} {one['median']:.4g}"
                 f" ({one['least']:.4g} to {one['most']:.4g}); {one['mean']:.4g}{interval}{few}"
             )

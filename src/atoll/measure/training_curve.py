@@ -25,6 +25,7 @@ from atoll.ensemble.expert import Expert, RouterModel, built, filled, read_card,
 from atoll.ensemble.folder import Manifest
 from atoll.ensemble.model import ENSEMBLE, Model
 from atoll.measure.comparison import BASE, Bench
+from atoll.measure.departure import WIDE
 from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
 from atoll.measure.table import Cell, number, ratio_of
@@ -242,9 +243,9 @@ def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dic
     for record in reach.records:
         least = "at most " if record["how"] == "at the first point" else ""
         say(
-            f"  {record['model']:<20} does not reach the monolith's final distance"
+            f"  {record['model']:<{WIDE}} does not reach the monolith's final distance"
             if record["of_monolith"] is None
-            else f"  {record['model']:<20} as good as the finished monolith after {least}"
+            else f"  {record['model']:<{WIDE}} as good as the finished monolith after {least}"
             f"{record['of_monolith']:.1%} of its FLOPs"
         )
     return {"curve": table, "reach": reach}

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from atoll.base.errors import DataError
 from atoll.base.format import File
+from atoll.base.text import in_common
 from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
 from atoll.campaign.runs import read_partition
 from atoll.campaign.settings.train import RunPlan
@@ -205,6 +206,14 @@ class Facts:
         """Operations of experts, router and shared pretraining over the monolith's, as planned and carded."""
         spent, base = total([run.train_flops for run in self.ensemble]), self.monolith.train_flops
         return spent / base if base and spent is not None else None
+
+    @property
+    def in_common(self) -> str:
+        """What the experts have in common, as a sentence."""
+        spent = total([run.train_flops for run in self.ensemble])
+        shared = (self.pretrain.train_flops or 0.0) if self.pretrain else 0.0
+        init = (self.frozen.config.get("network") or {}).get("init", "scratch")
+        return in_common(shared / spent if spent else 0.0, init != "scratch")
 
     @cached_property
     def comparison(self) -> Comparison | None:
