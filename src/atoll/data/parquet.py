@@ -120,10 +120,10 @@ def _open(file: Path) -> pq.ParquetFile:
     try:
         # Without pre-buffering, and with a small buffer, a row group is streamed and not held whole.
         reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
-    except (pa.ArrowException, OSError) as error:
+        names = reader.schema_arrow.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         what = f"{file} is not a readable parquet file: {first_line(error)}"
         raise DataError(what, "fetch it again") from None
-    names = reader.schema_arrow.names
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{file} has two columns {twice!r}", "rename one of them")

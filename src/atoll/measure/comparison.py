@@ -37,6 +37,7 @@ from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
 from atoll.measure.metrics.projection import Axes, Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Rows
+from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import Kept, pair_table
@@ -208,7 +209,11 @@ class Bench:
         point, kept, new = self.judge(samples).look(drawn, keep)
         assert point is not None
         numbers = {column: point.number(metric) for column, metric in NUMBERS.items()}
-        cost = {column: point.cost[column] for column in COSTS} | {"seconds": point.cost["draw_seconds"]}
+        cost = {column: point.cost.get(column) for column in COSTS}
+        cost["seconds"] = point.cost.get("draw_seconds")
+        if None in (numbers["distance"], *cost.values()):
+            file = f"{self.campaign.store.location}/{POINTS}/{point.key}.json"
+            raise DataError(f"{file} lacks its distance or what it cost", "remove it, and compare again")
         return ComparedModel(name=name, **numbers, **cost), kept, new
 
     def show(self, name: str, shown: RowConditions) -> list[Any] | None:
