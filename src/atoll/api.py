@@ -118,7 +118,7 @@ def evaluate(
     seed: int | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Measure a model of a campaign against held-out pictures.
+    """Measure a model of a campaign against held-out pictures, or test ones under `conditions="test"`.
 
     Args:
         campaign: assembled.

@@ -323,8 +323,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.option(
     "--split",
     type=click.Choice(["heldout", "test", "train", "all"]),
-    default="heldout",
-    help="Rows of a data set that are the reference.",
+    help="Rows of a data set that are the reference; by default held-out ones, under conditions test those.",
 )
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
 @click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")

@@ -55,7 +55,7 @@ def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEnco
     again = of(folder, encoder, store)
     shutil.rmtree(folder)
     assert np.array_equal(features(again, encoder), first)
-    named = reference(str(path), "heldout", None, encoder, store)
+    named = reference(str(path), None, None, encoder, store)
     assert named.about.count == 37 and np.array_equal(features(named, encoder), first)
 
 

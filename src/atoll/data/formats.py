@@ -110,6 +110,12 @@ class ColumnMeta(DataFile):
     extras: dict[str, FileEntry]
     """Tensors that belong to the column and to no row, such as `null`, the text states of ""."""
 
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if len(self.shards) != len(self.content):
+            raise ValueError(f"{len(self.shards)} files for {len(self.content)} shards")
+        return self
+
 
 class IngestNote(DataFile):
     """`ingest.json`: what is being ingested; gone when it is finished."""

@@ -23,6 +23,9 @@ class Samples:
         rows: row numbers that count, such as one split.
         condition: what the network is conditioned on.
         shape: what networks are built for; text is padded to its length.
+
+    Raises:
+        DataError: the data set holds latents or text states of another shape.
     """
 
     def __init__(
@@ -32,6 +35,11 @@ class Samples:
         self._latents = dataset.column("latents")
         self._text = dataset.column("text") if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
+        here = [self._latents.meta.shape, self._text.meta.shape if self._text is not None else [0]]
+        if here != [[shape.channels, shape.size, shape.size], [shape.text_width]]:
+            what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
+            fix = "restore the file, or start a new campaign"
+            raise DataError(f"{what}; the network was planned for others, {shape}", fix)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,5 +1,6 @@
 """One expert: a diffusers network and its card, seen as a denoiser."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -117,7 +118,9 @@ def built(
             if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
                 raise ValueError(f"{key} is {value}")
         with torch.device("meta"):
-            shapes = {name: tuple(value.shape) for name, value in load(config).state_dict().items()}
+            network = load(config)
+        _check_types(network, config)
+        shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
         for name in shapes.keys() ^ weights.keys():
             raise ValueError(f"{'no' if name in shapes else 'a'} tensor {name}")
         for name, shape in shapes.items():
@@ -127,6 +130,15 @@ def built(
     except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
         what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"
         raise StoreError(what, "restore it, or make it again") from None
+
+
+def _check_types(network: nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse a setting of another type than the class's default: some are not looked at before their use."""
+    for name, parameter in inspect.signature(type(network).__init__).parameters.items():
+        value, kind = config.get(name), type(parameter.default)
+        kinds = (int, float) if kind is float else (kind,)
+        if value is not None and kind in (bool, int, float, str) and type(value) not in kinds:
+            raise ValueError(f"{name} is {value!r}")
 
 
 def filled(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -41,7 +41,8 @@ class Request:
         generation: values in place of the campaign's `sampling`: routing, guidance, steps, seed.
         images: a folder of pictures, in a model's place.
         reference: what they are held against; the campaign's own data if None.
-        split: rows of a data set that are the reference.
+        split: rows of a data set that are the reference; by default the held-out ones, or the test ones where
+            `evaluate.conditions` is `test`.
         out: where `reports/` goes without a campaign.
     """
 
@@ -49,7 +50,7 @@ class Request:
     generation: dict[str, Any] = field(default_factory=dict)
     images: Path | None = None
     reference: str | None = None
-    split: str = "heldout"
+    split: str | None = None
     out: str = "."
 
 
@@ -118,7 +119,8 @@ def _measured(
     else:
         assert campaign is not None
         source = _drawn(campaign, request, config, world, captioned="clip-score" in metrics)
-    held = reference(request.reference, request.split, campaign, encoder, store)
+    usual = "test" if config.conditions == "test" else "heldout"
+    held = reference(request.reference, request.split, campaign, encoder, store, usual)
     components = config.components_of(encoder.kind, encoder.width)
     how = How(
         *(encoder.name, encoder.kind, encoder.width, len(source), held.about.count, components),

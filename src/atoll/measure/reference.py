@@ -117,7 +117,12 @@ def _short(value: Any) -> str:
 
 
 def reference(
-    named: str | None, split: str, campaign: Campaign | None, encoder: VisionEncoder, store: Store
+    named: str | None,
+    split: str | None,
+    campaign: Campaign | None,
+    encoder: VisionEncoder,
+    store: Store,
+    usual: str = "heldout",
 ) -> Reference:
     """What pictures are held against.
 
@@ -128,6 +133,7 @@ def reference(
         campaign: the campaign at hand.
         encoder: sees them.
         store: where features are kept.
+        usual: the rows, where `split` is None.
 
     Raises:
         ConfigError: nothing is named, or rows are asked of what has none.
@@ -136,21 +142,21 @@ def reference(
     if named is not None and named.endswith((".json", ".safetensors")):
         _has_no_rows(named, split)
         return Reference.saved(named, encoder)
-    pictures = _pictures(named, split, campaign)
+    pictures = _pictures(named, split, usual, campaign)
     return Reference.of_pictures(pictures, named or "the campaign's data", encoder, store)
 
 
-def _pictures(named: str | None, split: str, campaign: Campaign | None) -> Folder | Rows:
+def _pictures(named: str | None, split: str | None, usual: str, campaign: Campaign | None) -> Folder | Rows:
     if named is None:
         if campaign is None:
             fix = "give --reference CAMPAIGN, FOLDER or statistics"
             raise ConfigError("there is nothing to hold the pictures against", fix)
-        return Rows(campaign.dataset(), split)
+        return Rows(campaign.dataset(), split or usual)
     store = Store.open(named)
     if store.exists(YAML) or store.exists(FROZEN):
-        return Rows(Campaign.open(named).dataset(), split)
+        return Rows(Campaign.open(named).dataset(), split or usual)
     if store.exists(MANIFEST):
-        return Rows(DataSet.open(store), split)
+        return Rows(DataSet.open(store), split or usual)
     if is_url(named):
         what = f"{named} is no campaign and no data set"
         raise DataError(what, "give one of them, or a local folder of images")
@@ -158,6 +164,6 @@ def _pictures(named: str | None, split: str, campaign: Campaign | None) -> Folde
     return Folder(Path(named))
 
 
-def _has_no_rows(named: str, split: str) -> None:
-    if split != "heldout":  # which is the default, so it need not have been asked for
+def _has_no_rows(named: str, split: str | None) -> None:
+    if split is not None:
         raise ConfigError(f"--split {split} is for a data set, and {named} is none", "leave it out")

@@ -46,6 +46,9 @@ class Frechet(Metric):
         else:
             axes = how.axes.projection() if how.axes else Projection.fit(reference.rows, how.components)
             moments = [Moments.of(axes.first(how.components)(rows)) for rows in sets]
+        if not rank(moments[1]):
+            what = f"{how.extractor} sees no difference between any two of the reference pictures"
+            raise DataError(what, "let it see larger ones: extractor_size")
         return {"frechet": Value(frechet_between(*moments), None, _note(*moments))}
 
 

@@ -1,0 +1,270 @@
+"""The headline: islands and single networks of equal training FLOPs, judged where nothing was chosen.
+
+    python benchmarks/headline.py train --source emoji64 --to headline [--only NAME ...] [--seeds 3 4 5]
+    python benchmarks/headline.py measure --to headline [--only NAME ...] [--json PATH]
+    python benchmarks/headline.py --quick
+
+`emoji64` is what `examples/emoji/prepare.py` writes. `train` makes a campaign for every entry and seed in a
+folder of its own, one process after the other, and goes on where it was stopped; several may run beside each
+other with other `--only`. `measure` takes what is trained. Guidance is chosen on the held-out pictures, for
+each model and seed by itself, and the distance is that to the test pictures at this guidance. The best single
+network is the one of the smallest held-out distance among those of the same FLOPs, over all seeds; ratios are
+within a seed, and their interval is Student's of the logarithms.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import TINY, finish, median_row, ratio_interval, row
+
+import atoll
+
+GUIDANCES = (1.5, 2.0, 3.0, 4.0)
+ROUTINGS = ("top-1", "once", "once null sample-1", "top-1 null sample-1")
+FRESH = (3, 4, 5)
+"""Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
+SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
+JUDGE: dict[str, Any] = {"metrics": "frechet,precision,recall", "extractor_size": 64, "components": 64}
+EPOCH = 13_928
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Campaigns that differ in their seed only.
+
+    Attributes:
+        name: for tables.
+        sets: settings in place of the recipe's.
+        single: whether it is one network, which `monolith` is; else an ensemble.
+        seeds: of its campaigns.
+    """
+
+    name: str
+    sets: tuple[str, ...]
+    single: bool = False
+    seeds: tuple[int, ...] = FRESH
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of what is measured: `monolith`, or routings."""
+        return ("monolith",) if self.single else ROUTINGS
+
+    @property
+    def samples(self) -> int:
+        """Training images that a single network of these FLOPs sees."""
+        return next(int(one.split("=")[1]) for one in self.sets if one.startswith("budget.samples"))
+
+    def folder(self, to: Path, seed: int) -> Path:
+        """Of the campaign of a seed."""
+        return to / "-".join([*re.findall(r"[\w.]+", self.name), f"seed{seed}"])
+
+
+def single(batch: int, rate: float, samples: int, *more: str, seeds: tuple[int, ...] = FRESH) -> Entry:
+    """One network on all the data."""
+    name = f"single, batch {batch}, rate {rate:g}, {samples:,} images"
+    sets = (f"train.batch={batch}", f"train.lr={rate}", "budget.pretrain=0", f"budget.samples={samples}")
+    return Entry(name, (*sets, "train.parallel.compile=true", *more), single=True, seeds=seeds)
+
+
+def islands(name: str, samples: int, *more: str, seeds: tuple[int, ...] = FRESH) -> Entry:
+    """Eight experts in batches of 8, and a router."""
+    sets = ("monolith=false", f"budget.samples={samples}", "budget.expert_batch=8", *more)
+    return Entry(f"{name}, {samples:,} images", sets, seeds=seeds)
+
+
+TUNED = [(8, 0.0005), (8, 0.001), (8, 0.002), (16, 0.001), (16, 0.002), (32, 0.002), (64, 0.002), (64, 0.004)]
+APART = "islands that share nothing"
+SHARED = "islands after shared pretraining"
+ENTRIES = [
+    *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
+    single(8, 0.001, 400_000),
+    single(64, 0.002, 400_000),
+    islands(APART, 400_000, "budget.pretrain=0"),
+    islands(f"{APART}, equal compute", 400_000, "budget.pretrain=0", "budget.compute=equal"),
+    islands(SHARED, 400_000, "train.batch=8", "budget.pretrain=0.5"),
+    islands(f"{APART}, random clusters", 400_000, "budget.pretrain=0", "partition.method=random", seeds=(3,)),
+    single(8, 0.001, 160 * EPOCH, seeds=(3,)),
+    islands(APART, 160 * EPOCH, "budget.pretrain=0", seeds=(3,)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=["train", "measure"], nargs="?")
+    parser.add_argument("--to", type=Path, help="folder of the campaigns")
+    parser.add_argument("--source", type=Path, help="folder of parquet files")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="entries whose names hold one of these texts"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", help="of these seeds only")
+    parser.add_argument("--list", action="store_true", help="only show the entries' names")
+    parser.add_argument(
+        "--quick", action="store_true", help="two tiny entries of its own, trained and measured"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    entries = [e for e in ENTRIES if not options.only or any(text in e.name for text in options.only)]
+    if options.list:
+        print("\n".join(entry.name for entry in entries))
+    elif options.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            quick(Path(folder), options.json)
+    elif options.stage == "train" and options.to and options.source:
+        for entry in entries:
+            for seed in options.seeds or entry.seeds:
+                source = [
+                    f"data.path={(options.to / 'data').resolve()}",
+                    f"data.source={options.source.resolve()}",
+                ]
+                train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *source])
+    elif options.stage == "measure" and options.to:
+        report(measured(entries, options.to, GUIDANCES, JUDGE | {"samples": 1000}, 20), options.json)
+    else:
+        parser.error("give train --source FOLDER --to FOLDER, measure --to FOLDER, or --quick")
+
+
+def quick(folder: Path, path: Path | None) -> None:
+    """Tiny campaigns, whose distances mean nothing."""
+    sets = (
+        "budget.samples=1280",
+        "partition.k=2",
+        "network.depth=1",
+        "train.batch=16",
+        "router.train.batch=16",
+    )
+    entries = [
+        Entry("single", sets, single=True, seeds=(0, 1)),
+        Entry("islands", (*sets, "monolith=false"), seeds=(0, 1)),
+    ]
+    tiny = [
+        "quickstart",
+        *SPLIT,
+        *(one for one in TINY if one.startswith("data.")),
+        f"data.path={folder / 'data'}",
+    ]
+    for entry in entries:
+        for seed in entry.seeds:
+            train(entry, entry.folder(folder, seed), seed, tiny)
+    judge = {"metrics": "frechet", "extractor_size": 64, "components": 8, "samples": 24}
+    report(measured(entries, folder, (1.0, 2.0), judge, 2), path)
+
+
+def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
+    """Make a campaign and train all of it, as far as that has not happened yet.
+
+    Args:
+        entry: what it is.
+        folder: of the campaign.
+        seed: of the campaign.
+        common: the recipe, and settings of all campaigns.
+    """
+
+    def run(*argv: str) -> None:
+        print(f"{folder.name}: atoll {' '.join(argv)}", flush=True)
+        subprocess.run([sys.executable, "-m", "atoll", *argv], check=True)
+
+    if not (folder / "campaign.yaml").exists():
+        sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
+        run("new", str(folder), "--recipe", common[0], *(part for one in sets for part in ("--set", one)))
+    for stage in (["data", "ingest"], ["data", "embed"], ["data", "encode"], ["partition"]):
+        run(*stage, str(folder))
+    settings = json.loads((folder / "campaign.json").read_text())["config"]
+    roles = ["pretrain"] * bool(settings["budget"]["pretrain"])
+    experts = [["expert", "--expert", str(number)] for number in range(settings["partition"]["k"])]
+    runs = [["monolith"]] if entry.single else [*([role] for role in roles), *experts, ["router"]]
+    for role, *which in runs:
+        run("train", role, str(folder), *which)
+    if not entry.single:
+        run("assemble", str(folder))
+
+
+Point = dict[str, Any]
+"""Of a model and seed: `guidance` chosen, metrics at it, `flops`, and `all` held-out distances."""
+
+
+def measured(
+    entries: list[Entry], to: Path, guidances: tuple[float, ...], judge: dict[str, Any], steps: int
+) -> dict[str, dict[str, dict[int, Point]]]:
+    """Points of what is trained, by entry, model and seed."""
+    found: dict[str, dict[str, dict[int, Point]]] = {}
+    for entry in entries:
+        for seed in entry.seeds:
+            folder = entry.folder(to, seed)
+            ready = "monolith/expert/card.json" if entry.single else "ensemble/ensemble.json"
+            if not (folder / ready).exists():
+                print(f"{folder.name}: not trained yet")
+                continue
+            for name in entry.models:
+                points = found.setdefault(entry.name, {}).setdefault(name, {})
+                points[seed] = {"flops": flops(folder), **point(folder, name, guidances, judge, steps)}
+    return found
+
+
+def point(folder: Path, name: str, guidances: tuple[float, ...], judge: dict[str, Any], steps: int) -> Point:
+    """One model of one campaign, at its best guidance on the held-out pictures."""
+    model, routing = (name, None) if name == "monolith" else ("ensemble", name)
+
+    def at(guidance: float, conditions: str) -> dict[str, float]:
+        how = {"routing": routing, "guidance": guidance, "steps": steps}
+        return atoll.evaluate(folder, model, **how, conditions=conditions, **judge)
+
+    heldout = {guidance: at(guidance, "heldout") for guidance in guidances}
+    best = min(guidances, key=lambda guidance: heldout[guidance]["frechet"])
+    return {
+        "guidance": best,
+        "heldout": heldout[best],
+        "test": at(best, "test"),
+        "all": {f"{guidance:g}": values["frechet"] for guidance, values in heldout.items()},
+    }
+
+
+def flops(folder: Path) -> float:
+    """Training operations of all that a campaign published."""
+    cards = [*folder.glob("islands/*/expert/card.json"), *folder.glob("*/expert/card.json")]
+    return float(sum(json.loads(card.read_text())["train_flops"] for card in cards))
+
+
+def report(found: dict[str, dict[str, dict[int, Point]]], path: Path | None) -> None:
+    """Print the table and write the JSON."""
+    rows = []
+    for name, models in found.items():
+        for model, points in models.items():
+            case = f"{name}: {model}"
+            rows.append(
+                median_row(case, "test distance", [one["test"]["frechet"] for one in points.values()])
+            )
+            over = best_single(found, points)
+            if over is None or over == name:
+                continue
+            pairs = [
+                one["test"]["frechet"] / found[over]["monolith"][seed]["test"]["frechet"]
+                for seed, one in points.items()
+            ]
+            mean, spread = ratio_interval(pairs)
+            rows.append(row(case, f"over {over}" + (", 95 %" if spread else ""), mean, spread=spread))
+    finish("headline", rows, path, {"points": found})
+
+
+def best_single(found: dict[str, dict[str, dict[int, Point]]], points: dict[int, Point]) -> str | None:
+    """The single network of the smallest held-out distance among those of the same FLOPs and seeds."""
+    spent = statistics.fmean(one["flops"] for one in points.values())
+    alike = {
+        name: statistics.fmean(models["monolith"][seed]["heldout"]["frechet"] for seed in points)
+        for name, models in found.items()
+        if "monolith" in models
+        and points.keys() <= models["monolith"].keys()
+        and abs(statistics.fmean(one["flops"] for one in models["monolith"].values()) / spent - 1) < 0.01
+    }
+    return min(alike, key=lambda name: alike[name]) if alike else None
+
+
+if __name__ == "__main__":
+    main()
