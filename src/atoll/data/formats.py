@@ -1,7 +1,7 @@
 """The JSON files of data sets and partitions, as types; imports nothing that reads pictures or numbers."""
 
 from posixpath import join
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -97,9 +97,9 @@ class ColumnMeta(DataFile):
     """`fixed`: one array of `shape` a row. `ragged`: a sequence of them a row."""
     dtype: str
     """Name of the torch dtype of `values`."""
-    shape: list[int]
+    shape: list[Annotated[int, Field(ge=0, le=2**31)]]
     """Shape of a row's value, or of one element of its sequence."""
-    max_length: int
+    max_length: int = Field(ge=0, le=2**31)
     """Longest sequence of a ragged column; 1 for a fixed one."""
     producer: dict[str, Any]
     """What computed it: name, hash, constants such as shift and scale. Another producer makes it anew."""

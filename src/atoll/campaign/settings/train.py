@@ -130,11 +130,11 @@ class RunPlan(File):
     """What is trained."""
     island: int | None = None
     """Number of the cluster, for an expert."""
-    rows: int
+    rows: int = Field(ge=0, le=10**12)
     """Training rows."""
-    steps: int
+    steps: int = Field(ge=0, le=10**9)
     """Optimizer steps."""
-    batch: int
+    batch: int = Field(ge=1, le=10**6)
     """Samples per step."""
     partition: str
     """Hash of the partition."""
@@ -148,11 +148,11 @@ class RunPlan(File):
     """Digest of the initial weights; null while what they come from is not trained."""
     init_origin: dict[str, Any] = {}
     """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
-    parameters: int = 0
+    parameters: int = Field(default=0, ge=0, le=10**15)
     """Trainable numbers; decides how many runs fit into memory at once."""
-    train_flops: float
+    train_flops: float = Field(ge=0, le=1e40)
     """Operations of the whole run."""
-    forward_flops: float
+    forward_flops: float = Field(ge=0, le=1e40)
     """Operations of one evaluation of one sample."""
     shape: DataShape
     """Channels, size, text_width, text_length, classes of the data."""
