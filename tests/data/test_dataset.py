@@ -214,7 +214,7 @@ def test_audit_finds_what_is_wrong(full: DataSet, store: Store) -> None:
         assert any(name in problem for problem in problems)
 
 
-@pytest.mark.parametrize("false", [{"dtype": "nn"}, {"shape": [10**12]}, {"kind": "ragged"}])
+@pytest.mark.parametrize("false", [{"dtype": "nn"}, {"shape": [10**6]}, {"kind": "ragged"}])
 def test_audit_finds_a_column_that_is_not_what_it_says(
     full: DataSet, store: Store, false: dict[str, Any]
 ) -> None:

@@ -72,9 +72,10 @@ class Column:
         """
         assert self.meta.kind == "fixed", f"column {self.meta.name} is ragged: use read_ragged"
         rows = _row_numbers(rows, len(self))
+        parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
         out = torch.empty((len(rows), *self.meta.shape), dtype=self.dtype)
-        for shard, where, local in by_shard(self.bounds, rows):
-            out[torch.from_numpy(where)] = _pick(self._map(shard).values, local)
+        for mapped, where, local in parts:
+            out[torch.from_numpy(where)] = _pick(mapped.values, local)
         return out
 
     def read_ragged(self, rows: ArrayLike, length: int | None = None) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class ColumnMeta(DataFile):
     """`fixed`: one array of `shape` a row. `ragged`: a sequence of them a row."""
     dtype: str
     """Name of the torch dtype of `values`."""
-    shape: list[Annotated[int, Field(ge=0, le=2**31)]]
+    shape: list[Annotated[int, Field(ge=0, le=10**7)]] = Field(max_length=4)
     """Shape of a row's value, or of one element of its sequence."""
     max_length: int = Field(ge=0, le=2**31)
     """Longest sequence of a ragged column; 1 for a fixed one."""
