@@ -1,7 +1,7 @@
 """A fuzzer of every file that Atoll reads.
 
     python tests/hostile/fuzz.py --count 20000 [--seed 0] [--jobs 2] [--seconds 3600] [--json PATH]
-    python tests/hostile/fuzz.py --seed 0 --only 137      # one mutation, with all that it printed
+    python tests/hostile/fuzz.py --seed 0 --only 137 2113    # these mutations, with all that they printed
 
 Mutation N of a seed is always the same: a file of a campaign, of an export or of a source folder is changed
 in structure or in bytes, half of the time with the digests that name it made to agree, and a command that
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -185,7 +186,9 @@ def templates(folder: Path) -> dict[str, Path]:
     return made | {name: folder / name for name in ("training", "listed", "commas", "table")}
 
 
-def fuzz(numbers: range, seed: int, made: dict[str, Path], folder: Path, seconds: float) -> list[Found]:
+def fuzz(
+    numbers: Sequence[int], seed: int, made: dict[str, Path], folder: Path, seconds: float
+) -> list[Found]:
     """Mutations of one process that forks, until the time is over."""
     places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
     found, deadline = list[Found](), time.monotonic() + seconds
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only", type=int, nargs="+")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--json", type=Path)
@@ -225,11 +228,10 @@ def main() -> None:
         made = templates(Path(scratch))
         before = _digests(made)
         if options.only is not None:
-            (only,) = fuzz(
-                range(options.only, options.only + 1), options.seed, made, Path(scratch) / "0", 600
-            )
-            print(only.what, only.said, only.cause or "as it should be", sep="\n")
-            sys.exit(only.cause is not None)
+            again = fuzz(options.only, options.seed, made, Path(scratch) / "0", 600)
+            for one in again:
+                print(one.what, one.said, one.cause or "as it should be", sep="\n")
+            sys.exit(any(one.cause for one in again))
         stop = options.first + options.count
         parts = [range(options.first + job, stop, options.jobs) for job in range(options.jobs)]
         with ThreadPoolExecutor(options.jobs) as pool:
