@@ -537,3 +537,38 @@ def twice(arena: Arena) -> None:
 
 
 row("parquet: two columns of one name", twice, PARQUET, "two columns")
+
+
+# What the fuzzer met.
+
+COLUMN = "campaign/data/columns/split/column.json"
+
+
+def less_a_shard(tree: dict[str, Any]) -> None:
+    del tree["shards"][0]
+
+
+load(
+    "an activation that there is not",
+    forged(set_json("export/experts/0/config.json", activation_fn="silu")),
+    "config",
+)
+load("a number that is a text", forged(set_json("export/experts/0/config.json", norm_eps="1e-6")), "norm_eps")
+row("a column with a file too few", lambda arena: edit(arena / COLUMN, less_a_shard), "data show {campaign}")
+row("a column of negative shape", set_json(COLUMN, shape=[-1]), "data show {campaign}")
+row("a column of many dimensions", set_json(COLUMN, shape=[9] * 40), "data show {campaign}")
+row(
+    "initial weights whose digest is a number",
+    set_json("campaign/islands/0/expert/card.json", provenance__initial_weights=0.5),
+    "report {campaign}",
+)
+
+
+def not_utf8(arena: Arena) -> None:
+    """A parquet file whose schema is not text."""
+    path = arena / "source.parquet"
+    pq.write_table(pa.table({"image": [{"bytes": b"x"}], "abcde": ["a"]}), path)
+    replace(path, path.read_bytes().replace(b"abcde", b"abcd\xf3"))
+
+
+row("parquet: a schema that is not UTF-8", not_utf8, PARQUET)
