@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import ConfigError, DataError
@@ -21,6 +20,7 @@ from atoll.measure.pictures import Folder, Rows
 from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Store
+from atoll.store.tensors import read_tensors
 
 FOLDER = "reports/references"
 
@@ -85,8 +85,11 @@ class Reference:
             return None
         about = Statistics.read(self.store, self.key)
         folder = self.key.rpartition("/")[0] or "."
-        data = read_file(self.store, folder, FileEntry.parse(about.files[0], self.store.name(self.key)))
-        self._known = Features(load_tensors(data)["rows"].numpy())
+        where = self.store.name(self.key)
+        if len(about.files) != 1:
+            raise DataError(f"{where} names {len(about.files)} files of features", Statistics.REMEDY)
+        data = read_file(self.store, folder, FileEntry.parse(about.files[0], where))
+        self._known = Features(read_tensors(data, where, "rows")["rows"].numpy())
         return self._known
 
     def _save(self, extracted: Features) -> Features:
