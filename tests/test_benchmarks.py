@@ -297,3 +297,30 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     with pytest.raises(SystemExit):
         bench("ablations").main()
     assert "no variant K = 3; there are K = 1 in batches of 32, K = 4, K = 8" in capsys.readouterr().err
+
+
+def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench, tmp_path: Path) -> None:
+    headline = bench("headline")
+
+    def points(flops: float, heldout: float, *test: float) -> dict[int, Any]:
+        return {
+            seed: {"flops": flops, "heldout": {"frechet": heldout}, "test": {"frechet": value}}
+            for seed, value in enumerate(test)
+        }
+
+    found = {
+        "tuned": {"monolith": points(100.0, 5.0, 10.0, 20.0)},
+        "plain": {
+            "monolith": points(100.1, 6.0, 8.0, 9.0)
+        },  # better on the test pictures, which do not choose
+        "longer": {"monolith": points(200.0, 1.0, 2.0, 2.0)},
+        "islands": {"top-1": points(100.0, 4.0, 5.0, 10.0)},
+    }
+    headline.report(found, tmp_path / "headline.json")
+    rows = {line["case"]: line for line in json.loads((tmp_path / "headline.json").read_text())["rows"][1:]}
+    assert (
+        rows["islands: top-1"]["metric"].startswith("over tuned") and rows["islands: top-1"]["value"] == 0.5
+    )
+    assert rows["plain: monolith"]["value"] == pytest.approx((0.8 * 0.45) ** 0.5)
+    assert rows["longer: monolith"]["metric"] == "test distance"  # nothing costs as much
+    assert len({entry.folder(tmp_path, 3) for entry in headline.ENTRIES}) == len(headline.ENTRIES)
