@@ -314,7 +314,7 @@ class Builder:
             ),
             "nearest": table(
                 "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
-                ((cluster, 50, 0.06, 0.04, 0.0, 3.5, 4.5) for cluster in clusters),
+                ((cluster, 50, 0.06, 0.04, 0.0, 3.5, 4.5) for cluster in (*clusters, "monolith")),
             ),
             "suspicious": table(
                 "cluster ratio why", ((n % self.k, 0.1 * n, "ratio, distance") for n in range(2))

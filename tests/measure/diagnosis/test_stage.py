@@ -116,6 +116,20 @@ def test_without_a_monolith_its_columns_are_left_out(
     assert {r["model"] for r in table(folder, "errors")} == {"own", "selected", "others", "mixture"}
 
 
+def test_copies_of_the_monolith_are_counted_beside_the_ensembles(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(capsys, folder, "diagnose.probed=0").code == 0
+    rows = {row["cluster"]: row for row in table(folder, "nearest")}
+    assert list(rows)[-1] == "monolith"
+    monolith, ensemble = rows["monolith"], rows["all"]
+    assert monolith["samples"] == ensemble["samples"] and monolith["distance"] != ensemble["distance"]
+    assert monolith["distance_heldout"] == ensemble["distance_heldout"]
+    shutil.rmtree(folder / "monolith/expert")
+    assert diagnose(capsys, folder, "diagnose.probed=0").code == 0
+    assert "monolith" not in {row["cluster"] for row in table(folder, "nearest")}
+
+
 def test_another_extractor_knows_nothing_of_the_clusters(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

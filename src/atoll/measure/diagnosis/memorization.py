@@ -191,6 +191,12 @@ class Copies:
         return Table.of(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
 
 
+def beside(table: Table, monolith: Copies) -> Table:
+    """The table by cluster with a row for all samples of the monolith, whose `cluster` is `monolith`."""
+    whole = monolith.by_cluster(0).rows[0]
+    return Table.of(table.columns, [*table.rows, ["monolith", *whole[1:]]])
+
+
 def _part(nearest: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
     """Number, share memorised, median ratio and median distance of some pictures."""
     ratio = nearest.ratio[which]

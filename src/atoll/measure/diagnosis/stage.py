@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,7 @@ from atoll.ensemble.routing import Routing
 from atoll.measure.departure import Departure, possible, routings
 from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.labelled_rows import labelled, measure
-from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest
+from atoll.measure.diagnosis.memorization import Copies, beside, leaders, two_nearest
 from atoll.measure.diagnosis.stability import stability
 from atoll.measure.diagnosis.suspects import suspects
 from atoll.measure.diagnosis.usage import switches, usage
@@ -67,6 +67,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
         "strategies": strategies,
     }
     settings |= {name: getattr(departure.generation, name) for name in ("steps", "guidance")}
+    settings |= {"shift": departure.generation.shift} if departure.generation.shift != 1 else {}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
     if (known := Diagnosis.known(store, key)) is not None:
         say("diagnose: finished already")
@@ -153,7 +154,7 @@ class _Diagnosis:
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
             tables |= self._traced(sampled) | self._stability(routings, monolith)
-            ends, facts = self._ends(sampled)
+            ends, facts = self._ends(sampled, monolith)
             tables, about = tables | ends, about | facts
         _summarise(tables)
         return tables, about
@@ -230,9 +231,11 @@ class _Diagnosis:
             "lipschitz": Table.stacked("strategy", {name: path for name, (_, path) in probed.items()}),
         }
 
-    def _ends(self, sampled: dict[str, Sampled]) -> tuple[dict[str, Table], dict[str, Any]]:
-        """Whether samples lie in their experts' clusters, and those of the first strategy, whether they are
-        copies; tables, and what is shown of the copies."""
+    def _ends(
+        self, sampled: dict[str, Sampled], monolith: Candidate | None
+    ) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Whether samples lie in their experts' clusters, and whether those of the first strategy and of the
+        monolith are copies; tables, and what is shown of the copies."""
         heldout = self.dataset.split("heldout")
         own_space = self.config.extractor is None and len(self.partition.centroids) > 0
         if not own_space and not len(heldout):
@@ -254,6 +257,8 @@ class _Diagnosis:
             if first and len(heldout):
                 copies = self._copies(encoder, features, real, leaders(weights))
                 tables, facts = self._told(copies, encoder, pictures)
+                if monolith is not None:
+                    tables["nearest"] = beside(tables["nearest"], self._copies_of(monolith, encoder, copies))
         return tables | ({"landing": Table.stacked("strategy", landings)} if landings else {}), facts
 
     def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
@@ -262,6 +267,16 @@ class _Diagnosis:
         say(f"diagnose: {len(features):,} pictures against {len(train):,} training pictures")
         drawn, other = (two_nearest(one, self._features(encoder, train)) for one in (features, real))
         return Copies(drawn, other, served, self.partition.clusters[heldout], self.config.quantile)
+
+    def _copies_of(self, monolith: Candidate, encoder: VisionEncoder, like: Copies) -> Copies:
+        """The same check of the monolith, from the noise and at the conditions of the others."""
+        count, model = self.config.samples, monolith.model
+        say(f"diagnose: {count:,} pictures of the monolith")
+        features = np.empty((count, encoder.width), np.float32)
+        for drawn in generate(model.denoiser, self._sampling(Routing(), count)):
+            features[drawn.rows] = encoder.encode(model.pictures(drawn.latents, drawn.rows)).numpy()
+        near = two_nearest(features, self._features(encoder, self.dataset.split("train")))
+        return replace(like, samples=near, served=np.zeros(count, np.int64))
 
     def _told(
         self, copies: Copies, encoder: VisionEncoder, pictures: list[Image.Image]
