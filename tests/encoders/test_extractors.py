@@ -138,3 +138,13 @@ def test_inception_agrees_with_torch_fidelity(tmp_path: Path) -> None:
     (one, other) = moments
     ours = frechet_of_moments(one.mean, one.covariance, other.mean, other.covariance)
     assert ours == pytest.approx(theirs["frechet_inception_distance"], rel=1e-3)
+
+
+def test_pixels_are_the_picture_itself() -> None:
+    picture = Image.new("RGB", (32, 32), (255, 0, 51))
+    judge = extractor("pixels")
+    features = judge.encode([picture, picture.convert("L")])
+    assert features.shape == (2, judge.width) == (2, 3 * 16 * 16)
+    assert torch.allclose(features[0].view(3, 256), torch.tensor([[1.0], [-1.0], [-0.6]]), atol=1e-6)
+    assert extractor("pixels", 4).width == 48
+    assert len({extractor("pixels", side).producer()["size"] for side in (4, 16)}) == 2

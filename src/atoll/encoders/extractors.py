@@ -15,7 +15,7 @@ from atoll.encoders.hub import loading
 from atoll.encoders.text import knows_words
 from atoll.encoders.vision import VisionEncoder, standardised, vision_encoder
 
-NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2")
+NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2", "pixels")
 """Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
 FID_WEIGHTS = "6726825d"
 """First digits of the SHA-256 of torch-fidelity's weights of Inception, as their file's name has them."""
@@ -34,6 +34,7 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
             reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub
             name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`. A
             DINOv2 gives its class token here; to cluster by, `vision_encoder` takes the patch tokens' mean.
+            `pixels` are the picture's own values at 16 px: a judge that is akin to no network.
         size: side in pixels that it sees; by default its own. Inception has no other.
         device: where it runs.
 
@@ -42,6 +43,8 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
     """
     if name.partition(":")[0] == "inception":
         return _inception(name, size, device)
+    if name == "pixels":
+        return _pixels(size or 16, device)
     if "/" not in name and name not in NAMES:
         raise ConfigError(
             f"unknown extractor {name!r}", nearest(name, [*NAMES, "facebook/dinov2-base", "openai/clip-..."])
@@ -50,6 +53,15 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
         return _clip(name, size, device)
     encoder = vision_encoder(name, size, device)
     return replace(encoder, pool=_class_token, token="class") if encoder.kind == "dinov2" else encoder
+
+
+def _pixels(size: int, device: str) -> VisionEncoder:
+    """The resized picture's own values, in [-1, 1]."""
+    width, network = 3 * size * size, nn.Flatten()
+    return VisionEncoder(
+        *("pixels", network, size, width, lambda x: x / 127.5 - 1, lambda net, x: net(x), device),
+        kind="pixels",
+    )
 
 
 def _class_token(network: Any, pixels: Tensor) -> Tensor:
