@@ -45,10 +45,18 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch."""
+        """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch.
+
+        Raises:
+            ConfigError: the tokenizer has a token that the network does not know.
+        """
         tokens = self.tokenizer(
             list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        ).to(self.device)
+        )
+        known = cast(Any, self.network).get_input_embeddings().num_embeddings
+        if int(tokens["input_ids"].max()) >= known:
+            raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
+        tokens = tokens.to(self.device)
         mask = tokens["attention_mask"].bool()
         states = self.network(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
