@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save
 
 from hostile.arena import Arena, edit, relisted, replace
+from hostile.mutate import agree
 
 DEEP = b"[" * 100_000
 DIGITS = b"1" * 5_000
@@ -95,6 +96,11 @@ def both(*forges: Forge) -> Forge:
 def forged(forge: Forge) -> Forge:
     """An export whose manifest agrees with what was forged."""
     return both(forge, lambda arena: relisted(arena / "export"))
+
+
+def agreed(place: str) -> Forge:
+    """The card's and the manifest's digests of a file of an export agree with it."""
+    return lambda arena: agree(arena / "export", arena / place)
 
 
 # A. What is trusted.
@@ -548,12 +554,13 @@ def less_a_shard(tree: dict[str, Any]) -> None:
     del tree["shards"][0]
 
 
-load(
-    "an activation that there is not",
-    forged(set_json("export/experts/0/config.json", activation_fn="silu")),
-    "config",
-)
-load("a number that is a text", forged(set_json("export/experts/0/config.json", norm_eps="1e-6")), "norm_eps")
+for name, setting in {"activation_fn": "silu", "norm_eps": "1e-6"}.items():
+    config = "export/experts/0/config.json"
+    load(
+        f"{name} of a network is {setting}",
+        both(set_json(config, **{name: setting}), agreed(config)),
+        "no network",
+    )
 row("a column with a file too few", lambda arena: edit(arena / COLUMN, less_a_shard), "data show {campaign}")
 row("a column of negative shape", set_json(COLUMN, shape=[-1]), "data show {campaign}")
 row("a column of many dimensions", set_json(COLUMN, shape=[9] * 40), "data show {campaign}")

@@ -51,7 +51,7 @@ def test_everything_that_decides_a_result_changes_its_key() -> None:
     }
     others |= {field: value + "x" for field, value in PLAIN.items() if isinstance(value, str)}
     others |= {"picture_size": (12, 13), "ema": False, "conditions": "train"}
-    others |= {"extractor_token": "class", "conditions_hash": "c"}
+    others |= {"extractor_token": "class", "conditions_hash": "c", "shift": 3.0}
     assert set(others) == set(Protocol.model_fields)
     del others["reference"], others["code"]
     keys = {result(**{field: value}).key for field, value in others.items()}
