@@ -1,5 +1,6 @@
 """The page as a whole: self-contained, well-formed, safe, and there at every stage of a campaign."""
 
+import gc
 import json
 import re
 import subprocess
@@ -80,9 +81,12 @@ def test_a_large_campaign_takes_less_than_two_seconds_of_the_processor(tmp_path:
     for folder in [*(f"islands/{n}" for n in range(16)), "router", "monolith"]:
         builder.run(folder, losses=losses)
     builder.compare([f"prompt {n}" for n in range(12)], steps=50).diagnose(splits=("heldout", "train"))
+    gc.freeze()  # the objects of earlier tests are not the page's to walk
     start = time.process_time()  # not the clock's: other tests run beside it
     path = write_report(builder.store)
-    assert time.process_time() - start < 2
+    taken = time.process_time() - start
+    gc.unfreeze()
+    assert taken < 2
     assert Path(path).stat().st_size < 3e6
 
 

@@ -1,8 +1,10 @@
 """The numbers of the page's drawings: axes, lines, strips, the ring. `drawings.html` makes SVG of them."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from atoll.report.facts import Point
 from atoll.report.text import tick
@@ -180,17 +182,14 @@ def training_curve(title: str, curves: Sequence[Series]) -> Chart | None:
 def smooth(points: Sequence[Point], width: float = 1.18, most: int = 400) -> list[Point]:
     """Geometric mean of a window that is even on a logarithmic axis: from x / width to x * width."""
     positive = [(x, y) for x, y in points if x > 0 and y > 0]
-    sums = [0.0]
-    for _, y in positive:
-        sums.append(sums[-1] + math.log(y))
-    smoothed, low, high = [], 0, 0
-    for x, _ in positive:
-        while positive[low][0] < x / width:
-            low += 1
-        while high < len(positive) and positive[high][0] <= x * width:
-            high += 1
-        smoothed.append((x, math.exp((sums[high] - sums[low]) / (high - low))))
-    return thin(smoothed, most)
+    seen = [x for x, _ in positive]
+    sums = [0.0, *accumulate(math.log(y) for _, y in positive)]
+
+    def mean(x: float) -> float:
+        low, high = bisect_left(seen, x / width), bisect_right(seen, x * width)
+        return math.exp((sums[high] - sums[low]) / (high - low))
+
+    return [(x, mean(x)) for x, _ in thin(positive, most)]
 
 
 def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
