@@ -5,11 +5,12 @@
     python benchmarks/headline.py --quick
 
 `emoji64` is what `examples/emoji/prepare.py` writes. `train` makes a campaign for every entry and seed in a
-folder of its own, one process after the other, and goes on where it was stopped; several may run beside each
-other with other `--only`. `measure` takes what is trained. Guidance is chosen on the held-out pictures, for
-each model and seed by itself, and the distance is that to the test pictures at this guidance. The best single
-network is the one of the smallest held-out distance among those of the same FLOPs, over all seeds; ratios are
-within a seed, and their interval is Student's of the logarithms.
+folder of its own, one process after the other, and goes on where it was stopped; several may run beside
+each other with other `--only`. `measure` takes what is trained. Guidance is chosen on the held-out
+pictures, for each model and seed by itself, and the distance is that to the test pictures at this guidance.
+The best single network is the one of the smallest held-out distance among those of the same FLOPs, over all
+seeds; ratios are within a seed, and their interval is Student's of the logarithms. The test pictures of a
+model are drawn once and seen by all of `judges.py`.
 """
 
 import argparse
@@ -19,20 +20,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness import TINY, finish, median_row, ratio_interval, row
+from judges import JUDGES, Album, matcher
 
 import atoll
+from atoll.campaign.folder import Campaign
+from atoll.measure.departure import generation_of
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)
 ROUTINGS = ("top-1", "once", "once null sample-1", "top-1 null sample-1")
 FRESH = (3, 4, 5)
 """Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
 SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
-JUDGE: dict[str, Any] = {"metrics": "frechet,precision,recall", "extractor_size": 64, "components": 64}
+SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins")
+"""What is measured beside distances."""
 EPOCH = 13_928
 
 
@@ -80,19 +86,26 @@ def islands(name: str, samples: int, *more: str, seeds: tuple[int, ...] = FRESH)
     return Entry(f"{name}, {samples:,} images", sets, seeds=seeds)
 
 
-TUNED = [(8, 0.0005), (8, 0.001), (8, 0.002), (16, 0.001), (16, 0.002), (32, 0.002), (64, 0.002), (64, 0.004)]
+TUNED = [(8, 0.001), (8, 0.002), (8, 0.004), (16, 0.002), (16, 0.004), (32, 0.004), (64, 0.002), (64, 0.004)]
 APART = "islands that share nothing"
 SHARED = "islands after shared pretraining"
 ENTRIES = [
     *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
-    single(8, 0.001, 400_000),
-    single(64, 0.002, 400_000),
-    islands(APART, 400_000, "budget.pretrain=0"),
-    islands(f"{APART}, equal compute", 400_000, "budget.pretrain=0", "budget.compute=equal"),
-    islands(SHARED, 400_000, "train.batch=8", "budget.pretrain=0.5"),
-    islands(f"{APART}, random clusters", 400_000, "budget.pretrain=0", "partition.method=random", seeds=(3,)),
-    single(8, 0.001, 160 * EPOCH, seeds=(3,)),
-    islands(APART, 160 * EPOCH, "budget.pretrain=0", seeds=(3,)),
+    single(8, 0.004, 400_000, "train.milestones=8"),
+    single(64, 0.004, 400_000, seeds=(3,)),
+    islands(APART, 400_000, "train.lr=0.004", "budget.pretrain=0"),
+    islands(
+        f"{APART}, equal compute", 400_000, "train.lr=0.004", "budget.pretrain=0", "budget.compute=equal"
+    ),
+    islands(SHARED, 400_000, "train.lr=0.004", "train.batch=8", "budget.pretrain=0.5"),
+    islands(
+        f"{APART}, random clusters",
+        400_000,
+        *("train.lr=0.004", "budget.pretrain=0", "partition.method=random"),
+        seeds=(3,),
+    ),
+    single(8, 0.004, 160 * EPOCH, "train.milestones=8", seeds=(3,)),
+    islands(APART, 160 * EPOCH, "train.lr=0.004", "budget.pretrain=0", seeds=(3,)),
 ]
 
 
@@ -126,7 +139,7 @@ def main() -> None:
                 ]
                 train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *source])
     elif options.stage == "measure" and options.to:
-        report(measured(entries, options.to, GUIDANCES, JUDGE | {"samples": 1000}, 20), options.json)
+        report(measured(entries, options.to, Protocol()), options.json)
     else:
         parser.error("give train --source FOLDER --to FOLDER, measure --to FOLDER, or --quick")
 
@@ -153,8 +166,8 @@ def quick(folder: Path, path: Path | None) -> None:
     for entry in entries:
         for seed in entry.seeds:
             train(entry, entry.folder(folder, seed), seed, tiny)
-    judge = {"metrics": "frechet", "extractor_size": 64, "components": 8, "samples": 24}
-    report(measured(entries, folder, (1.0, 2.0), judge, 2), path)
+    judge = {"Lite2": {"extractor_size": 64, "components": 8}}
+    report(measured(entries, folder, Protocol((1.0, 2.0), 24, 24, 2, judge, 1)), path)
 
 
 def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
@@ -187,12 +200,62 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
 
 
 Point = dict[str, Any]
-"""Of a model and seed: `guidance` chosen, metrics at it, `flops`, and `all` held-out distances."""
+"""Of a model and seed: `guidance` chosen, `test` values at it, `flops`, and `all` held-out distances."""
 
 
-def measured(
-    entries: list[Entry], to: Path, guidances: tuple[float, ...], judge: dict[str, Any], steps: int
-) -> dict[str, dict[str, dict[int, Point]]]:
+@dataclass(frozen=True)
+class Protocol:
+    """How models are measured.
+
+    Attributes:
+        guidances: of which the best on held-out pictures is chosen.
+        chosen_on: held-out pictures for each of them.
+        samples: test pictures.
+        steps: of the sampler.
+        judges: see `judges.JUDGES`; the first chooses.
+        epochs: that the network which matches captions learns.
+    """
+
+    guidances: tuple[float, ...] = GUIDANCES
+    chosen_on: int = 500
+    samples: int = 1000
+    steps: int = 20
+    judges: Mapping[str, dict[str, Any]] = field(default_factory=lambda: JUDGES)
+    epochs: int = 20
+
+    def point(self, folder: Path, name: str) -> Point:
+        """One model of one campaign, at its best guidance on the held-out pictures."""
+        model, routing = (name, None) if name == "monolith" else ("ensemble", name)
+        judge, campaign = next(iter(self.judges.values())), Campaign.open(folder)
+        heldout = {
+            guidance: atoll.evaluate(
+                campaign,
+                model,
+                routing=routing,
+                guidance=guidance,
+                steps=self.steps,
+                samples=self.chosen_on,
+                metrics="frechet",
+                **judge,
+            )["frechet"]
+            for guidance in self.guidances
+        }
+        best = min(self.guidances, key=lambda guidance: heldout[guidance])
+        how: dict[str, Any] = {"guidance": best, "steps": self.steps, "seed": 0}
+        generation = generation_of(campaign).with_(**how, **({"routing": routing} if routing else {}))
+        place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
+        album = Album.of(campaign, model, generation, "test", self.samples, place)
+        known = matcher(album.training, folder.parent / "matcher.safetensors", self.epochs)
+        test = album.distances(self.judges) | album.matches(known) | album.without_twins(**judge)
+        return {
+            "guidance": best,
+            "flops": flops(folder),
+            "test": test,
+            "all": {f"{guidance:g}": value for guidance, value in heldout.items()},
+        }
+
+
+def measured(entries: list[Entry], to: Path, protocol: Protocol) -> dict[str, dict[str, dict[int, Point]]]:
     """Points of what is trained, by entry, model and seed."""
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for entry in entries:
@@ -203,27 +266,8 @@ def measured(
                 print(f"{folder.name}: not trained yet")
                 continue
             for name in entry.models:
-                points = found.setdefault(entry.name, {}).setdefault(name, {})
-                points[seed] = {"flops": flops(folder), **point(folder, name, guidances, judge, steps)}
+                found.setdefault(entry.name, {}).setdefault(name, {})[seed] = protocol.point(folder, name)
     return found
-
-
-def point(folder: Path, name: str, guidances: tuple[float, ...], judge: dict[str, Any], steps: int) -> Point:
-    """One model of one campaign, at its best guidance on the held-out pictures."""
-    model, routing = (name, None) if name == "monolith" else ("ensemble", name)
-
-    def at(guidance: float, conditions: str) -> dict[str, float]:
-        how = {"routing": routing, "guidance": guidance, "steps": steps}
-        return atoll.evaluate(folder, model, **how, conditions=conditions, **judge)
-
-    heldout = {guidance: at(guidance, "heldout") for guidance in guidances}
-    best = min(guidances, key=lambda guidance: heldout[guidance]["frechet"])
-    return {
-        "guidance": best,
-        "heldout": heldout[best],
-        "test": at(best, "test"),
-        "all": {f"{guidance:g}": values["frechet"] for guidance, values in heldout.items()},
-    }
 
 
 def flops(folder: Path) -> float:
@@ -237,19 +281,16 @@ def report(found: dict[str, dict[str, dict[int, Point]]], path: Path | None) -> 
     rows = []
     for name, models in found.items():
         for model, points in models.items():
-            case = f"{name}: {model}"
-            rows.append(
-                median_row(case, "test distance", [one["test"]["frechet"] for one in points.values()])
-            )
-            over = best_single(found, points)
-            if over is None or over == name:
-                continue
-            pairs = [
-                one["test"]["frechet"] / found[over]["monolith"][seed]["test"]["frechet"]
-                for seed, one in points.items()
-            ]
-            mean, spread = ratio_interval(pairs)
-            rows.append(row(case, f"over {over}" + (", 95 %" if spread else ""), mean, spread=spread))
+            case, over = f"{name}: {model}", best_single(found, points)
+            for value in next(iter(points.values()))["test"]:
+                rows.append(median_row(case, value, [one["test"][value] for one in points.values()]))
+                if over in (None, name) or value in SHARES:
+                    continue
+                singles = found[over]["monolith"]
+                pairs = [one["test"][value] / singles[seed]["test"][value] for seed, one in points.items()]
+                mean, spread = ratio_interval(pairs)
+                kind = f"{value}, over {over}" + (", 95 %" if spread else "")
+                rows.append(row(case, kind, mean, spread=spread))
     finish("headline", rows, path, {"points": found})
 
 
@@ -257,7 +298,7 @@ def best_single(found: dict[str, dict[str, dict[int, Point]]], points: dict[int,
     """The single network of the smallest held-out distance among those of the same FLOPs and seeds."""
     spent = statistics.fmean(one["flops"] for one in points.values())
     alike = {
-        name: statistics.fmean(models["monolith"][seed]["heldout"]["frechet"] for seed in points)
+        name: statistics.fmean(min(models["monolith"][seed]["all"].values()) for seed in points)
         for name, models in found.items()
         if "monolith" in models
         and points.keys() <= models["monolith"].keys()

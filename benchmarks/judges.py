@@ -1,0 +1,210 @@
+"""Pictures of a model, drawn once and seen by many judges.
+
+A distance by one network, at one size, on one number of axes may flatter one side. Here the same pictures
+are held against the same real ones by EfficientNet-Lite2 at several sizes and axes, by plain pixels, and by
+a small network that learned from the training rows alone which caption belongs to which picture. That last
+one also tells how often a picture finds its own caption among a hundred.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atoll.base.condition import Condition
+from atoll.base.rng import generator
+from atoll.campaign.folder import Campaign
+from atoll.data.samples import Samples
+from atoll.encoders.extractors import extractor
+from atoll.ensemble.generation import Generation
+from atoll.measure.evaluation import Request, evaluate
+from atoll.measure.features import extract
+from atoll.measure.metrics.frechet import frechet_distance
+from atoll.measure.metrics.projection import Projection
+from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.pictures import Folder, Rows
+
+JUDGES: dict[str, dict[str, Any]] = {
+    "Lite2, 64 px, 64 axes": {"extractor_size": 64, "components": 64},
+    "Lite2, 64 px, 16 axes": {"extractor_size": 64, "components": 16},
+    "Lite2, 64 px, 128 axes": {"extractor_size": 64, "components": 128},
+    "Lite2, 64 px, 256 axes": {"extractor_size": 64, "components": 256},
+    "Lite2, 32 px, 64 axes": {"extractor_size": 32, "components": 64},
+    "Lite2, 128 px, 64 axes": {"extractor_size": 128, "components": 64},
+    "pixels, 16 px, 64 axes": {"extractor": "pixels", "extractor_size": 16, "components": 64},
+}
+"""The first is the headline's."""
+MATCHER = "captions, 64 axes"
+AMONG = 100
+
+
+@dataclass(frozen=True)
+class Album:
+    """Pictures that a model drew at the captions of a split, by number.
+
+    Attributes:
+        campaign: whose real pictures they are held against.
+        folder: of the PNG files.
+        conditions: what each was drawn for.
+        training: the rows that the model learned from.
+    """
+
+    campaign: Campaign
+    folder: Path
+    conditions: RowConditions
+    training: Samples
+
+    @classmethod
+    def of(
+        cls, campaign: Campaign, model: str, generation: Generation, split: str, count: int, folder: Path
+    ) -> "Album":
+        """Draw the pictures, unless the folder holds them already."""
+        candidate, dataset = published(campaign, model, torch.device("cpu")), campaign.dataset()
+        rows, training = (samples_of(campaign, dataset, s, candidate.model.card) for s in (split, "train"))
+        conditions = RowConditions.drawn(campaign, rows, split, count, generation.seed)
+        source = Drawn(candidate, generation, conditions)
+        about = json.dumps({**source.subject, **source.about, "count": count}, sort_keys=True)
+        done = folder / "drawn.json"
+        if not done.exists() or done.read_text() != about:
+            folder.mkdir(parents=True, exist_ok=True)
+            for batch in source.batches(range(count), 250):
+                for number, picture in zip(batch.numbers, batch.pictures, strict=True):
+                    picture.save(folder / f"{number:05}.png")
+            done.write_text(about)
+        return cls(campaign, folder, conditions, training)
+
+    def distances(self, judges: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+        """Fréchet distance by each judge; precision and recall by the first."""
+        found: dict[str, float] = {}
+        config = self.campaign.config.evaluate
+        for name, settings in judges.items():
+            metrics = "frechet" if found else "frechet,precision,recall"
+            chosen = type(config).parse({**config.model_dump(), **settings, "metrics": metrics}, name)
+            point = evaluate(self.campaign, Request(images=self.folder, split=self.conditions.split), chosen)
+            assert point is not None
+            values = {metric: float(value["value"]) for metric, value in point.values.items()}
+            found |= {name: values.pop("frechet"), **values}
+        return found
+
+    @torch.inference_mode()
+    def matches(self, network: "Matcher") -> dict[str, float]:
+        """How pictures follow their captions, and their Fréchet distance in the features of who says so.
+
+        Returns:
+            `retrieval`: share of pictures whose own caption is the nearest of 100, the others drawn from the
+            split; `retrieval of real pictures`, the same of the split's own; and the distance.
+        """
+        rows, everything = self.conditions.samples, np.arange(len(self.conditions.samples))
+        texts = np.array(rows.dataset.take(rows.rows).column("caption").to_pylist())
+        captions = network.of_captions(rows.conditions(everything))
+        real = network.of_pictures(rows.latents(everything))
+        drawn = network.of_pictures(self._pixels())
+        axes = Projection.fit(real.numpy(), min(64, len(real) // 2))
+        return {
+            MATCHER: frechet_distance(axes(drawn.numpy()), axes(real.numpy())),
+            "retrieval": _retrieval(drawn, captions, texts, self.conditions.index),
+            "retrieval of real pictures": _retrieval(real, captions, texts, everything),
+        }
+
+    def _pixels(self) -> Tensor:
+        """All pictures, as the data set's own are."""
+        mode = "L" if self.training.shape.channels == 1 else "RGB"
+        files = sorted(self.folder.glob("*.png"))
+        pictures = np.stack([np.atleast_3d(np.asarray(Image.open(file).convert(mode))) for file in files])
+        return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+    def without_twins(self, size: int, components: int, nearest: float = 0.05) -> dict[str, float]:
+        """The distance without rows that have a twin among the training pictures, on either side.
+
+        Args:
+            size: in pixels, that the extractor sees.
+            components: of the distance.
+            nearest: root mean square of the difference of pixels in [-1, 1] below which two are twins.
+        """
+        rows, known = self.conditions.samples, _flat(self.training)
+        alone = (torch.cdist(_flat(rows), known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
+        encoder = extractor(self.campaign.config.evaluate.extractor, size)
+        drawn = extract(Folder(self.folder), encoder, "pictures", 250)
+        real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
+        assert drawn is not None and real is not None
+        axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
+        distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
+        return {"without twins": distance, "twins": float((~alone).mean())}
+
+
+def _flat(samples: Samples) -> Tensor:
+    return samples.latents(np.arange(len(samples))).flatten(1)
+
+
+def _retrieval(pictures: Tensor, captions: Tensor, texts: NDArray[Any], own: NDArray[np.int64]) -> float:
+    draws, hits = generator(0, "retrieval"), 0
+    for picture, place in zip(pictures, own, strict=True):
+        others = np.flatnonzero(texts != texts[place])
+        chosen = others[torch.randperm(len(others), generator=draws)[: AMONG - 1].numpy()]
+        scores = captions[torch.from_numpy(np.append(chosen, place))] @ picture
+        hits += int(scores.argmax()) == len(scores) - 1
+    return hits / len(own)
+
+
+class Matcher(nn.Module):
+    """Two towers that put a picture beside its caption (Radford et al. 2021, arXiv 2103.00020, in small)."""
+
+    def __init__(self, channels: int, text_width: int, width: int = 128) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in ((channels, 32), (32, 64), (64, width), (width, width)):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.GELU()]
+        self.picture = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(width))
+        self.text = nn.Sequential(nn.Linear(text_width, 256), nn.GELU(), nn.Linear(256, width))
+        self.log_scale = nn.Parameter(torch.tensor(2.0))
+
+    def of_pictures(self, pixels: Tensor) -> Tensor:
+        """Unit vectors `(B, D)` of pictures `(B, C, H, W)` in [-1, 1]."""
+        return nn.functional.normalize(self.picture(pixels), dim=1)
+
+    def of_captions(self, cond: Condition) -> Tensor:
+        """Unit vectors `(B, D)` of text states, averaged over their tokens."""
+        assert cond.text is not None and cond.mask is not None
+        mask = cond.mask[..., None].float()
+        mean = (cond.text * mask).sum(1) / mask.sum(1)
+        return nn.functional.normalize(self.text(mean), dim=1)
+
+    def loss(self, pixels: Tensor, cond: Condition) -> Tensor:
+        """Cross-entropy of finding captions by pictures and pictures by captions, within the batch."""
+        scores = self.log_scale.exp() * self.of_pictures(pixels) @ self.of_captions(cond).T
+        own = torch.arange(len(scores))
+        return (nn.functional.cross_entropy(scores, own) + nn.functional.cross_entropy(scores.T, own)) / 2
+
+
+def matcher(samples: Samples, path: Path, epochs: int = 30, batch: int = 256) -> Matcher:
+    """The matcher of training rows, trained unless the file is there. Pictures are shifted by up to 2 px."""
+    torch.manual_seed(0)
+    network = Matcher(samples.shape.channels, samples.shape.text_width)
+    network.of_pictures(torch.zeros(1, samples.shape.channels, samples.shape.size, samples.shape.size))
+    if path.exists():
+        network.load_state_dict(load_file(path))
+        return network.eval()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
+    steps = epochs * (len(samples) // batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+    for step in range(steps):
+        if step % (len(samples) // batch) == 0:
+            order = torch.randperm(len(samples)).numpy()
+        index = order[step % (len(samples) // batch) * batch :][:batch]
+        pixels, cond = samples.latents(index), samples.conditions(index)
+        moved = [torch.roll(one, tuple(torch.randint(-2, 3, (2,)).tolist()), dims=(1, 2)) for one in pixels]
+        loss = network.loss(torch.stack(moved), cond)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    save_file(network.state_dict(), path)
+    return network.eval()

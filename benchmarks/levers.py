@@ -1,0 +1,325 @@
+"""Ways to guide islands and single networks, on campaigns that are trained: which of them holds?
+
+    python benchmarks/levers.py --campaign DIR --single DIR [--only TEXT ...] [--split test] [--samples 500]
+    python benchmarks/levers.py --quick
+
+Every way is a formula of velocities that the networks already give, so nothing is trained. Ways are chosen
+on held-out pictures of one seed (`--split heldout`) and judged on test pictures of others. Points are kept
+in the campaigns, so a run that was stopped goes on.
+
+Of a state, v(c) is the chosen expert's velocity with the caption, v(0) its velocity without; v(null) is
+that of what guidance leads away from: the expert itself (`own`), an expert drawn from p(k | x_t, t, null)
+(`mixture`), the network of shared pretraining (`pretrain`), one network of the experts' averaged weights
+(`average`), or the model's own earlier milestone (`milestone`). The guided velocity is
+
+    v(null) + cluster (v(0) - v(null)) + caption (v(c) - v(0)),
+
+which with one scale for both is ordinary guidance. Outside `interval` it is v(c).
+"""
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import finish, row, tiny
+from torch import Tensor
+
+from atoll.base.condition import Condition, Denoiser
+from atoll.base.rng import Position, uniforms
+from atoll.base.threads import using_threads
+from atoll.campaign.folder import Campaign
+from atoll.campaign.milestones import averaged, milestones
+from atoll.campaign.settings.measure import EvaluateConfig
+from atoll.encoders.extractors import extractor
+from atoll.ensemble.dispatch import Dispatch
+from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField
+from atoll.ensemble.expert import Expert
+from atoll.ensemble.route import route
+from atoll.ensemble.routing import Routing
+from atoll.measure.departure import generation_of
+from atoll.measure.metrics.metric import How
+from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.pictures import Batch
+from atoll.measure.points import Judge
+from atoll.measure.reference import reference
+
+DRAW = Routing.named("sample-1")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a velocity is guided.
+
+    Attributes:
+        null: what guidance leads away from.
+        caption: scale of v(c) - v(0).
+        cluster: scale of v(0) - v(null); the caption's by default, and v(0) is then not needed.
+        interval: times t at which there is guidance.
+        routing: of the conditional branch, of an ensemble.
+        steps: of the sampler.
+        shift: SD3's time shift.
+    """
+
+    null: str = "own"
+    caption: float = 2.0
+    cluster: float | None = None
+    interval: tuple[float, float] = (0.0, 1.0)
+    routing: str = "top-1"
+    steps: int = 20
+    shift: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        scales = (
+            f"{self.caption:g}" if self.cluster is None else f"{self.caption:g}, cluster {self.cluster:g}"
+        )
+        low, high = self.interval
+        words = [self.routing, f"null {self.null}", f"guidance {scales}"]
+        words += [f"at t {low:g} to {high:g}"] if self.interval != (0.0, 1.0) else []
+        words += [f"{self.steps} steps"] if self.steps != 20 else []
+        words += [f"shift {self.shift:g}"] if self.shift != 1 else []
+        return ", ".join(words)
+
+
+SCALES = (1.5, 2.0, 3.0, 4.0)
+ENSEMBLE = [
+    *(Way(null, scale) for null in ("own", "mixture", "pretrain", "average") for scale in SCALES),
+    *(Way("mixture", scale, routing="once") for scale in SCALES),
+    *(Way("pretrain", scale, routing="once") for scale in SCALES),
+    *(Way("mixture", caption, cluster) for caption in (1.5, 2.0, 3.0) for cluster in (1.5, 2.0, 3.0, 4.0)),
+    *(
+        Way("mixture", scale, interval=at)
+        for scale in (3.0, 4.0)
+        for at in ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
+    ),
+    *(Way("mixture", 3.0, steps=steps) for steps in (40,)),
+    *(Way("mixture", 3.0, shift=shift) for shift in (1.5, 2.0)),
+]
+SINGLE = [
+    *(Way(null, scale) for null in ("own", "milestone") for scale in SCALES),
+    *(
+        Way("own", scale, interval=at)
+        for scale in (3.0, 4.0)
+        for at in ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
+    ),
+    *(Way("own", 3.0, steps=steps) for steps in (40,)),
+    *(Way("own", 3.0, shift=shift) for shift in (1.5, 2.0)),
+]
+
+
+class GuidedField:
+    """The flow of one batch under a way of guiding.
+
+    Args:
+        inner: the batch's field: networks, conditions, and places in the random streams.
+        way: how it is guided.
+        other: the network that guidance leads away from, where that is one network.
+    """
+
+    def __init__(self, inner: RoutedField | SingleField, way: Way, other: Denoiser | None) -> None:
+        self.inner, self.way, self.other = inner, way, other
+        self.cond, self.null = inner.branches.cond, inner.branches.null
+        self.weights: Tensor | None = None
+
+    def __call__(self, x_t: Tensor, t: float, step: int) -> Tensor:
+        """Guided velocity."""
+        way, low, high = self.way, *self.way.interval
+        times = x_t.new_full((len(x_t),), t)
+        conditional = self._chosen(x_t, times, step, self.cond)
+        if (way.caption == 1 and way.cluster in (None, 1)) or not low <= t <= high:
+            return conditional
+        away = self._null(x_t, times, step)
+        if way.cluster is None:
+            return away + way.caption * (conditional - away)
+        own = self._chosen(x_t, times, step, self.null)
+        return away + way.cluster * (own - away) + way.caption * (conditional - own)
+
+    def _chosen(self, x_t: Tensor, times: Tensor, step: int, cond: Condition) -> Tensor:
+        """Velocity of the network that serves the picture."""
+        if isinstance(self.inner, SingleField):
+            return self.inner.denoiser.velocity(x_t, times, cond)
+        field = self.inner
+        if cond is self.cond and (self.weights is None or field.routing.asks_at(step)):
+            self.weights = field.weights_at(x_t, float(times[0]), step)
+        assert self.weights is not None
+        return Dispatch(self.weights, cond).run(field.ensemble.experts, x_t, times)
+
+    def _null(self, x_t: Tensor, times: Tensor, step: int) -> Tensor:
+        if self.way.null == "own":
+            return self._chosen(x_t, times, step, self.null)
+        if self.other is not None:
+            return self.other.velocity(x_t, times, self.null)
+        assert isinstance(self.inner, RoutedField)
+        rows: Sequence[Position] = self.inner.rows
+        draws = uniforms(self.inner.generation.seed, f"route-null/{step}", rows, (1,))
+        logits = self.inner.ensemble.logits(x_t, times, self.null)
+        return Dispatch(route(DRAW, logits, draws.to(logits)), self.null).run(
+            self.inner.ensemble.experts, x_t, times
+        )
+
+
+@dataclass
+class Guided(Drawn):
+    """Pictures that a model draws under a way of guiding.
+
+    Attributes:
+        way: how it is guided.
+        other: the network that guidance leads away from, where that is one network.
+    """
+
+    way: Way = Way()
+    other: Denoiser | None = None
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """The model's, and the way, so that a point is never taken for one of plain guidance."""
+        return {**super().subject, "way": self.way.name}
+
+    def batches(self, part: range, batch: int) -> Iterator[Batch]:
+        """Pictures in batches."""
+        model = self.candidate.model
+        drawn = model.generate(
+            self.conditions.of_model,
+            self.generation,
+            len(part),
+            first=part.start,
+            batch=batch,
+            around=lambda field, rows: GuidedField(field, self.way, self.other),
+        )
+        for one in drawn:
+            yield Batch(one.rows, model.pictures(one.latents, one.rows))
+
+
+@dataclass
+class Bench:
+    """A campaign's model, and all that its ways are measured with."""
+
+    folder: Path
+    name: str
+    samples: int
+    split: str
+
+    @cached_property
+    def campaign(self) -> Campaign:
+        """The campaign."""
+        return Campaign.open(str(self.folder))
+
+    @cached_property
+    def candidate(self) -> Any:
+        """The model."""
+        return published(self.campaign, self.name, torch.device("cpu"))
+
+    @cached_property
+    def conditions(self) -> RowConditions:
+        """Captions of the split."""
+        rows = samples_of(self.campaign, self.campaign.dataset(), self.split, self.candidate.model.card)
+        return RowConditions.drawn(self.campaign, rows, self.split, self.samples, 0)
+
+    @cached_property
+    def judge(self) -> Judge:
+        """Fréchet distance on 64 components of the campaign's extractor at 64 pixels."""
+        config: EvaluateConfig = self.campaign.config.evaluate
+        encoder = extractor(config.extractor, 64, "cpu")
+        held = reference(None, self.split, self.campaign, encoder, self.campaign.store)
+        components = min(64, held.about.count // 2, self.samples // 2)
+        how = How(encoder.name, encoder.kind, encoder.width, self.samples, held.about.count, components)
+        return Judge(self.campaign.store, encoder, held, ("frechet", "precision", "recall"), how, 64)
+
+    def other(self, null: str) -> Denoiser | None:
+        """The one network that guidance leads away from; `LookupError` where there is none."""
+        if null == "pretrain":
+            if not self.campaign.config.budget.pretrain:
+                raise LookupError(f"{self.folder.name} shares no pretraining")
+            return Expert.load(self.campaign.store, "pretrain/expert")
+        if null == "average":
+            return self._average()
+        if null == "milestone":
+            run = self.campaign.store.sub(f"{self.name}/run")
+            kept = milestones(run, self.campaign.store.sub(f"{self.name}/expert"))
+            if not kept:
+                raise LookupError(f"{self.folder.name} kept no milestones")
+            return self._with(self.candidate.model.denoiser, averaged(run, kept[0]))
+        return None
+
+    def _average(self) -> Expert:
+        if not self.campaign.config.budget.pretrain:
+            raise LookupError(f"experts of {self.folder.name} have no common start")
+        ensemble: Ensemble = self.candidate.model.denoiser
+        every = (ensemble.experts[number] for number in range(len(ensemble.experts)))
+        experts = [expert for expert in every if isinstance(expert, Expert)]
+        states = [expert.network.state_dict() for expert in experts]
+        mean = {name: torch.stack([s[name].float() for s in states]).mean(0) for name in states[0]}
+        return self._with(experts[0], mean)
+
+    @staticmethod
+    def _with(like: Expert, weights: dict[str, Tensor]) -> Expert:
+        network = copy.deepcopy(like.network)
+        network.load_state_dict(weights)
+        return replace(like, network=network)
+
+    def measured(self, way: Way) -> dict[str, float]:
+        """Metrics of a way."""
+        generation = generation_of(self.campaign).with_(
+            routing=way.routing, guidance=max(2.0, way.caption), steps=way.steps, shift=way.shift, seed=0
+        )
+        source = Guided(self.candidate, generation, self.conditions, way=way, other=self.other(way.null))
+        point = self.judge.measure(source)
+        assert point is not None
+        return {name: value["value"] for name, value in point.values.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--campaign", type=Path, help="whose ensemble is measured")
+    parser.add_argument("--single", type=Path, help="whose monolith is measured")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="ways whose names hold one of these texts")
+    parser.add_argument("--split", default="heldout", choices=["heldout", "test"])
+    parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--quick", action="store_true", help="one tiny campaign of its own")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            made = tiny(Path(folder), 0)
+            options.campaign = options.single = made
+            options.samples = 40
+            measure(options, 2)
+    elif options.campaign or options.single:
+        measure(options)
+    else:
+        parser.error("give --campaign, --single or both, or --quick")
+
+
+def measure(options: argparse.Namespace, steps: int | None = None) -> None:
+    """All ways of both models."""
+    rows: list[dict[str, Any]] = []
+    kinds = [("ensemble", options.campaign, ENSEMBLE), ("monolith", options.single, SINGLE)]
+    for name, folder, ways in kinds:
+        if folder is None:
+            continue
+        bench = Bench(folder, name, options.samples, options.split)
+        for way in ways:
+            if options.only and not any(text in f"{name}: {way.name}" for text in options.only):
+                continue
+            if steps:
+                way = replace(way, steps=steps)
+            try:
+                values = bench.measured(way)
+            except LookupError as error:
+                print(f"left out: {way.name}: {error}")
+                continue
+            rows += [row(f"{name}: {way.name}", metric, value) for metric, value in values.items()]
+            print(f"{name}: {way.name}: {values}", flush=True)
+    finish("levers", rows, options.json, {"split": options.split, "samples": options.samples})
+
+
+if __name__ == "__main__":
+    with using_threads(1):
+        main()
