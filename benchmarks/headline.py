@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from harness import TINY, finish, median_row, ratio_interval, row
 from judges import JUDGES, Album, matcher
+from pyarrow import parquet
 
 import atoll
 from atoll.campaign.folder import Campaign
@@ -51,12 +53,14 @@ class Entry:
         sets: settings in place of the recipe's.
         single: whether it is one network, which `monolith` is; else an ensemble.
         seeds: of its campaigns.
+        told: whether every caption begins with the picture's cluster.
     """
 
     name: str
     sets: tuple[str, ...]
     single: bool = False
     seeds: tuple[int, ...] = FRESH
+    told: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -73,11 +77,19 @@ class Entry:
         return to / "-".join([*re.findall(r"[\w.]+", self.name), f"seed{seed}"])
 
 
-def single(batch: int, rate: float, samples: int, *more: str, seeds: tuple[int, ...] = FRESH) -> Entry:
+def single(
+    batch: int,
+    rate: float,
+    samples: int,
+    *more: str,
+    seeds: tuple[int, ...] = FRESH,
+    name: str = "single",
+    told: bool = False,
+) -> Entry:
     """One network on all the data."""
-    name = f"single, batch {batch}, rate {rate:g}, {samples:,} images"
+    name = f"{name}, batch {batch}, rate {rate:g}, {samples:,} images"
     sets = (f"train.batch={batch}", f"train.lr={rate}", "budget.pretrain=0", f"budget.samples={samples}")
-    return Entry(name, (*sets, "train.parallel.compile=true", *more), single=True, seeds=seeds)
+    return Entry(name, (*sets, "train.parallel.compile=true", *more), single=True, seeds=seeds, told=told)
 
 
 def islands(name: str, samples: int, *more: str, seeds: tuple[int, ...] = FRESH) -> Entry:
@@ -89,24 +101,30 @@ def islands(name: str, samples: int, *more: str, seeds: tuple[int, ...] = FRESH)
 TUNED = [(8, 0.001), (8, 0.002), (8, 0.004), (16, 0.002), (16, 0.004), (32, 0.004), (64, 0.002), (64, 0.004)]
 APART = "islands that share nothing"
 SHARED = "islands after shared pretraining"
+RATE = "train.lr=0.004"
+ALONE = (RATE, "budget.pretrain=0")
+JOINT = (RATE, "train.batch=8")
 ENTRIES = [
     *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
     single(8, 0.004, 400_000, "train.milestones=8"),
     single(64, 0.004, 400_000, seeds=(3,)),
-    islands(APART, 400_000, "train.lr=0.004", "budget.pretrain=0"),
-    islands(
-        f"{APART}, equal compute", 400_000, "train.lr=0.004", "budget.pretrain=0", "budget.compute=equal"
-    ),
-    islands(SHARED, 400_000, "train.lr=0.004", "train.batch=8", "budget.pretrain=0.5"),
-    islands(
-        f"{APART}, random clusters",
-        400_000,
-        *("train.lr=0.004", "budget.pretrain=0", "partition.method=random"),
-        seeds=(3,),
-    ),
+    islands(APART, 400_000, *ALONE),
+    islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
+    single(8, 0.004, 400_000, seeds=(3,), name="single, told the cluster", told=True),
     single(8, 0.004, 160 * EPOCH, "train.milestones=8", seeds=(3,)),
-    islands(APART, 160 * EPOCH, "train.lr=0.004", "budget.pretrain=0", seeds=(3,)),
+    islands(APART, 160 * EPOCH, *ALONE, seeds=(3,)),
+    islands(f"{APART}, equal compute", 400_000, *ALONE, "budget.compute=equal", seeds=(3,)),
+    islands(f"{APART}, random clusters", 400_000, *ALONE, "partition.method=random", seeds=(3,)),
+    single(8, 0.004, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
+    single(8, 0.002, 107_174, "network.heads=6", seeds=(3,), name="single, 192 channels"),
+    islands(f"{SHARED} of a quarter", 400_000, *JOINT, "budget.pretrain=0.25", seeds=(3,)),
+    islands(f"{SHARED}, K = 16", 400_000, *JOINT, "budget.pretrain=0.5", "partition.k=16", seeds=(3,)),
+    islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
+    islands(f"{APART}, K = 16", 400_000, *ALONE, "partition.k=16", seeds=(3,)),
+    *(single(8, 0.004, samples, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
 ]
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
+"""Of clusters, for captions."""
 
 
 def main() -> None:
@@ -118,6 +136,9 @@ def main() -> None:
         "--only", nargs="+", metavar="NAME", help="entries whose names hold one of these texts"
     )
     parser.add_argument("--seeds", type=int, nargs="+", help="of these seeds only")
+    parser.add_argument(
+        "--draws", type=int, default=1, help="albums of each model, for the noise of the distance"
+    )
     parser.add_argument("--list", action="store_true", help="only show the entries' names")
     parser.add_argument(
         "--quick", action="store_true", help="two tiny entries of its own, trained and measured"
@@ -133,13 +154,15 @@ def main() -> None:
     elif options.stage == "train" and options.to and options.source:
         for entry in entries:
             for seed in options.seeds or entry.seeds:
-                source = [
-                    f"data.path={(options.to / 'data').resolve()}",
-                    f"data.source={options.source.resolve()}",
-                ]
-                train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *source])
+                source, data = options.source, options.to / "data"
+                if entry.told:
+                    islands_of = next(e for e in ENTRIES if e.name.startswith(APART)).folder(options.to, seed)
+                    source, data = options.to / f"told-{seed}", options.to / f"told-data-{seed}"
+                    tell(options.source, islands_of, source)
+                places = [f"data.path={data.resolve()}", f"data.source={source.resolve()}"]
+                train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *places])
     elif options.stage == "measure" and options.to:
-        report(measured(entries, options.to, Protocol()), options.json)
+        report(measured(entries, options.to, Protocol(draws=options.draws)), options.json)
     else:
         parser.error("give train --source FOLDER --to FOLDER, measure --to FOLDER, or --quick")
 
@@ -199,6 +222,28 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
         run("assemble", str(folder))
 
 
+def tell(source: Path, islands: Path, to: Path) -> None:
+    """Write a source again, every picture's cluster as the first word of its caption.
+
+    Args:
+        source: folder of parquet files.
+        islands: campaign of the same data, whose partition counts.
+        to: new folder; nothing is done where it is whole.
+    """
+    campaign = Campaign.open(islands)
+    clusters = campaign.clustered()[1].clusters
+    words = dict(zip(campaign.dataset().table(["key"])["key"].to_pylist(), clusters, strict=True))
+    to.mkdir(exist_ok=True)
+    for file in sorted(source.glob("*.parquet")):
+        table = parquet.read_table(file)
+        captions = [
+            f"{WORDS[words[f'{file.name}, row {number}']]}, {caption}"
+            for number, caption in enumerate(table["caption"].to_pylist())
+        ]
+        place = table.column_names.index("caption")
+        parquet.write_table(table.set_column(place, "caption", pa.array(captions)), to / file.name)
+
+
 Point = dict[str, Any]
 """Of a model and seed: `guidance` chosen, `test` values at it, `flops`, and `all` held-out distances."""
 
@@ -214,6 +259,7 @@ class Protocol:
         steps: of the sampler.
         judges: see `judges.JUDGES`; the first chooses.
         epochs: that the network which matches captions learns.
+        draws: albums of each model, of other noise and other captions; the first is judged by all.
     """
 
     guidances: tuple[float, ...] = GUIDANCES
@@ -222,6 +268,7 @@ class Protocol:
     steps: int = 20
     judges: Mapping[str, dict[str, Any]] = field(default_factory=lambda: JUDGES)
     epochs: int = 20
+    draws: int = 1
 
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
@@ -241,17 +288,23 @@ class Protocol:
             for guidance in self.guidances
         }
         best = min(self.guidances, key=lambda guidance: heldout[guidance])
-        how: dict[str, Any] = {"guidance": best, "steps": self.steps, "seed": 0}
+        how: dict[str, Any] = {"guidance": best, "steps": self.steps}
         generation = generation_of(campaign).with_(**how, **({"routing": routing} if routing else {}))
         place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
-        album = Album.of(campaign, model, generation, "test", self.samples, place)
-        known = matcher(album.training, folder.parent / "matcher.safetensors", self.epochs)
-        test = album.distances(self.judges) | album.matches(known) | album.without_twins(**judge)
+        albums = [
+            Album.of(campaign, model, generation.with_(seed=seed), "test", self.samples, place / str(seed))
+            for seed in range(self.draws)
+        ]
+        known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
+        album, network = albums[0], matcher(albums[0].training, folder.parent / known, self.epochs)
+        test = album.distances(self.judges) | album.matches(network) | album.without_twins(**judge)
+        first = next(iter(self.judges))
         return {
             "guidance": best,
             "flops": flops(folder),
             "test": test,
             "all": {f"{guidance:g}": value for guidance, value in heldout.items()},
+            "drawn again": [one.distances({first: judge})[first] for one in albums[1:]],
         }
 
 
