@@ -121,17 +121,17 @@ class Album:
         pictures = np.stack([np.atleast_3d(np.asarray(Image.open(file).convert(mode))) for file in files])
         return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
-    def without_twins(self, size: int, components: int, nearest: float = 0.05) -> dict[str, float]:
+    def without_twins(self, extractor_size: int, components: int, nearest: float = 0.05) -> dict[str, float]:
         """The distance without rows that have a twin among the training pictures, on either side.
 
         Args:
-            size: in pixels, that the extractor sees.
+            extractor_size: in pixels, that the extractor sees.
             components: of the distance.
             nearest: root mean square of the difference of pixels in [-1, 1] below which two are twins.
         """
         rows, known = self.conditions.samples, _flat(self.training)
         alone = (torch.cdist(_flat(rows), known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
-        encoder = extractor(self.campaign.config.evaluate.extractor, size)
+        encoder = extractor(self.campaign.config.evaluate.extractor, extractor_size)
         drawn = extract(Folder(self.folder), encoder, "pictures", 250)
         real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
         assert drawn is not None and real is not None
