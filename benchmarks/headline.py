@@ -106,22 +106,22 @@ ALONE = (RATE, "budget.pretrain=0")
 JOINT = (RATE, "train.batch=8")
 ENTRIES = [
     *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
-    single(8, 0.004, 400_000, "train.milestones=8"),
+    single(8, 0.002, 400_000, "train.milestones=8"),
     single(64, 0.004, 400_000, seeds=(3,)),
     islands(APART, 400_000, *ALONE),
     islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
-    single(8, 0.004, 400_000, seeds=(3,), name="single, told the cluster", told=True),
-    single(8, 0.004, 160 * EPOCH, "train.milestones=8", seeds=(3,)),
+    single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
+    single(8, 0.002, 160 * EPOCH, "train.milestones=8", seeds=(3,)),
     islands(APART, 160 * EPOCH, *ALONE, seeds=(3,)),
     islands(f"{APART}, equal compute", 400_000, *ALONE, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters", 400_000, *ALONE, "partition.method=random", seeds=(3,)),
-    single(8, 0.004, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
+    single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
     single(8, 0.002, 107_174, "network.heads=6", seeds=(3,), name="single, 192 channels"),
     islands(f"{SHARED} of a quarter", 400_000, *JOINT, "budget.pretrain=0.25", seeds=(3,)),
     islands(f"{SHARED}, K = 16", 400_000, *JOINT, "budget.pretrain=0.5", "partition.k=16", seeds=(3,)),
     islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
     islands(f"{APART}, K = 16", 400_000, *ALONE, "partition.k=16", seeds=(3,)),
-    *(single(8, 0.004, samples, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
+    *(single(8, 0.002, samples, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
 ]
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 """Of clusters, for captions."""
