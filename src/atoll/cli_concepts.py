@@ -1,0 +1,87 @@
+"""The commands about concepts: what is in the data, and what that buys."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+PATH = click.Path(path_type=Path)
+CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
+
+
+@click.group()
+def concepts() -> None:
+    """What is in the data, concept by concept and expert by expert, and what that buys."""
+
+
+@concepts.command("index")
+@CAMPAIGN
+@click.option("--vocabulary", type=PATH, help="Text file, a concept a line; by default the captions' nouns.")
+@click.option("--least", type=click.IntRange(min=1), default=5, help="Captions that such a noun stands in.")
+@click.option(
+    "--match",
+    type=click.Choice(["phrase", "words"]),
+    default="phrase",
+    help="Whether the words of a concept stand side by side, or anywhere in the caption.",
+)
+def index(campaign: str, vocabulary: Path | None, least: int, match: str) -> None:
+    """Find concepts in every caption, in singular and plural."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.audit import index_stage
+
+    index_stage(Campaign.open(campaign), vocabulary, least, cast(Any, match))
+
+
+@concepts.command("tag")
+@CAMPAIGN
+@click.argument("tagger", metavar="labels|linear|FILE")
+def tag(campaign: str, tagger: str) -> None:
+    """Find concepts in pictures: class labels, a linear tagger, or a FILE of id, concept, probability."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.audit import tag_stage
+
+    tag_stage(Campaign.open(campaign), tagger)
+
+
+@concepts.command("audit")
+@CAMPAIGN
+@click.option(
+    "--threshold", type=click.FloatRange(0, 1), default=0.7, help="Probability from which a tag counts."
+)
+def audit(campaign: str, threshold: float) -> None:
+    """Count concepts in the training rows of every expert: tail, evenness, captions that miss the picture."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.audit import audit_stage
+
+    audit_stage(Campaign.open(campaign), threshold)
+
+
+@concepts.command("add")
+@click.argument("counts", metavar="COUNTS...", nargs=-1, required=True)
+@click.option("--out", default=".", help="Where reports/concepts/ of all together goes.")
+def add(counts: tuple[str, ...], out: str) -> None:
+    """Add counts of several islands, each counted where its data lie."""
+    from atoll.curate.audit import add_stage
+
+    add_stage(counts, out)
+
+
+@concepts.command("fit")
+@click.option("--counts", type=PATH, required=True, help="Parquet or CSV: concept and a number.")
+@click.option("--results", type=PATH, required=True, help="Parquet or CSV: concept and a number.")
+@click.option("--count", "count_column", metavar="COLUMN", help="Of the counts; by default the only one.")
+@click.option("--result", "result_column", metavar="COLUMN", help="Of the results; by default the only one.")
+@click.option("--where", multiple=True, metavar="COLUMN=VALUE", help="Rows that count; also COLUMN!=VALUE.")
+@click.option("--out", default=".", help="Where reports/concepts/fit.json goes.")
+def fit(
+    counts: Path,
+    results: Path,
+    count_column: str | None,
+    result_column: str | None,
+    where: tuple[str, ...],
+    out: str,
+) -> None:
+    """How performance goes with frequency: slope, correlations and intervals, and the published figure."""
+    from atoll.curate.tables import fit_stage
+
+    fit_stage(counts, results, where, (count_column, result_column), out)

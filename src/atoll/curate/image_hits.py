@@ -1,0 +1,192 @@
+"""Concepts in pictures, as two columns of the data set: numbers and probabilities of what a tagger saw.
+
+Any tagger's tags can be imported; a CLIP of transformers and a linear tagger on the features that the
+partition made anyway are built in. What is likelier than a threshold counts, and the threshold is chosen when
+counting, since that of one tagger says nothing about another's.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from atoll.base.errors import DataError, first_line
+from atoll.base.hashing import sha256
+from atoll.curate.text_hits import COLUMN as TEXT
+from atoll.curate.text_hits import ragged
+from atoll.curate.vocabulary import Vocabulary
+from atoll.data.columns import Column, Progress
+from atoll.data.dataset import DataSet
+from atoll.data.samples import read_labels
+
+COLUMN, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
+FLOOR = 0.1
+"""Probability below which a tag is not kept."""
+Hits = Callable[[int], list[dict[int, float]]]
+"""Of a shard's number, for every row the concepts' probabilities by their numbers."""
+
+
+def write_hits(
+    dataset: DataSet,
+    vocabulary: Vocabulary,
+    tagger: dict[str, Any],
+    hits: Hits,
+    progress: Progress | None = None,
+) -> Column:
+    """Write (or find) both columns.
+
+    Args:
+        dataset: whose rows were looked at.
+        vocabulary: the concepts.
+        tagger: plain data that changes whenever the hits would.
+        hits: what it saw.
+        progress: told how many shards are done.
+    """
+    producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary), "tagger": tagger, "floor": FLOOR}
+    seen: dict[int, list[dict[int, float]]] = {}
+
+    def kept(shard: int) -> list[dict[int, float]]:
+        if shard not in seen:
+            seen.clear()  # one shard at a time
+            seen[shard] = [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
+        return seen[shard]
+
+    def probabilities(shard: int) -> dict[str, Tensor]:
+        rows = kept(shard)
+        flat = torch.tensor([p for row in rows for p in row.values()], dtype=torch.float32)
+        return {"values": flat, "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32)}
+
+    dataset.write_column(PROBABILITIES, producer, probabilities, kind="ragged")
+    return dataset.write_column(
+        COLUMN, producer, lambda shard: ragged(list(row) for row in kept(shard)), None, "ragged", progress
+    )
+
+
+def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[dict[str, Any], Hits]:
+    """Tags of a parquet file: `id` of the row, `concept`, and `probability` (1 where there is none).
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, names no row of the data set, or holds a
+            probability outside [0, 1].
+    """
+    table = read_table(path)
+    for name in ("id", "concept"):
+        if name not in table.column_names:
+            raise DataError(
+                f"{path} has no column {name!r}", "tags need id, concept and, if known, probability"
+            )
+    ids, names = table["id"].to_pylist(), table["concept"].to_pylist()
+    given = table["probability"].to_pylist() if "probability" in table.column_names else [1.0] * len(ids)
+    places = {id_: row for row, id_ in enumerate(dataset.ids)}
+    rows: dict[int, dict[int, float]] = defaultdict(dict)
+    strangers = 0
+    for line, (id_, name, value) in enumerate(zip(ids, names, given, strict=True)):
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise DataError(f"{path}, row {line}: probability {value!r}", "give numbers from 0 to 1")
+        row, number = places.get(str(id_)), vocabulary.number(str(name))
+        strangers += row is None
+        if row is not None and number is not None:
+            rows[row][number] = max(float(value), rows[row].get(number, 0.0))
+    if strangers == len(ids):
+        raise DataError(f"{path} tags no row of {dataset.store.location}", "give the tags of this data set")
+    bounds = dataset.bounds
+
+    def hits(shard: int) -> list[dict[int, float]]:
+        return [rows.get(row, {}) for row in range(int(bounds[shard]), int(bounds[shard + 1]))]
+
+    return {"name": "imported", "tags": sha256(path.read_bytes()), "other rows": strangers}, hits
+
+
+def read_table(path: Path) -> pa.Table:
+    """A parquet or CSV file; `DataError` where it is neither."""
+    try:
+        if path.suffix == ".csv":
+            from pyarrow import csv
+
+            return csv.read_csv(path)
+        return pq.read_table(pa.BufferReader(path.read_bytes()))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or first_line(error)}", "check it") from None
+    except (pa.ArrowException, ValueError) as error:
+        raise DataError(f"{path} is no parquet ({first_line(error)[:120]})", "give parquet or CSV") from None
+
+
+def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any], Hits]:
+    """Class labels: the concept of label N is the vocabulary's Nth."""
+    labels, bounds = read_labels(dataset), dataset.bounds
+    if int(labels.max()) >= len(vocabulary):
+        what = f"label {int(labels.max())} for {len(vocabulary)} concepts"
+        raise DataError(what, "give a vocabulary of the classes' names, in the labels' order")
+
+    def hits(shard: int) -> list[dict[int, float]]:
+        return [{int(label): 1.0} for label in labels[int(bounds[shard]) : int(bounds[shard + 1])]]
+
+    return {"name": "labels"}, hits
+
+
+def linear(
+    dataset: DataSet, vocabulary: Vocabulary, features: str, epochs: int = 20, least: int = 5
+) -> tuple[dict[str, Any], Hits]:
+    """A linear tagger on features, fitted to the captions' hits of the training rows.
+
+    Args:
+        dataset: with the features, and indexed by this vocabulary.
+        vocabulary: the concepts.
+        features: name of the column.
+        epochs: over the training rows.
+        least: rows with a concept, below which it is never seen.
+    """
+    column, text = dataset.column(features), dataset.column(TEXT)
+    if text.meta.producer.get("vocabulary") != vocabulary.hash:
+        raise DataError("the captions are indexed by another vocabulary", "run 'atoll concepts index' again")
+    torch.manual_seed(0)
+    train = dataset.split("train")
+    count = torch.zeros(len(vocabulary))
+    values, mask = text.read_ragged(train)
+    count.index_add_(0, values[mask].long(), torch.ones(int(mask.sum())))
+    seen = torch.where(count >= least)[0]
+    if not len(seen):
+        raise DataError(f"no concept is in {least} captions", "use a tagger that was trained elsewhere")
+    place = torch.full((len(vocabulary),), -1)
+    place[seen] = torch.arange(len(seen))
+    network = torch.nn.Linear(int(column.meta.shape[0]), len(seen))
+    torch.nn.init.zeros_(network.weight)
+    prior = (count[seen] / len(train)).clamp(max=0.99)
+    network.bias.data = torch.log(prior / (1 - prior))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
+    for _ in range(epochs):
+        for rows in np.array_split(np.random.default_rng(0).permutation(train), max(1, len(train) // 512)):
+            values, mask = text.read_ragged(rows)
+            target = torch.zeros(len(rows), len(seen))
+            where = torch.arange(len(rows))[:, None].expand_as(values)
+            there = mask & (place[values.long()] >= 0)
+            target[where[there], place[values[there].long()]] = 1
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                network(_unit(column.read(rows))), target
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    bounds = dataset.bounds
+
+    @torch.inference_mode()
+    def hits(shard: int) -> list[dict[int, float]]:
+        part = column.read(np.arange(bounds[shard], bounds[shard + 1]))
+        likely = network(_unit(part)).sigmoid()
+        return [
+            {int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0].tolist()} for row in likely
+        ]
+
+    about = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
+    return {**about, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
+
+
+def _unit(features: Tensor) -> Tensor:
+    unit: Tensor = torch.nn.functional.normalize(features.float(), dim=1) * features.shape[1] ** 0.5
+    return unit

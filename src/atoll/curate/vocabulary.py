@@ -1,0 +1,164 @@
+"""Concepts by number, and the words that stand for them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, Literal
+
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.format import File
+from atoll.base.hashing import digest
+
+Match = Literal["phrase", "words"]
+WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+MOST_FORMS = 256
+"""Ways to write one concept, beyond which only its last word is inflected."""
+LONGEST = 200
+_SMALL_WORDS = (
+    "a about above after against along an and any are as at be before behind below between both but "
+    "by can could do does down during each either every for from had has have he her hers him his how "
+    "i if in into is it its me might mine must my neither no nor not of off on onto or our out over "
+    "per shall she should so some such than that the their them then there these they this those "
+    "through to toward under until up upon us was we were what when where which while who whom whose "
+    "why will with within without would yes you your"
+)
+NO_NOUNS = frozenset(_SMALL_WORDS.split())
+"""English words that the dictionary does not know as other kinds of words."""
+
+
+def words_of(text: str) -> list[str]:
+    """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
+    found = WORD.findall(text.casefold())
+    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in found]
+
+
+class Vocabulary(File):
+    """`vocabulary.json`: the concepts that are looked for, in the order of their numbers."""
+
+    FORMAT, PLACE, ERROR = "atoll/vocabulary", "concepts/vocabulary.json", DataError
+    REMEDY = "run 'atoll concepts index' again"
+
+    concepts: tuple[str, ...]
+    """As they were written."""
+    match: Match = "phrase"
+    """How captions are searched: the words of a concept side by side, or anywhere in the caption."""
+    source: str
+    """Where the concepts come from."""
+
+    @classmethod
+    def of_lines(cls, lines: Iterable[str], source: str, match: Match = "phrase") -> "Vocabulary":
+        """Concepts, one a line; empty lines do not count, and `_` is a space.
+
+        Raises:
+            DataError: no concept, one without a letter or digit, one that is too long, or one twice.
+        """
+        seen: dict[tuple[str, ...], int] = {}
+        concepts = []
+        for number, line in enumerate(lines, 1):
+            concept = " ".join(line.replace("_", " ").split())
+            if not concept:
+                continue
+            words, where = tuple(words_of(concept)), f"{source}, line {number}"
+            if not words:
+                raise DataError(f"{where}: {concept[:40]!r} holds no letters", "remove the line")
+            if len(concept) > LONGEST:
+                raise DataError(f"{where}: a concept of {len(concept):,} characters", "give one a line")
+            if words in seen:
+                again = f"{where}: {concept[:40]!r} is the concept of line {seen[words]} again"
+                raise DataError(again, "remove one of them")
+            seen[words] = number
+            concepts.append(concept)
+        if not concepts:
+            raise DataError(f"{source} holds no concepts", "write one a line")
+        return cls(concepts=tuple(concepts), match=match, source=source)
+
+    @classmethod
+    def of_captions(cls, captions: Iterable[str], least: int, match: Match = "phrase") -> "Vocabulary":
+        """The nouns, in their singular, that stand in so many captions at least; the commonest first."""
+        counts: Counter[str] = Counter()
+        for caption in captions:
+            counts.update({noun for word in words_of(caption) for noun in nouns(word)})
+        found = [(count, noun) for noun, count in counts.items() if count >= least]
+        if not found:
+            raise DataError(f"no noun stands in {least} captions", "lower --least")
+        chosen = [noun for _, noun in sorted(found, key=lambda one: (-one[0], one[1]))]
+        return cls(concepts=tuple(chosen), match=match, source=f"nouns in {least} captions or more")
+
+    def __len__(self) -> int:
+        return len(self.concepts)
+
+    @property
+    def hash(self) -> str:
+        """Digest of everything that hits depend on."""
+        return digest({"concepts": list(self.concepts), "match": self.match, "words": 1})
+
+    @cached_property
+    def units(self) -> list[tuple[frozenset[str], ...]]:
+        """Of each concept what a caption must hold, all of it: per unit the texts of which one is enough."""
+        return [tuple(self._units(concept)) for concept in self.concepts]
+
+    def number(self, name: str) -> int | None:
+        """The concept that a tagger's name stands for, in singular or plural; None where there is none."""
+        return self._numbers.get(" ".join(words_of(name.replace("_", " "))))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        known: dict[str, int] = {}
+        for number, units in reversed(list(enumerate(self.units))):
+            if len(units) == 1:
+                known |= dict.fromkeys(units[0], number)
+        return known | {" ".join(words_of(concept)): n for n, concept in enumerate(self.concepts)}
+
+    def _units(self, concept: str) -> Iterator[frozenset[str]]:
+        each = [forms(word) for word in words_of(concept)]
+        if self.match == "words":
+            yield from each
+            return
+        ways = 1
+        for one in each:
+            ways *= len(one)
+        if ways > MOST_FORMS:
+            each = [*(frozenset([word]) for word in words_of(concept)[:-1]), each[-1]]
+        yield frozenset(" ".join(way) for way in product(*each))
+
+
+def lemminflect() -> Any:
+    """The package of the lemmas; `ConfigError` without it."""
+    try:
+        import lemminflect as package  # type: ignore[import-untyped]
+    except ImportError:
+        fix = "install the extra: pip install 'atoll[concepts]'"
+        raise ConfigError("concepts need the package lemminflect", fix) from None
+    return package
+
+
+@lru_cache(maxsize=1 << 18)
+def lemmas(word: str) -> tuple[str, ...]:
+    """Singulars that a noun may be a form of; itself where the dictionary of English says nothing."""
+    if not (word.isascii() and word.isalpha()):
+        return (word,)
+    found = tuple(lemma for lemma in lemminflect().getLemma(word, upos="NOUN") if lemma)
+    return found or (word,)
+
+
+@lru_cache(maxsize=1 << 18)
+def nouns(word: str) -> tuple[str, ...]:
+    """The lemmas of a word that may be a noun; none for other words of English, and for numbers."""
+    if word.isdigit() or len(word) == 1 or word in NO_NOUNS:
+        return ()
+    if word.isascii() and word.isalpha():
+        known = lemminflect().getAllLemmas(word)
+        if known and not {"NOUN", "PROPN"} & known.keys():
+            return ()
+    return (word,) if word in lemmas(word) else lemmas(word)
+
+
+def forms(word: str) -> frozenset[str]:
+    """Singular and plural of a noun, of every noun that it may be."""
+    found = {word, *lemmas(word)}
+    for lemma in lemmas(word):
+        if lemma.isascii() and lemma.isalpha():
+            found.update(lemminflect().getInflection(lemma, tag="NNS"))
+    return frozenset(found)

@@ -1,0 +1,236 @@
+"""Concepts of a campaign: found shard by shard, counted for every expert, added up over islands."""
+
+import csv
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from atoll.campaign.folder import Campaign
+from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
+from atoll.curate.image_hits import FLOOR
+from atoll.curate.text_hits import COLUMN, Finder
+from atoll.curate.vocabulary import Vocabulary, words_of
+from helpers import command, partitioned, refused
+
+CONCEPTS = ["letter", "small letter", "Capital Letters", "digit", "sans", "serif", "unicorn"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("concepts") / "c"
+    partitioned(folder)
+    (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
+    return folder
+
+
+@pytest.fixture
+def campaign(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def tags(folder: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), folder / "tags.parquet")
+    return folder / "tags.parquet"
+
+
+def captions(folder: Path) -> list[str]:
+    texts: list[str] = Campaign.open(folder).dataset().table(["caption"])["caption"].to_pylist()
+    return texts
+
+
+def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    answer = command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    assert answer.code == 0 and "7 concepts (concepts.txt)" in answer.out
+    audit = command(capsys, "concepts", "audit", campaign)
+    dataset, partition = Campaign.open(campaign).clustered()
+    assert len(dataset.shards) > 1
+    held, texts = set(dataset.split("heldout").tolist()), captions(campaign)
+    expected: Counter[tuple[str, int]] = Counter()
+    for row, text in enumerate(texts):
+        if row not in held:
+            for concept in CONCEPTS:
+                phrase = f" {' '.join(words_of(concept))} ".replace("letters ", "letter ")
+                expected[concept, int(partition.clusters[row])] += phrase in f" {' '.join(words_of(text))} "
+    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
+    assert {(c, k): counts.text[n][k] for n, c in enumerate(CONCEPTS) for k in (0, 1)} == dict(expected)
+    assert expected["small letter", 0] > 3 and expected["unicorn", 0] == 0
+    absent = sum(not any(row) for row in counts.text)
+    assert audit.code == 0 and f"{absent / 7:.1%} of 7 concepts in no row" in audit.out and absent
+    assert counts.rows == tuple(partition.sizes) and counts.image is None
+    table = list(csv.DictReader((campaign / "reports/concepts/counts.csv").read_text().splitlines()))
+    assert table[0]["concept"] == "unicorn" and len(table) == 7
+    assert all(int(r["text"]) == int(r["expert_0"]) + int(r["expert_1"]) for r in table)
+
+
+def test_only_shards_that_changed_are_searched_again(campaign: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = Campaign.open(campaign)
+    command_of = ["concepts", "index", str(campaign), "--vocabulary", str(campaign / "concepts.txt")]
+    from atoll import cli
+
+    cli.atoll.main(command_of, standalone_mode=False)
+    before = {p.name: p.read_bytes() for p in (campaign / "data/columns" / COLUMN).iterdir()}
+    lost = campaign / "data/columns" / COLUMN / "00001.safetensors"
+    lost.unlink()
+    searched: list[str] = []
+    whole = Finder.__call__
+    monkeypatch.setattr(Finder, "__call__", lambda self, text: searched.append(text) or whole(self, text))
+    cli.atoll.main(command_of, standalone_mode=False)
+    assert len(searched) == opened.dataset().shards[1].rows
+    assert {p.name: p.read_bytes() for p in (campaign / "data/columns" / COLUMN).iterdir()} == before
+
+
+def test_tags_are_imported_counted_with_captions_and_by_threshold(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+):
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    dataset, partition = Campaign.open(campaign).clustered()
+    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
+    train = dataset.split("train")
+    finder, texts = Finder(vocabulary), captions(campaign)
+    small = [int(row) for row in train if "small letter" in texts[int(row)]][:6]
+    rows = [dataset.ids[row] for row in small]
+    path = tags(
+        campaign,
+        id=[*rows, rows[0], "a stranger"],
+        concept=["Small_letter", "unicorn", "unicorn", "letters", "letters", "no such", "letter", "letter"],
+        probability=[0.9, 0.8, 0.71, 0.6, FLOOR / 2, 1.0, 0.99, 1.0],
+    )
+    assert command(capsys, "concepts", "tag", campaign, path).code == 0
+    answer = command(capsys, "concepts", "audit", campaign)
+    counts = count(dataset, vocabulary, train, partition.clusters[train], 2, 0.7)
+    assert counts.table("image").sum(1).tolist() == [1, 1, 0, 0, 0, 0, 2]
+    looser = count(dataset, vocabulary, train, partition.clusters[train], 2, 0.5)
+    assert looser.table("image").sum() == counts.table("image").sum() + 1
+    said = [set(finder(texts[int(row)])) for row in train]
+    tagged = dict(zip(small, ({1, 0}, {6}, {6}), strict=False))
+    seen = [tagged.get(int(row), set[int]()) for row in train]
+    both = [a & b for a, b in zip(said, seen, strict=True)]
+    assert counts.table("both").sum() == sum(map(len, both)) > 0
+    told = [bool(a) and bool(b) for a, b in zip(said, seen, strict=True)]
+    assert sum(counts.comparable) == sum(told)
+    apart = sum(t and not b for t, b in zip(told, both, strict=True))
+    assert sum(counts.misaligned) == apart > 0
+    assert f"misaligned: {apart} of {sum(told)} rows" in answer.out
+
+
+def test_counts_of_islands_add_up_to_those_of_the_whole(
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    command(capsys, "concepts", "audit", campaign)
+    dataset, partition = Campaign.open(campaign).clustered()
+    vocabulary, train = (
+        Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE),
+        dataset.split("train"),
+    )
+    for part, rows in enumerate(np.array_split(train, 3)):
+        counts = count(dataset, vocabulary, rows, partition.clusters[rows], 2)
+        (tmp_path / f"{part}.json").write_text(json.dumps(counts.to_json()))
+    files = [tmp_path / f"{part}.json" for part in range(3)]
+    assert command(capsys, "concepts", "add", *files, "--out", tmp_path / "all").code == 0
+    one, all_ = ((p / ConceptCounts.PLACE).read_bytes() for p in (campaign, tmp_path / "all"))
+    assert one == all_
+    other = json.loads(files[0].read_text()) | {"vocabulary": "another"}
+    files[0].write_text(json.dumps(other))
+    refused(command(capsys, "concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
+    assert not (tmp_path / "no" / "reports").exists()
+
+
+def test_labels_are_concepts_too(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    (campaign / "faces.txt").write_text("DejaVuSans\nDejaVuSerif\n")
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "faces.txt")
+    assert command(capsys, "concepts", "tag", campaign, "labels").code == 0
+    command(capsys, "concepts", "audit", campaign)
+    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
+    dataset = Campaign.open(campaign).dataset()
+    labels = dataset.take(dataset.split("train"))["label"].to_pylist()
+    assert counts.table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
+
+
+def test_a_linear_tagger_learns_what_captions_say(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    """Features that hold the answer: tags of held-out rows, which it never saw, must be the captions'."""
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    dataset = Campaign.open(campaign).dataset()
+    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
+    finder, texts = Finder(vocabulary), captions(campaign)
+    noise = np.random.default_rng(0).normal(0, 0.05, (len(texts), 16)).astype(np.float32)
+    for row, text in enumerate(texts):
+        noise[row, finder(text)] += 1
+
+    def features(shard: int) -> dict[str, torch.Tensor]:
+        low, high = dataset.bounds[shard : shard + 2]
+        return {"values": torch.from_numpy(noise[low:high]).half()}
+
+    from atoll.curate.image_hits import linear, write_hits
+
+    dataset.write_column("features-told", {"name": "told"}, features)
+    about, hits = linear(dataset, vocabulary, "features-told", epochs=300)
+    column = write_hits(dataset, vocabulary, about, hits)
+    heldout = dataset.split("heldout")
+    likely = dataset.column("concepts-image-probabilities")
+    values, mask = column.read_ragged(heldout)
+    mask &= likely.read_ragged(heldout)[0] >= 0.5
+    found = [set(v[m].tolist()) for v, m in zip(values, mask, strict=True)]
+    assert found == [set(finder(texts[int(row)])) for row in heldout]
+
+
+def test_how_concepts_are_spread():
+    rows = np.array([100, 300])
+    table = np.array([[10, 30], [40, 0], [0, 40], [0, 0]])
+    even = evenness(table, rows)
+    assert even[0] == pytest.approx(1) and even[1] == pytest.approx(0) and 0 < even[2] < 1 and even[3] == 1
+    found = shape(table, rows)
+    assert (found.absent, found.median, found.top) == (0.25, 40, pytest.approx(1 / 3))
+    assert telling(table, rows) == [[1], [2]]
+    assert evenness(table[:, :1], rows[:1]).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["index", "C", "--vocabulary", "C/none.txt"], ["none.txt", "No such file"]),
+        (["index", "C", "--vocabulary", "C"], ["cannot read", "directory"]),
+        (["index", "C", "--vocabulary", "C/binary.txt"], ["no UTF-8 text"]),
+        (["index", "C", "--vocabulary", "C/empty.txt"], ["holds no concepts"]),
+        (["index", "C", "--vocabulary", "C/twice.txt"], ["line 2", "again"]),
+        (["tag", "C", "labels"], ["no vocabulary", "atoll concepts index"]),
+        (["audit", "C"], ["no vocabulary", "atoll concepts index"]),
+        (["add", "C/campaign.yaml"], ["campaign.yaml"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    campaign: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+):
+    (campaign / "binary.txt").write_bytes(bytes(range(256)))
+    (campaign / "empty.txt").write_text("\n \n")
+    (campaign / "twice.txt").write_text("dog\nDog\n")
+    refused(command(capsys, "concepts", *(a.replace("C", str(campaign), 1) for a in argv)), *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"id": ["x"], "concept": ["letter"]}, ["tags no row"]),
+        ({"id": ["x"]}, ["no column 'concept'"]),
+        ({"id": ["x"], "concept": ["letter"], "probability": [1.5]}, ["row 0", "1.5"]),
+        ({"id": ["x"], "concept": ["letter"], "probability": ["high"]}, ["row 0", "'high'"]),
+        ({"id": ["x"], "concept": ["letter"], "probability": [float("nan")]}, ["row 0", "nan"]),
+    ],
+)
+def test_tags_that_are_none(
+    campaign: Path, capsys: pytest.CaptureFixture[str], content: dict[str, list[object]], words: list[str]
+):
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    refused(command(capsys, "concepts", "tag", campaign, tags(campaign, **content)), *words)
+    assert not (campaign / "data/columns/concepts-image").exists()
+    (campaign / "tags.parquet").write_bytes(b"PAR1 and then nothing")
+    refused(command(capsys, "concepts", "tag", campaign, campaign / "tags.parquet"), "no parquet")
+    refused(command(capsys, "concepts", "tag", campaign, "clairvoyance"), "no tagger or file")
