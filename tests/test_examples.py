@@ -18,13 +18,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RED = (255, 0, 0)
 
 
-@pytest.fixture(scope="module")
-def prepare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare", ROOT / "examples/emoji/prepare.py")
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_prepare", ROOT / f"examples/{name}/prepare.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # other processes look it up by its name
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    return example("emoji")
 
 
 def picture(side: int, suffix: str) -> bytes:
@@ -117,3 +122,39 @@ def test_a_damaged_package_is_one_line(
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.count("\n") == 1
     assert f"{first} cannot be read" in told and "npm pack" in told
+
+
+def test_icons_are_drawn_on_white_with_their_set_and_licence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    icons = example("icons")
+    square = '<path d="M0 0h16v16H0z" fill="currentColor"/>'
+    info = {"name": "Squares", "license": {"title": "MIT", "spdx": "MIT"}, "category": "Shapes"}
+    set_ = {
+        "info": {**info, "palette": True},
+        "icons": {
+            "black-square": {"body": square},
+            "half": {"body": square, "width": 32},
+            "nothing": {"body": "<g/>"},
+            "broken": {"body": "<path"},
+            "old": {"body": square, "hidden": True},
+        },
+    }
+    package(tmp_path / "p.tgz", {"json/squares.json": json.dumps(set_).encode(), "readme.md": b"-"})
+    argv = ["prepare.py", str(tmp_path / "p.tgz"), str(tmp_path / "to"), "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    icons.main()
+    assert "squares: 2 icons, 2 that cannot be drawn" in capsys.readouterr().out
+    rows = pq.read_table(tmp_path / "to/squares.parquet").to_pylist()
+    assert [(r["caption"], r["licence"], r["coloured"], r["group"]) for r in rows] == [
+        ("black square, Squares style", "MIT", True, "black square"),
+        ("half, Squares style", "MIT", True, "half"),
+    ]
+    black, half = (np.asarray(Image.open(io.BytesIO(r["image"]["bytes"]))) for r in rows)
+    assert black.shape == (64, 64, 3) and black.max() == 0
+    assert half.min() == 0 and (half[:16] == 255).all() and (half[16:48, :32] == 0).all()
+    assert (half[16:48, 33:] == 255).all() and (half[48:] == 255).all()
+    monkeypatch.setattr(sys, "argv", [*argv, "--sets", "circles"])
+    with pytest.raises(SystemExit) as ended:
+        icons.main()
+    assert ended.value.code == 2 and "no set circles" in capsys.readouterr().err
