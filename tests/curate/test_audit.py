@@ -148,11 +148,24 @@ def test_labels_are_concepts_too(campaign: Path, capsys: pytest.CaptureFixture[s
     (campaign / "faces.txt").write_text("DejaVuSans\nDejaVuSerif\n")
     command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "faces.txt")
     assert command(capsys, "concepts", "tag", campaign, "labels").code == 0
-    command(capsys, "concepts", "audit", campaign)
+    assert "alone are counted" not in command(capsys, "concepts", "audit", campaign).out
     counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
     dataset = Campaign.open(campaign).dataset()
     labels = dataset.take(dataset.split("train"))["label"].to_pylist()
     assert counts.table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
+
+
+def test_another_vocabulary_leaves_the_tags_of_the_first_out(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+):
+    (campaign / "faces.txt").write_text("DejaVuSans\nDejaVuSerif\n")
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "faces.txt")
+    command(capsys, "concepts", "tag", campaign, "labels")
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    answer = command(capsys, "concepts", "audit", campaign)
+    assert answer.code == 0 and "captions alone are counted" in answer.out
+    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
+    assert counts.image is None and len(counts.concepts) == len(CONCEPTS)
 
 
 def test_a_linear_tagger_learns_what_captions_say(campaign: Path, capsys: pytest.CaptureFixture[str]):

@@ -103,6 +103,8 @@ def audit_stage(campaign: Campaign, threshold: float) -> Audit:
     rows = dataset.split("train")
     clusters = partition.clusters[rows]
     counts = count(dataset, vocabulary_of(campaign), rows, clusters, partition.k, threshold)
+    if counts.image is None:
+        say("pictures are not tagged with these concepts (atoll concepts tag): captions alone are counted")
     return _written(campaign.store, counts)
 
 

@@ -103,10 +103,12 @@ def count(
         threshold: probability from which a tag counts.
 
     Raises:
-        DataError: the column of hits is missing, or was made by another vocabulary.
+        DataError: captions were not searched for these concepts.
     """
-    text = hits_of(dataset, TEXT, vocabulary)
-    image = hits_of(dataset, IMAGE, vocabulary) if dataset.has_column(IMAGE) else None
+    text, image = hits_of(dataset, TEXT, vocabulary), hits_of(dataset, IMAGE, vocabulary)
+    if text is None:
+        fix = "run 'atoll concepts index' again"
+        raise DataError(f"the captions of {dataset.store.location} are not searched for these concepts", fix)
     size, width = len(vocabulary) * k, len(vocabulary)
     tables = {name: np.zeros(size, dtype=np.int64) for name in ("text", "image", "both")}
     comparable, misaligned = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
@@ -138,14 +140,10 @@ def count(
     )
 
 
-def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column:
-    """A column of hits, if it is of this vocabulary."""
-    column = dataset.column(name)
-    if column.meta.producer.get("vocabulary") != vocabulary.hash:
-        stage = "tag" if name == IMAGE else "index"
-        what = f"column {name!r} is of another vocabulary"
-        raise DataError(what, f"run 'atoll concepts {stage}' again")
-    return column
+def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | None:
+    """A column of hits; None where there is none of this vocabulary."""
+    column = dataset.column(name) if dataset.has_column(name) else None
+    return column if column and column.meta.producer.get("vocabulary") == vocabulary.hash else None
 
 
 def _pairs(
