@@ -34,9 +34,9 @@ def index(campaign: str, vocabulary: Path | None, least: int, match: str) -> Non
 
 @concepts.command("tag")
 @CAMPAIGN
-@click.argument("tagger", metavar="labels|linear|FILE")
+@click.argument("tagger", metavar="labels|linear|clip:NAME|FILE")
 def tag(campaign: str, tagger: str) -> None:
-    """Find concepts in pictures: class labels, a linear tagger, or a FILE of id, concept, probability."""
+    """Find concepts in pictures: class labels, a linear tagger, a CLIP, or a FILE of tags."""
     from atoll.campaign.folder import Campaign
     from atoll.curate.audit import tag_stage
 

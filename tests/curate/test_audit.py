@@ -17,7 +17,9 @@ from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
 from atoll.curate.image_hits import FLOOR
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary, words_of
+from atoll.encoders.extractors import ClipEncoder, extractor
 from helpers import command, partitioned, refused
+from helpers_extractors import save_clip
 
 CONCEPTS = ["letter", "small letter", "Capital Letters", "digit", "sans", "serif", "unicorn"]
 
@@ -193,6 +195,30 @@ def test_a_linear_tagger_learns_what_captions_say(campaign: Path, capsys: pytest
     mask &= likely.read_ragged(heldout)[0] >= 0.5
     found = [set(v[m].tolist()) for v, m in zip(values, mask, strict=True)]
     assert found == [set(finder(texts[int(row)])) for row in heldout]
+
+
+def test_a_clip_tags_each_concept_against_a_plain_photo(
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (campaign / "words.txt").write_text("red\napple\n")
+    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "words.txt")
+    name = str(save_clip(tmp_path / "clip"))
+    assert command(capsys, "concepts", "tag", campaign, f"clip:{name}").code == 0
+    dataset, encoder = Campaign.open(campaign).dataset(), extractor(name)
+    assert isinstance(encoder, ClipEncoder)
+    row = 37
+    picture = encoder.encode([dataset.image(row)])[0]
+    texts = encoder.texts(["a photo.", "a photo of a red.", "a photo of a apple."])
+    cosines = torch.nn.functional.cosine_similarity(picture[None], texts)
+    expected = torch.sigmoid(encoder.network.logit_scale.exp() * (cosines[1:] - cosines[0]))
+    values, mask = dataset.column("concepts-image").read_ragged([row])
+    likely = dataset.column("concepts-image-probabilities").read_ragged([row])[0]
+    found = dict(zip(values[mask].tolist(), likely[mask].tolist(), strict=True))
+    wanted = {n: pytest.approx(float(p), abs=1e-4) for n, p in enumerate(expected) if p >= FLOOR}
+    assert found == wanted and wanted
+    bare = save_clip(tmp_path / "bare", tokenizer=False)
+    refused(command(capsys, "concepts", "tag", campaign, f"clip:{bare}"), "no tokenizer")
+    refused(command(capsys, "concepts", "tag", campaign, "clip:pixels"), "is no CLIP")
 
 
 def test_how_concepts_are_spread():

@@ -67,7 +67,7 @@ def tag_stage(campaign: Campaign, tagger: str) -> None:
 
     Args:
         campaign: indexed.
-        tagger: `labels`, `linear`, or a parquet or CSV file of tags.
+        tagger: `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags.
     """
     dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
     if tagger == "labels":
@@ -75,10 +75,14 @@ def tag_stage(campaign: Campaign, tagger: str) -> None:
     elif tagger == "linear":
         features = features_column(campaign.config.partition.encoder)
         about, hits = image_hits.linear(dataset, vocabulary, features)
+    elif tagger.startswith("clip:"):
+        about, hits = image_hits.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
     elif Path(tagger).exists():
         about, hits = image_hits.imported(dataset, vocabulary, Path(tagger))
     else:
-        raise ConfigError(f"there is no tagger or file {tagger!r}", "give labels, linear, or a file of tags")
+        raise ConfigError(
+            f"there is no tagger or file {tagger!r}", "give labels, linear, clip:NAME, or a file of tags"
+        )
     progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
     column = image_hits.write_hits(dataset, vocabulary, about, hits, progress)
     say(f"concepts in pictures by {about['name']}: at most {column.meta.max_length} in one")

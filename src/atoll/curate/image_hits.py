@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from atoll.base.errors import DataError, first_line
+from atoll.base.errors import ConfigError, DataError, first_line
 from atoll.base.hashing import sha256
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.text_hits import ragged
@@ -24,8 +24,10 @@ from atoll.curate.vocabulary import Vocabulary
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
+from atoll.encoders.extractors import ClipEncoder, extractor
 
 COLUMN, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
+PLAIN = "a photo."
 FLOOR = 0.1
 """Probability below which a tag is not kept."""
 Hits = Callable[[int], list[dict[int, float]]]
@@ -185,6 +187,33 @@ def linear(
 
     about = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
     return {**about, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
+
+
+def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[dict[str, Any], Hits]:
+    """A CLIP of transformers, by folder or hub name.
+
+    The probability of a concept is that of "a photo of a CONCEPT." against "a photo." alone, so it does not
+    depend on the other concepts: the logistic function of the difference of their cosines by CLIP's scale.
+
+    Raises:
+        ConfigError: there is no such CLIP, or it has no tokenizer.
+    """
+    encoder = extractor(name)
+    if not isinstance(encoder, ClipEncoder):
+        raise ConfigError(f"{name!r} is no CLIP", "give the folder or hub name of one")
+    prompts = [PLAIN, *(f"a photo of a {concept}." for concept in vocabulary.concepts)]
+    parts = [encoder.texts(prompts[first : first + 256]) for first in range(0, len(prompts), 256)]
+    texts = torch.nn.functional.normalize(torch.cat(parts), dim=1)
+    network: Any = encoder.network
+    scale = float(network.logit_scale.exp())
+
+    def hits(shard: int) -> list[dict[int, float]]:
+        pictures = torch.nn.functional.normalize(encoder.encode(list(dataset.iter_images(shard))), dim=1)
+        cosines = pictures @ texts.T
+        likely = (scale * (cosines[:, 1:] - cosines[:, :1])).sigmoid()
+        return [{int(n): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
+
+    return {"name": f"clip {name}", "weights": encoder.producer(), "prompts": [PLAIN, prompts[1]]}, hits
 
 
 def _unit(features: Tensor) -> Tensor:
