@@ -85,3 +85,24 @@ def fit(
     from atoll.curate.tables import fit_stage
 
     fit_stage(counts, results, where, (count_column, result_column), out)
+
+
+@concepts.command("rebalance")
+@CAMPAIGN
+@click.option("--t", type=click.FloatRange(min=1), help="Rows from which on a concept counts as frequent.")
+@click.option(
+    "--target-size", "target", type=click.IntRange(min=1), help="Rows of an epoch, in place of --t."
+)
+@click.option("--per-expert", is_flag=True, help="Count within each cluster of the campaign's partition.")
+@click.option("--other", type=click.FloatRange(0, 1), default=1, help="Weight of rows without a concept.")
+@click.option("--dry-run", is_flag=True, help="Say what an epoch would have, and write nothing.")
+def rebalance(
+    campaign: str, t: float | None, target: int | None, per_expert: bool, other: float, dry_run: bool
+) -> None:
+    """Weights by which frequent concepts are drawn less often: a column that data.weighted=true uses."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.rebalance import Rule, rebalance_stage
+
+    if (t is None) == (target is None):
+        raise click.UsageError("give --t or --target-size, one of them")
+    rebalance_stage(Campaign.open(campaign), Rule(t or 1, per_expert, other), target, dry_run)

@@ -77,3 +77,38 @@ def test_shuffles_are_even() -> None:
     place = np.argsort(table, 1)
     ahead = (place[:, :, None] < place[:, None, :]).mean(0)
     assert np.abs(ahead - 0.5)[~np.eye(rows, dtype=bool)].max() < 0.04
+
+
+def test_weights_of_one_are_every_row_once() -> None:
+    rows = 300
+    seen = Order.weighted(np.ones(rows), 3, "ids").at(range(3 * rows))
+    for epoch in range(3):
+        assert np.array_equal(np.sort(seen[epoch * rows : (epoch + 1) * rows]), np.arange(rows))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.5, 1.0, 1.7, 3.0]), min_size=1, max_size=80).filter(
+        any
+    ),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_seen_in_proportion_to_their_weights(weights: list[float], seed: int) -> None:
+    """In every epoch a row is seen as often as its weight says, rounded down or up."""
+    order = Order.weighted(np.array(weights), seed, "ids")
+    assert order.rows == max(1, round(sum(weights)))
+    share = np.array(weights) * order.rows / sum(weights)
+    total = np.zeros(len(weights))
+    for epoch in range(40):
+        seen = order.at(range(epoch * order.rows, (epoch + 1) * order.rows))
+        counts = np.bincount(seen, minlength=len(weights))
+        assert (counts >= np.floor(share - 1e-9)).all() and (counts <= np.ceil(share + 1e-9)).all()
+        total += counts
+    assert np.abs(total / 40 - share).max() < 0.35  # the offset of 40 epochs is uniform, of sd 0.5 / sqrt(40)
+
+
+def test_other_weights_are_another_order_in_the_same_process() -> None:
+    """Windows are kept by the order they are of, which must know its weights."""
+    first, second = (Order.weighted(np.array(w), 0, "ids") for w in ([1.0, 3.0], [3.0, 1.0]))
+    assert np.bincount(first.at(range(400))).tolist() == [100, 300]
+    assert np.bincount(second.at(range(400))).tolist() == [300, 100]

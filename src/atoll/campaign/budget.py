@@ -1,5 +1,6 @@
 """Who trains how long: equal training FLOPs for the experts with router and pretraining, and the monolith."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atoll.base.errors import ConfigError
@@ -84,7 +85,7 @@ def router_flops(config: CampaignConfig, shape: DataShape) -> Flops:
     return count(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape)
 
 
-def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
+def divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) -> Budget:
     """Divide the budget.
 
     The monolith sees `budget.samples` images. Router and shared pretraining get their shares of its FLOPs,
@@ -95,7 +96,7 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     Args:
         config: the campaign's settings.
         shape: of the data.
-        sizes: training rows per cluster.
+        sizes: training rows per cluster, or the sum of their weights.
     """
     budget = _divide(config, shape, sizes)
     if config.student is None:
@@ -107,16 +108,16 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget
     return replace(budget, student=Share(steps, config.student.batch(config.train.batch), flops))
 
 
-def _teacher_flops(student: StudentConfig, budget: Budget, sizes: list[int]) -> float:
+def _teacher_flops(student: StudentConfig, budget: Budget, sizes: Sequence[float]) -> float:
     """Operations of a teacher for one sample: that of an average row, by as many experts as are asked."""
-    rows = max(1, sum(sizes))
-    expert = sum(size * share.flops.forward for size, share in zip(sizes, budget.experts, strict=True)) / rows
+    expert = sum(size * share.flops.forward for size, share in zip(sizes, budget.experts, strict=True))
+    expert /= sum(sizes) or 1
     if student.teacher == "cluster":
         return expert
     return budget.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
 
 
-def _divide(config: CampaignConfig, shape: DataShape, sizes: list[int]) -> Budget:
+def _divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) -> Budget:
     dense = denoiser_flops(config.network, shape)
     batch = config.train.batch
     monolith = Share(max(1, round(config.budget.samples / batch)), batch, dense)

@@ -1,9 +1,10 @@
 """What networks must fit, as far as it is known: from the partition, the data set, or the settings alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import experts_of, made_by, stored_bytes, wanted_columns
+from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape, read_labels
@@ -25,6 +26,7 @@ class Expected:
         stored: bytes of each island's data set; None if not known.
         partitioned: whether sizes are those of the partition.
         notes: what was assumed.
+        masses: what compute is in proportion to: the sizes, or sums of the weights that rows are drawn by.
     """
 
     shape: DataShape
@@ -33,6 +35,7 @@ class Expected:
     stored: list[int] | None
     partitioned: bool
     notes: list[str]
+    masses: Sequence[float]
 
 
 def expected(campaign: Campaign, rows: int | None = None) -> Expected:
@@ -62,7 +65,8 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
     stored = [row_bytes(shape) * size for size in sizes] if sizes else None
-    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, count, stored, False, notes)
+    sizes = [max(1, size) for size in sizes] or [1] * k
+    return Expected(shape, sizes, count, stored, False, notes, sizes)
 
 
 def row_bytes(shape: DataShape) -> int:
@@ -78,7 +82,8 @@ def _partitioned(campaign: Campaign) -> Expected:
     for number, plan in enumerate(plans):
         known = stored_bytes(store, number)
         stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
-    return Expected(shape, sizes, sum(sizes), stored, True, [])
+    masses = read_partition(store).masses
+    return Expected(shape, sizes, sum(sizes), stored, True, [], masses or sizes)
 
 
 def _from_settings(campaign: Campaign) -> DataShape:

@@ -16,7 +16,7 @@ from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
-from atoll.data.samples import data_shape
+from atoll.data.samples import WEIGHTS, data_shape, weights_of
 from atoll.data.settings import features_column
 from atoll.data.subsets import union, write_subset
 from atoll.networks.checkpoint import compare
@@ -47,9 +47,10 @@ def make_islands(campaign: Campaign) -> Partition:
     columns = _columns(campaign, dataset)
     name = features_column(config.partition.encoder)
     features = dataset.column(name) if config.partition.method == "kmeans" else None
-    partition = partitions.make(dataset, features, config.partition, config.seed)
+    weights = weights_of(dataset) if config.data.weighted else None
+    partition = partitions.make(dataset, features, config.partition, config.seed, weights)
     shape = data_shape(dataset, config.condition)
-    budget = divide(config, shape, partition.sizes)
+    budget = divide(config, shape, partition.masses)
     campaign.freeze()
 
     plans, parts = _Plans(campaign, partition, shape, Checkpoints(store.location)), []
@@ -70,7 +71,7 @@ def _add_student(campaign: Campaign, partition: Partition) -> None:
     store, config = campaign.store, campaign.config
     parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
     shape = RunPlan.read(store, Run("expert", 0).plan).shape
-    budget = divide(config, shape, partition.sizes)
+    budget = divide(config, shape, partition.masses)
     assert budget.student is not None
     plans = _Plans(campaign, partition, shape, Checkpoints(store.location))
     plans.write_whole("student", parts, parts[0].column_names(), budget.student)
@@ -107,7 +108,8 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
             raise DataError(
                 f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
             )
-    return [name for name in ("latents", "split", "text") if name in wanted or name == "split"]
+    drawn_by = (WEIGHTS,) if config.data.weighted else ()
+    return [n for n in ("latents", "split", "text", *drawn_by) if n in wanted or n in ("split", WEIGHTS)]
 
 
 def _write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
@@ -164,6 +166,7 @@ class _Plans:
             role=role,  # type: ignore[arg-type]
             island=expert,
             rows=rows,
+            weighted=self.partition.about.weights is not None,
             steps=share.steps,
             batch=share.batch,
             partition=self.partition.hash,

@@ -175,10 +175,14 @@ class PartitionFile(File):
     """Training rows of each cluster."""
     heldout: list[int]
     """Held-out and test rows of each cluster."""
+    weights: str | None = None
+    """Digest of the weights that rows are drawn by; null where all are alike."""
+    masses: list[float] = []
+    """Sum of these weights over the training rows of each cluster; empty where all are alike."""
     warnings: list[str]
     """What is odd about the balance."""
     hash: str
-    """Digest of clusters, centroids and the fields above, but for sizes and warnings."""
+    """Digest of clusters, centroids and the fields above, but for sizes, masses and warnings."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -186,4 +190,6 @@ class PartitionFile(File):
             raise ValueError("sizes and heldout have not one number for each cluster")
         if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) != self.rows:
             raise ValueError("sizes and heldout do not add up to rows")
+        if (self.weights is None) == bool(self.masses) or len(self.masses) not in (0, self.k):
+            raise ValueError("masses have not one number for each cluster")
         return self

@@ -9,7 +9,7 @@ stream may change between versions.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -27,14 +27,33 @@ class Order:
     """The order in which rows are seen.
 
     Attributes:
-        rows: number of rows of one epoch.
+        rows: number of rows of one epoch, repeated ones counted.
         seed: seed of the campaign.
         id_hash: hash of the row ids, so another data set has another order.
+        ends: where each row's places in an epoch end, of rows that are drawn by weight; else each has one.
     """
 
     rows: int
     seed: int
     id_hash: str
+    ends: NDArray[np.float64] | None = field(default=None, compare=False)
+
+    @classmethod
+    def weighted(cls, weights: NDArray[np.floating], seed: int, id_hash: str) -> "Order":
+        """Rows in proportion to their weights, as evenly as can be: systematic resampling of every epoch.
+
+        An epoch has as many rows as the weights sum to; one of weight 1 is seen once in it, one of weight 0.3
+        in three epochs of ten.
+
+        Args:
+            weights: of every row, not negative, some above 0.
+            seed: seed of the campaign.
+            id_hash: hash of the row ids.
+        """
+        ends = np.cumsum(weights, dtype=np.float64)
+        rows = max(1, round(float(ends[-1])))
+        by = hashlib.blake2b(ends.tobytes(), digest_size=16).hexdigest()
+        return cls(rows, seed, f"{id_hash}/{by}", ends * (rows / ends[-1]))
 
     def at(self, positions: Sequence[int]) -> NDArray[np.int64]:
         """Row numbers at some positions of the run (numbers of samples consumed before)."""
@@ -54,7 +73,11 @@ class Order:
         values = _feistel(offsets, keys, half)
         while (outside := values >= self.rows).any():
             values[outside] = _feistel(values[outside], keys, half)
-        return values
+        if self.ends is None:
+            return values
+        start = int.from_bytes(hashlib.blake2b(text + b"/start", digest_size=6).digest(), "little") / 2**48
+        places = np.searchsorted(self.ends, values.astype(np.float64) + start, side="right")
+        return np.minimum(places, len(self.ends) - 1).astype(np.uint64)
 
 
 @lru_cache(maxsize=32)

@@ -1,5 +1,6 @@
 """The partition: which row belongs to which cluster, and what decided it, under one hash."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,34 @@ class Partition:
         return self.about.sizes
 
     @property
+    def masses(self) -> Sequence[float]:
+        """What each cluster's compute is in proportion to: its training rows, or the sum of their weights."""
+        return self.about.masses or self.about.sizes
+
+    @property
     def hash(self) -> str:
         """Digest of clusters, centroids and what decided them."""
         return self.about.hash
 
 
-def make(dataset: DataSet, features: Column | None, config: PartitionConfig, seed: int) -> Partition:
+def make(
+    dataset: DataSet,
+    features: Column | None,
+    config: PartitionConfig,
+    seed: int,
+    weights: NDArray[np.float32] | None = None,
+) -> Partition:
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 
+    Args:
+        dataset: with a split.
+        features: to cluster by.
+        config: how.
+        seed: of the sample and the starts.
+        weights: of all rows `(rows,)`, where they are drawn by weight; clusters do not depend on them.
+
     Raises:
-        PartitionError: K is larger than the rows, or a cluster stays empty.
+        PartitionError: K is larger than the rows, or a cluster stays empty, or has no weight.
     """
     train = dataset.split("train")
     if config.k > len(train):
@@ -79,6 +98,11 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
     sizes = np.bincount(clusters[train], minlength=config.k)
     if not sizes.all():
         raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
+    masses = np.bincount(clusters[train], weights[train], config.k) if weights is not None else np.empty(0)
+    if not masses.all():
+        raise PartitionError(
+            f"no row of cluster {masses.argmin()} has any weight", "give it some, or lower K"
+        )
     about = PartitionFile(
         method=config.method,
         k=config.k,
@@ -88,6 +112,8 @@ def make(dataset: DataSet, features: Column | None, config: PartitionConfig, see
         data=dataset.id_hash,
         sizes=sizes.tolist(),
         heldout=(np.bincount(clusters, minlength=config.k) - sizes).tolist(),
+        weights=None if weights is None else sha256(weights.tobytes()),
+        masses=masses.tolist(),
         warnings=imbalances(sizes.tolist()),
         hash="",
     )
@@ -150,6 +176,7 @@ def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: in
 
 def _hash(about: PartitionFile, clusters: NDArray[np.int64], centroids: NDArray[np.float32]) -> str:
     decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
+    decided |= {"weights": about.weights} if about.weights else {}
     arrays = {"clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())}
     return digest({**decided, **arrays})
 

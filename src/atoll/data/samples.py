@@ -14,6 +14,9 @@ from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
 from atoll.networks.settings import DataShape
 
+WEIGHTS = "weights"
+"""Column of the weights that rows are drawn by."""
+
 
 class Samples:
     """Some rows of a data set with the columns that training reads.
@@ -79,6 +82,15 @@ def _null_states(column: Column) -> Tensor:
         what = f"{column.store.name(column.folder)} has no states of an empty text"
         raise DataError(what, "write it again: atoll data encode")
     return states
+
+
+def weights_of(dataset: DataSet) -> NDArray[np.float32]:
+    """Weights that rows are drawn by `(rows,)`; `DataError` where there are none, or one is no weight."""
+    weights: NDArray[np.float32] = dataset.column(WEIGHTS).read(np.arange(len(dataset))).float().numpy()
+    if weights.ndim != 1 or not (np.isfinite(weights).all() and (weights >= 0).all()):
+        what = f"column {WEIGHTS!r} of {dataset.store.location} holds a weight that is negative or no number"
+        raise DataError(what, "write it again: atoll concepts rebalance")
+    return weights
 
 
 def read_labels(dataset: DataSet) -> Tensor:

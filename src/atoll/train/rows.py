@@ -18,7 +18,7 @@ from atoll.base.version import code_version
 from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
-from atoll.data.samples import Samples
+from atoll.data.samples import Samples, weights_of
 from atoll.data.settings import ConditionKind
 from atoll.ensemble.card import Card, check_producers
 from atoll.flow.objective import drop_condition
@@ -90,7 +90,10 @@ class TrainingRows:
     @cached_property
     def order(self) -> Order:
         """Which row each position of the run sees."""
-        return Order(len(self.train), self.recipe.plan.seed, self.train.dataset.id_hash)
+        dataset, seed = self.train.dataset, self.recipe.plan.seed
+        if not self.recipe.plan.weighted:
+            return Order(len(self.train), seed, dataset.id_hash)
+        return Order.weighted(weights_of(dataset)[self.train.rows], seed, dataset.id_hash)
 
     def batch(self, positions: range) -> Batch:
         """The samples at these positions of the run, with noise, times and dropout of their own."""

@@ -36,6 +36,9 @@ class DataConfig(Config):
     """Most tokens of a caption; longer ones are cut."""
     vae: str = "none"
     """Frozen autoencoder; `none` trains on pixels."""
+    weighted: bool = False
+    """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
+    router alike, so the weights are part of the partition's hash."""
 
 
 class BudgetConfig(Config):

@@ -132,6 +132,8 @@ class RunPlan(File):
     """Number of the cluster, for an expert."""
     rows: int = Field(ge=0, le=10**12)
     """Training rows."""
+    weighted: bool = False
+    """Whether they are drawn in proportion to the column `weights`."""
     steps: int = Field(ge=0, le=10**9)
     """Optimizer steps."""
     batch: int = Field(ge=1, le=10**6)

@@ -1,0 +1,147 @@
+"""Weights that draw frequent concepts less often, so that rare ones are not drowned.
+
+The rule is MetaCLIP's (Xu et al. 2024, arXiv 2309.16671): each concept of a row keeps it with the chance
+`t / max(count, t)`, where `count` is the rows with the concept, and one that does is enough. There rows are
+thrown away by chance; here the chance is the row's weight, and every expert and the router draw by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.folder import Campaign
+from atoll.curate.audit import vocabulary_of
+from atoll.curate.counts import CHUNK, hits_of
+from atoll.curate.text_hits import COLUMN as TEXT
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
+from atoll.data.partition import Partition
+from atoll.data.samples import WEIGHTS
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How weights are made of counts.
+
+    Attributes:
+        t: rows from which on a concept counts as frequent.
+        per_expert: whether counts are those of the row's own cluster.
+        other: weight of rows without any concept.
+    """
+
+    t: float
+    per_expert: bool = False
+    other: float = 1.0
+
+    def weights(self, hits: Column, train: I64, clusters: I64, k: int, concepts: int) -> F32:
+        """Of all rows `(rows,)`.
+
+        Args:
+            hits: concepts of every row.
+            train: the rows that are counted.
+            clusters: cluster of every row.
+            k: number of clusters.
+            concepts: how many there are.
+        """
+        homes = clusters if self.per_expert else np.zeros_like(clusters)
+        counts = np.zeros((k if self.per_expert else 1, concepts), dtype=np.int64)
+        for rows in _chunks(train):
+            values, mask = hits.read_ragged(rows)
+            places = np.repeat(homes[rows], mask.sum(1).numpy())
+            np.add.at(counts, (places, values[mask].numpy()), 1)
+        chances = self.t / np.maximum(counts, self.t)
+        weights = np.empty(len(hits), dtype=np.float32)
+        for rows in _chunks(np.arange(len(hits))):
+            concepts_of, there = (tensor.numpy() for tensor in hits.read_ragged(rows))
+            dropped = np.where(there, 1 - chances[homes[rows][:, None], concepts_of], 1.0).prod(1)
+            weights[rows] = np.where(there.any(1), 1 - dropped, self.other)
+        return weights
+
+
+def _chunks(rows: I64) -> list[I64]:
+    return [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
+
+
+def rebalance_stage(
+    campaign: Campaign, rule: Rule, target: int | None = None, dry_run: bool = False
+) -> F32 | None:
+    """Say what the weights would keep, and write the column `weights`.
+
+    Args:
+        campaign: indexed; partitioned, if the rule is per expert.
+        rule: how; its `t` counts only without a target.
+        target: rows that one epoch is to have, in place of `t`.
+        dry_run: write nothing.
+
+    Raises:
+        ConfigError: a target that no `t` reaches.
+        DataError: captions are not searched for the campaign's concepts.
+    """
+    vocabulary, dataset = vocabulary_of(campaign), campaign.dataset()
+    hits, train = hits_of(dataset, TEXT, vocabulary), dataset.split("train")
+    if hits is None:
+        raise DataError("captions are not searched for these concepts", "run 'atoll concepts index' again")
+    partition = campaign.clustered()[1] if _partitioned(campaign) or rule.per_expert else None
+    clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
+    k = partition.k if partition else 1
+
+    def of(t: float) -> F32:
+        return Rule(t, rule.per_expert, rule.other).weights(hits, train, clusters, k, len(vocabulary))
+
+    t = rule.t if target is None else _reached(target, of, train)
+    weights = of(t)
+    for line in predicted(weights, train, partition, t):
+        say(line)
+    if dry_run:
+        return None
+    about = {"t": t, "per_expert": rule.per_expert, "other": rule.other, "vocabulary": vocabulary.hash}
+    _write(dataset, weights, {"name": "rebalance", **about})
+    say("wrote column weights; a new campaign with data.weighted=true draws by it")
+    return weights
+
+
+def _partitioned(campaign: Campaign) -> bool:
+    return campaign.store.exists("partition/partition.json")
+
+
+def _reached(target: int, of: Callable[[float], F32], train: I64) -> float:
+    """The largest t whose weights sum to no more than the target, by bisection of its logarithm."""
+    if not 1 <= target <= len(train):
+        raise ConfigError(f"a target of {target:,} of {len(train):,} training rows", "give fewer, at least 1")
+    low, high = 1.0, float(len(train))
+    if of(low)[train].sum() > target:
+        least = int(np.ceil(of(low)[train].sum()))
+        raise ConfigError(f"no t keeps as few as {target:,} rows", f"give {least:,} or more")
+    while high / low > 1.001:
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if of(middle)[train].sum() <= target else (low, middle)
+    return low
+
+
+def predicted(weights: F32, train: I64, partition: Partition | None, t: float) -> list[str]:
+    """What an epoch will have, in lines."""
+    kept, full = float(weights[train].sum()), int((weights[train] >= 1).sum())
+    lines = [
+        f"t = {t:,.4g}: an epoch has {kept:,.0f} of {len(train):,} training rows"
+        f" ({kept / len(train):.1%}); {full:,} of them every time"
+    ]
+    if partition is not None:
+        masses = np.bincount(partition.clusters[train], weights[train], partition.k)
+        for number, (mass, size) in enumerate(zip(masses, partition.sizes, strict=True)):
+            lines.append(f"  expert {number}: {mass:,.0f} of {size:,} rows ({mass / size:.1%})")
+    return lines
+
+
+def _write(dataset: DataSet, weights: F32, producer: dict[str, object]) -> None:
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        return {"values": torch.from_numpy(weights[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())}
+
+    dataset.write_column(WEIGHTS, producer, compute)

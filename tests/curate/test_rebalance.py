@@ -1,0 +1,152 @@
+"""Weights by concepts: the rule, and that experts and router draw by the same ones."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.campaign.folder import Campaign
+from atoll.campaign.settings.train import RunPlan
+from atoll.curate.text_hits import Finder
+from atoll.curate.vocabulary import Vocabulary
+from atoll.data.partition import load
+from atoll.data.samples import weights_of
+from atoll.train.run import train_run
+from helpers import command, partitioned, refused, write_campaign
+
+CONCEPTS = ["letter", "small letter", "capital letter", "greek", "unicorn"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rebalance") / "c"
+    partitioned(folder)
+    (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
+    from atoll import cli
+
+    argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
+    cli.atoll.main(argv, standalone_mode=False)
+    return folder
+
+
+@pytest.fixture
+def campaign(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def expected(folder: Path, t: float, per_expert: bool = False, other: float = 1.0) -> list[float]:
+    """The rule, row by row."""
+    dataset, partition = Campaign.open(folder).clustered()
+    finder = Finder(Vocabulary.read(Campaign.open(folder).store, Vocabulary.PLACE))
+    found = [finder(text) for text in dataset.table(["caption"])["caption"].to_pylist()]
+    homes = partition.clusters if per_expert else np.zeros(len(found), dtype=int)
+    counts: Counter[tuple[int, int]] = Counter()
+    for row in dataset.split("train"):
+        counts.update((int(homes[row]), concept) for concept in found[row])
+    weights = []
+    for row, concepts in enumerate(found):
+        dropped = 1.0
+        for concept in concepts:
+            dropped *= 1 - t / max(counts[int(homes[row]), concept], t)
+        weights.append(1 - dropped if concepts else other)
+    return weights
+
+
+@pytest.mark.parametrize(("t", "options"), [(5, []), (20, ["--other", "0.25"]), (3, ["--per-expert"])])
+def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(
+    campaign: Path, capsys: pytest.CaptureFixture[str], t: int, options: list[str]
+):
+    answer = command(capsys, "concepts", "rebalance", campaign, "--t", str(t), *options)
+    assert answer.code == 0
+    dataset = Campaign.open(campaign).dataset()
+    wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
+    weights = weights_of(dataset)
+    assert weights.tolist() == pytest.approx(wanted, abs=1e-6) and weights.min() < 0.5 < weights.max()
+    kept = weights[dataset.split("train")].sum()
+    assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
+
+
+def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["concepts", "rebalance", campaign, "--target-size", "30"]
+    answer = command(capsys, *argv, "--dry-run")
+    assert answer.code == 0 and "an epoch has 30 of 76" in answer.out and "expert 1: " in answer.out
+    assert not Campaign.open(campaign).dataset().has_column("weights")
+    assert command(capsys, *argv).code == 0
+    dataset = Campaign.open(campaign).dataset()
+    assert 29 < weights_of(dataset)[dataset.split("train")].sum() <= 30
+    refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
+    refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
+    refused(command(capsys, "concepts", "rebalance", campaign), "--t or --target-size")
+
+
+@pytest.fixture
+def weighted(campaign: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Another campaign on the same data, which draws by weight."""
+    command(capsys, "concepts", "rebalance", campaign, "--t", "4")
+    folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
+    assert command(capsys, "partition", folder).code == 0
+    return folder
+
+
+def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: Path):
+    plain, drawn = (load(Campaign.open(folder).store) for folder in (campaign, weighted))
+    assert np.array_equal(plain.clusters, drawn.clusters) and plain.hash != drawn.hash
+    dataset = Campaign.open(weighted).dataset()
+    weights, train = weights_of(dataset), dataset.split("train")
+    masses = np.bincount(drawn.clusters[train], weights[train], 2)
+    assert drawn.masses == pytest.approx(masses.tolist()) and plain.masses == plain.sizes
+    store = Campaign.open(weighted).store
+    plans = [RunPlan.read(store, f"islands/{number}/island.json") for number in (0, 1)]
+    assert plans[0].steps / plans[1].steps == pytest.approx(masses[0] / masses[1], rel=0.1)
+    from atoll.data.dataset import DataSet
+    from atoll.data.order import Order
+
+    ids = dict(zip(dataset.ids, weights, strict=True))
+    for run in ("islands/0", "islands/1", "router"):
+        own = DataSet.open(store, f"{run}/data")
+        rows = own.split("train")
+        order = Order.weighted(weights_of(own)[rows], 0, own.id_hash)
+        seen = np.bincount(order.at(range(400 * order.rows)), minlength=len(rows)) / 400
+        assert seen == pytest.approx([ids[own.ids[row]] for row in rows], abs=0.1)
+        assert RunPlan.read(store, f"{run}/island.json").weighted
+
+
+def test_parts_of_other_weights_make_no_ensemble(
+    campaign: Path, weighted: Path, capsys: pytest.CaptureFixture[str]
+):
+    for folder, runs in (
+        (weighted, [("expert", 0), ("expert", 1), ("router", None)]),
+        (campaign, [("expert", 1)]),
+    ):
+        for role, number in runs:
+            train_run(Campaign.open(folder), role, number)
+    assert command(capsys, "assemble", weighted).code == 0
+    shutil.rmtree(weighted / "islands/1")
+    shutil.copytree(campaign / "islands/1", weighted / "islands/1")
+    shutil.rmtree(weighted / "ensemble")
+    refused(command(capsys, "assemble", weighted), "partition")
+
+
+def test_an_island_without_its_weights_does_not_train(weighted: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.rmtree(weighted / "islands/0/data/columns/weights")
+    refused(command(capsys, "train", "expert", weighted, "--expert", "0"), "weights")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_weights_that_are_none(campaign: Path, capsys: pytest.CaptureFixture[str], value: float):
+    dataset = Campaign.open(campaign).dataset()
+    folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
+    refused(command(capsys, "partition", folder), "no column 'weights'")
+    bad = [torch.full((shard.rows,), value) for shard in dataset.shards]
+    dataset.write_column("weights", {"name": "mine"}, lambda shard: {"values": bad[shard]})
+    refused(command(capsys, "partition", folder), "negative or no number")
+    dataset.write_column(
+        "weights", {"name": "none"}, lambda shard: {"values": torch.zeros(dataset.shards[shard].rows)}
+    )
+    refused(command(capsys, "partition", folder), "no row of cluster 0 has any weight")
