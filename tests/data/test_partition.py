@@ -124,10 +124,13 @@ def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
         partitions.load(store)
 
 
-@pytest.mark.parametrize("config", [KMEANS, RANDOM])
-def test_damage_is_told_in_one_line(dataset: DataSet, tmp_path: Path, config: PartitionConfig) -> None:
+@pytest.mark.parametrize(("config", "weighted"), [(KMEANS, False), (RANDOM, False), (RANDOM, True)])
+def test_damage_is_told_in_one_line(
+    dataset: DataSet, tmp_path: Path, config: PartitionConfig, weighted: bool
+) -> None:
     store = Store.open(tmp_path / "campaign", create=True)
-    made = make(dataset, features(dataset) if config is KMEANS else None, config, 0)
+    weights = np.linspace(0, 1, len(dataset), dtype=np.float32) if weighted else None
+    made = make(dataset, features(dataset) if config is KMEANS else None, config, 0, weights)
     partitions.save(made, store, dataset)
     fields, key = store.get_json("partition/partition.json"), "partition/centroids.safetensors"
     tensors = store.get(key)
@@ -141,7 +144,8 @@ def test_damage_is_told_in_one_line(dataset: DataSet, tmp_path: Path, config: Pa
     with pytest.raises(PartitionError, match="do not match the hash"):
         partitions.load(store)
     store.put(key, tensors)
-    changed = {name: {k: v for k, v in fields.items() if k != name} for name in fields}
+    needed = [name for name in fields if weighted or name not in ("weights", "masses")]
+    changed = {name: {k: v for k, v in fields.items() if k != name} for name in needed}
     changed |= {f"other {name}": {**fields, name: 5} for name in fields if name != "warnings"}
     first, *others = fields["sizes"]
     changed["other balance"] = {**fields, "sizes": [first - 1, *others]}

@@ -26,7 +26,7 @@ class Expected:
         stored: bytes of each island's data set; None if not known.
         partitioned: whether sizes are those of the partition.
         notes: what was assumed.
-        masses: what compute is in proportion to: the sizes, or sums of the weights that rows are drawn by.
+        masses: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
     """
 
     shape: DataShape
@@ -35,7 +35,7 @@ class Expected:
     stored: list[int] | None
     partitioned: bool
     notes: list[str]
-    masses: Sequence[float]
+    masses: Sequence[float] = ()
 
 
 def expected(campaign: Campaign, rows: int | None = None) -> Expected:
@@ -65,8 +65,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
     stored = [row_bytes(shape) * size for size in sizes] if sizes else None
-    sizes = [max(1, size) for size in sizes] or [1] * k
-    return Expected(shape, sizes, count, stored, False, notes, sizes)
+    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, count, stored, False, notes)
 
 
 def row_bytes(shape: DataShape) -> int:
@@ -82,8 +81,7 @@ def _partitioned(campaign: Campaign) -> Expected:
     for number, plan in enumerate(plans):
         known = stored_bytes(store, number)
         stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
-    masses = read_partition(store).masses
-    return Expected(shape, sizes, sum(sizes), stored, True, [], masses or sizes)
+    return Expected(shape, sizes, sum(sizes), stored, True, [], read_partition(store).masses)
 
 
 def _from_settings(campaign: Campaign) -> DataShape:
