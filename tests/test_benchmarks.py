@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scipy.stats import t as student
+from torch import Tensor
 
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.model import Model
+from atoll.store.store import Store
 from atoll.train import loop
-from helpers import command
+from helpers import assembled, command
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
@@ -325,3 +330,44 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
         len(rows) == 4 * 2 + 2
     )  # nothing costs as much as the longer one, and the best is held against nobody
     assert len({entry.folder(tmp_path, 3) for entry in headline.ENTRIES}) == len(headline.ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("way", "routing", "guidance"),
+    [
+        ({"null": "own", "caption": 2.5}, "top-1", 2.5),
+        ({"null": "mixture", "caption": 2.5}, "top-1 null sample-1", 2.5),
+        ({"null": "mixture", "caption": 2.5, "cluster": 2.5, "routing": "once"}, "once null sample-1", 2.5),
+        ({"null": "mixture", "caption": 1.0, "cluster": 1.0}, "top-1", 1.0),
+        ({"null": "own", "caption": 4.0, "interval": (2.0, 3.0)}, "top-1", 1.0),
+    ],
+)
+def test_ways_of_guiding_are_the_routings_where_there_is_one(
+    bench: Bench, small_ensemble: Path, way: dict[str, Any], routing: str, guidance: float
+) -> None:
+    levers = bench("levers")
+    model = Model.load(Store.open(small_ensemble))
+    conditions = model.conditions(["0", "1", "1", "0"])
+    plain = Generation(routing=routing, guidance=guidance, steps=3, seed=5)
+    found = levers.Way(**way)
+    guided = plain.with_(routing=found.routing, guidance=max(2.0, found.caption))
+
+    def around(field: Any, rows: Any) -> Any:
+        return levers.GuidedField(field, found, None)
+
+    def latents(generation: Generation, **how: Any) -> Tensor:
+        parts = list(model.generate(conditions, generation, **how))
+        order = torch.tensor([row for part in parts for row in part.rows]).argsort()
+        return torch.cat([part.latents for part in parts])[order]
+
+    assert torch.allclose(latents(plain), latents(guided, around=around), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return assembled(tmp_path_factory.mktemp("levers") / "c", {"budget": {"samples": 128}, "monolith": False})
+
+
+def test_the_concepts_benchmark_searches_the_glyphs(bench: Bench) -> None:
+    (found,) = bench("concepts").speed(500)
+    assert found["case"].startswith("500 captions, ") and found["value"] > 1000
