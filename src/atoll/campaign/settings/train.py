@@ -178,10 +178,14 @@ class Recipe(Config):
     """Numbers of the run."""
 
     def learned(self) -> dict[str, Any]:
-        """The part that decides the weights; how it is logged, saved and spread is not."""
-        tree = self.model_dump()
+        """The part that decides the weights; how it is logged, saved and spread is not.
+
+        Without what is as by default, so that a run goes on under a version that has one setting more. Where
+        a default has changed, the campaign's own value stands in `campaign.json`, and the two differ.
+        """
+        tree = self.model_dump(exclude_defaults=True)
         for name in PRACTICAL:
-            del tree["train"][name]
+            tree["train"].pop(name, None)
         return tree
 
 
