@@ -11,7 +11,8 @@ import click
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.base.exits import ended
-from atoll.cli_concepts import concepts
+from atoll.cli_aesthetics import aesthetics
+from atoll.cli_concepts import concepts, filter_rows
 from atoll.cli_keys import keys
 from atoll.train.preemption import end, ends_with_run
 
@@ -409,7 +410,9 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
     (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
 
 
+atoll.add_command(aesthetics)
 atoll.add_command(concepts)
+data.add_command(filter_rows)
 atoll.add_command(keys)
 
 

@@ -106,3 +106,74 @@ def rebalance(
     if (t is None) == (target is None):
         raise click.UsageError("give --t or --target-size, one of them")
     rebalance_stage(Campaign.open(campaign), Rule(t or 1, per_expert, other), target, dry_run)
+
+
+@concepts.command("tail")
+@CAMPAIGN
+@click.option("--n", type=click.IntRange(min=2), default=50, help="Rare concepts, and as many common ones.")
+@click.option("--least", type=click.IntRange(min=1), default=2, help="Training rows that a rare one has.")
+@click.option("--template", "templates", multiple=True, default=["{}"], help="Prompt; {} is the concept.")
+def tail(campaign: str, n: int, least: int, templates: tuple[str, ...]) -> None:
+    """Choose rare concepts and common ones like them, to be drawn and judged."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.tail import tail_stage
+
+    tail_stage(Campaign.open(campaign), n, least, templates)
+
+
+@concepts.command("evaluate")
+@CAMPAIGN
+@click.option(
+    "--model", "models", multiple=True, default=["monolith", "ensemble"], help="Also ensemble:STRATEGY."
+)
+@click.option("--each", type=click.IntRange(min=1), default=4, help="Pictures of a prompt.")
+@click.option("--real", "most", type=click.IntRange(min=2), default=8, help="Real pictures of a concept.")
+@click.option("--guidance", type=click.FloatRange(min=0), help="By default the campaign's.")
+@click.option("--steps", type=click.IntRange(min=1), help="By default the campaign's.")
+@click.option("--seed", type=int, default=0, help="Of the noise.")
+@click.option("--extractor", help="Feature space of the judge; by default that of atoll compare.")
+@click.option("--scorer", help="Folder of an aesthetic scorer, to score looks too.")
+def evaluate(
+    campaign: str,
+    models: tuple[str, ...],
+    each: int,
+    most: int,
+    guidance: float | None,
+    steps: int | None,
+    seed: int,
+    extractor: str | None,
+    scorer: str | None,
+) -> None:
+    """Draw rare and common concepts by every model with the same noise, and judge the pictures."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.tail import Judging, evaluate_stage
+
+    opened = Campaign.open(campaign)
+    own = opened.config.compare
+    judge = (extractor, None) if extractor else (own.extractor, own.extractor_size)
+    how = {"guidance": guidance, "steps": steps, "seed": seed}
+    evaluate_stage(opened, Judging(models, judge, each, most, how, scorer))
+
+
+@click.command("filter")
+@CAMPAIGN
+@click.option("--keep", multiple=True, required=True, help="Such as 'score >= q0.5'; all must hold.")
+@click.option("--per-cluster", is_flag=True, help="Take quantiles within each cluster.")
+@click.option("--protect", type=PATH, help="Text file of concepts whose rows are kept whatever they score.")
+@click.option("--allow-sensitive", "sensitive", is_flag=True, help="Allow scores that describe a person.")
+@click.option("--times", is_flag=True, help="Multiply the weights that are there, in place of new ones.")
+@click.option("--dry-run", is_flag=True, help="Say what would be kept, and write nothing.")
+def filter_rows(
+    campaign: str,
+    keep: tuple[str, ...],
+    per_cluster: bool,
+    protect: Path | None,
+    sensitive: bool,
+    times: bool,
+    dry_run: bool,
+) -> None:
+    """Draw only rows that score well, by weights of 1 and 0: nothing is removed."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.filter import filter_stage
+
+    filter_stage(Campaign.open(campaign), keep, per_cluster, protect, sensitive, times, dry_run)

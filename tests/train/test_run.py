@@ -4,23 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from obstore.store import MemoryStore
 from PIL import Image
-from torch import nn
 
 from atoll.base.errors import DataError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.campaign.partition import initial_network
 from atoll.campaign.prepare import prepare
 from atoll.campaign.sample import Request, sample_campaign
-from atoll.campaign.settings.train import TrainConfig
-from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.expert import read_card
 from atoll.ensemble.model import Model
 from atoll.networks.families import parameter_count
-from atoll.store.store import Store
-from atoll.train.run import train_network, train_run
+from atoll.train.run import train_run
 from helpers import partitioned, write_campaign
 
 
@@ -59,23 +53,6 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
         sample_campaign(where, Request(("0", "1"), tmp_path / out, routing="once", steps=4))
     pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
     assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
-
-
-def test_a_network_is_trained_without_a_campaign_in_memory(tmp_path: Path) -> None:
-    campaign = partitioned(tmp_path / "c")
-    store, settings = Store(MemoryStore(), "memory"), campaign.config.network
-    dataset = campaign.dataset()
-    how = {"network": settings, "samples": 64, "training": TrainConfig(batch=16), "condition": "class"}
-    card = train_network(dataset, store, **how)  # type: ignore[arg-type]
-    assert card.samples == 64 and card.rows == len(dataset.split("train"))
-    trained = Expert.load(store, "expert")
-    drawn = initial_network(settings, card.shape, 0)
-    assert trained.card == card and not same(trained.network, drawn)
-    assert train_network(dataset, store, **how) == card  # type: ignore[arg-type] # finished already
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_a_column_of_another_encoder_is_made_again(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from atoll.base.errors import StoreError
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.expert import Expert, published, read_card
+from atoll.ensemble.expert import published, read_card
 
 DENSE = ("monolith", "student")
 """Those that a campaign is trained for; the ensemble does without them."""
@@ -20,13 +18,6 @@ def dense(campaign: Campaign, name: str) -> str:
         where = campaign.store.location
         raise StoreError(f"{where} has no {name} yet", f"train it: atoll train {name} {where}")
     return folder
-
-
-def load_dense(campaign: Campaign, name: str, device: torch.device | str = "cpu") -> Expert:
-    """One of them on the device; `StoreError` if it is not published, or damaged."""
-    expert = Expert.load(campaign.store, dense(campaign, name))
-    expert.network.to(device)
-    return expert
 
 
 def dense_cards(campaign: Campaign, router: Card, names: Sequence[str] = DENSE) -> dict[str, Card]:

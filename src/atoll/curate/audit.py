@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate import image_hits, text_hits
 from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
@@ -38,7 +40,7 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
         captions = dataset.take(dataset.split("train"))["caption"].to_pylist()
         vocabulary = Vocabulary.of_captions(captions, least, match)
     else:
-        vocabulary = Vocabulary.of_lines(_lines(path), path.name, match)
+        vocabulary = Vocabulary.of_lines(read_lines(path), path.name, match)
     progress = Progress("concepts in captions", len(dataset.shards), unit="shards")
     column = text_hits.index(dataset, vocabulary, progress)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
@@ -46,7 +48,8 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     return vocabulary
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file; `DataError` where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -128,10 +131,31 @@ def _written(store: Store, counts: ConceptCounts) -> Audit:
     found = Audit(counts, summary(counts))
     store.put(TABLE, to_csv(counts))
     store.put_json(COUNTS, counts.to_json())
+    _finding(counts).write(store, "concepts")
     for line in found.lines:
         say(line)
     say(f"wrote {store.name(TABLE)} and .json")
     return found
+
+
+def _finding(counts: ConceptCounts) -> Finding:
+    """What every expert sees, for the report."""
+    rows, table = np.array(counts.rows), _deciding(counts)
+    kinds = zip(counts.rows, table.T, telling(table, rows), strict=True)
+    return Finding(
+        title="Concepts of the experts",
+        text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
+        columns=["expert", "rows", "sees", "told by"],
+        rows=[
+            [n, of, f"{(column > 0).mean():.1%}", ", ".join(counts.concepts[c] for c in chosen) or None]
+            for n, (of, column, chosen) in enumerate(kinds)
+        ],
+    )
+
+
+def _deciding(counts: ConceptCounts) -> NDArray[np.int64]:
+    """Counts of rows with a concept in caption and picture; in captions where pictures were not tagged."""
+    return counts.table("both" if counts.both is not None else "text")
 
 
 def summary(counts: ConceptCounts) -> list[str]:
@@ -144,7 +168,7 @@ def summary(counts: ConceptCounts) -> list[str]:
             f"{name:<6} {of.absent:>6.1%} of {of.concepts:,} concepts in no row, median {of.median:,.0f};"
             f" the most frequent 1 % have {of.top:.1%} of all hits; evenness over experts {of.spread:.2f}"
         )
-    table = counts.table(names[-1])
+    table = _deciding(counts)
     zero = (table == 0).mean(0)
     for number, chosen in enumerate(telling(table, rows)):
         words = ", ".join(counts.concepts[n] for n in chosen) or "nothing"

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pyarrow import csv, json
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError, first_line
@@ -106,17 +107,20 @@ def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[dict
 
 
 def read_table(path: Path) -> pa.Table:
-    """A parquet or CSV file; `DataError` where it is neither."""
+    """A parquet, CSV or JSON-lines file; `DataError` where it is none of them."""
     try:
         if path.suffix == ".csv":
-            from pyarrow import csv
-
             return csv.read_csv(path)
+        if path.suffix in (".json", ".jsonl"):
+            return json.read_json(path)
         return pq.read_table(pa.BufferReader(path.read_bytes()))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or first_line(error)}", "check it") from None
     except (pa.ArrowException, ValueError) as error:
-        raise DataError(f"{path} is no parquet ({first_line(error)[:120]})", "give parquet or CSV") from None
+        raise DataError(
+            f"{path} is no parquet, CSV or JSON lines ({first_line(error)[:120]})",
+            "give parquet, CSV or JSON lines",
+        ) from None
 
 
 def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any], Hits]:

@@ -53,20 +53,21 @@ class Rule:
         """
         homes = clusters if self.per_expert else np.zeros_like(clusters)
         counts = np.zeros((k if self.per_expert else 1, concepts), dtype=np.int64)
-        for rows in _chunks(train):
+        for rows in chunks(train):
             values, mask = hits.read_ragged(rows)
             places = np.repeat(homes[rows], mask.sum(1).numpy())
             np.add.at(counts, (places, values[mask].numpy()), 1)
         chances = self.t / np.maximum(counts, self.t)
         weights = np.empty(len(hits), dtype=np.float32)
-        for rows in _chunks(np.arange(len(hits))):
+        for rows in chunks(np.arange(len(hits))):
             concepts_of, there = (tensor.numpy() for tensor in hits.read_ragged(rows))
             dropped = np.where(there, 1 - chances[homes[rows][:, None], concepts_of], 1.0).prod(1)
             weights[rows] = np.where(there.any(1), 1 - dropped, self.other)
         return weights
 
 
-def _chunks(rows: I64) -> list[I64]:
+def chunks(rows: I64) -> list[I64]:
+    """Row numbers in parts whose hits fit into memory."""
     return [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
 
 
@@ -103,7 +104,7 @@ def rebalance_stage(
     if dry_run:
         return None
     about = {"t": t, "per_expert": rule.per_expert, "other": rule.other, "vocabulary": vocabulary.hash}
-    _write(dataset, weights, {"name": "rebalance", **about})
+    write_weights(dataset, weights, {"name": "rebalance", **about})
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights
 
@@ -140,7 +141,9 @@ def predicted(weights: F32, train: I64, partition: Partition | None, t: float) -
     return lines
 
 
-def _write(dataset: DataSet, weights: F32, producer: dict[str, object]) -> None:
+def write_weights(dataset: DataSet, weights: F32, producer: dict[str, object]) -> None:
+    """Write the column that `data.weighted=true` draws by."""
+
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": torch.from_numpy(weights[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())}
 

@@ -15,6 +15,7 @@ from atoll.report.sections import (
     beyond,
     clusters,
     evaluated,
+    findings,
     flops,
     head,
     learning,
@@ -31,7 +32,7 @@ from atoll.store.store import Store
 PAGE = "reports/index.html"
 SECTIONS = (
     *(head, samples, routing, clusters, learning, strategies, beyond, evaluated),
-    *(why, sampling, flops, provenance),
+    *(findings, why, sampling, flops, provenance),
 )
 """What each makes of the facts is told by the template of its name; None where there is nothing yet."""
 FILTERS = {

@@ -11,24 +11,18 @@ from torch import nn
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, PartitionError, nearest
-from atoll.base.hashing import digest_tensors
-from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import KEY, tidy
 from atoll.campaign.runs import Run
-from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
+from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.data.dataset import DataSet
-from atoll.data.samples import data_shape
-from atoll.data.settings import ConditionKind
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card
 from atoll.flow.settings import ObjectiveConfig
-from atoll.networks.families import parameter_count
 from atoll.networks.router import Router
-from atoll.networks.settings import NetworkConfig
 from atoll.store.signatures import public_key
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask
@@ -84,58 +78,6 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         train(task, store, name, wait=wait, tracking=tracking)
     if role == "pretrain":
         hand_over(campaign)
-    return read_card(store, "expert")
-
-
-def train_network(
-    dataset: DataSet,
-    store: Store,
-    *,
-    network: NetworkConfig,
-    samples: int,
-    training: TrainConfig | None = None,
-    objective: ObjectiveConfig | None = None,
-    condition: ConditionKind = "none",
-    seed: int = 0,
-) -> Card:
-    """Train one denoiser on any data set, without a campaign; called again, it goes on or is finished.
-
-    The data set needs the columns `latents` and `split`, and `text` where texts condition it. The network
-    is `Expert.load(store, "expert")` afterwards.
-
-    Args:
-        dataset: rows to learn from.
-        store: where the run lives: a folder, a bucket, or memory.
-        network: family and size.
-        samples: training samples in all, rounded to whole steps.
-        training: optimizer and loop.
-        objective: schedule, prediction, times and dropout.
-        condition: what the network is conditioned on.
-        seed: of initial weights, order, noise, times and dropout.
-    """
-    training, shape = training or TrainConfig(), data_shape(dataset, condition)
-    steps, flops = max(1, round(samples / training.batch)), denoiser_flops(network, shape)
-    denoiser = initial_network(network, shape, seed)
-    plan = RunPlan(
-        role="monolith",
-        rows=len(dataset.split("train")),
-        steps=steps,
-        batch=training.batch,
-        partition="",
-        seed=seed,
-        init_seed=seed,
-        init_sha256=digest_tensors(dict(denoiser.named_parameters())),
-        parameters=parameter_count(denoiser),
-        train_flops=steps * training.batch * flops.train,
-        forward_flops=flops.forward,
-        shape=shape,
-    )
-    recipe = Recipe(
-        objective=objective or ObjectiveConfig(), train=training, network=network.model_dump(), plan=plan
-    )
-    task = DenoiserTask(denoiser.to(own_device()), TrainingRows.of(dataset, condition, recipe))
-    task.encoders = (task.rows.latents["name"],)
-    train(task, store, "network")
     return read_card(store, "expert")
 
 

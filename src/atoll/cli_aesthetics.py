@@ -1,0 +1,123 @@
+"""The commands about looks: train a scorer on people's scores, score pictures, compare."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+PATH = click.Path(path_type=Path)
+DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
+RANGE = click.option(
+    "--range", "bounds", type=(float, float), default=(0.0, 1.0), help="Worst and best score of the labels."
+)
+ROWS = click.option("--campaign", help="Whose rows the labels name by id, in place of image files.")
+LABELS = click.argument("labels", metavar="LABELS", type=PATH)
+
+
+@click.group()
+def aesthetics() -> None:
+    """How pictures look: a scorer of a whole and its parts, trained on people's scores."""
+
+
+@aesthetics.command("train")
+@LABELS
+@click.option("--out", required=True, help="Folder of the scorer.")
+@click.option("--scale", default="human", help="Dimensions and words: human, or a YAML file.")
+@click.option(
+    "--backbone",
+    default="efficientnet-lite2@128",
+    help="Vision encoder, with @ and its size in pixels; or vlm: and an image-text model of transformers.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="By default 60, 1 for image-text models.")
+@click.option("--batch", type=click.IntRange(min=1), help="By default 64, 16 for image-text models.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="By default 1e-3, or 1e-4.")
+@click.option("--seed", type=int, default=0, help="Of all random numbers.")
+@RANGE
+@ROWS
+@DEVICE
+def train(
+    labels: Path,
+    out: str,
+    scale: str,
+    backbone: str,
+    epochs: int | None,
+    batch: int | None,
+    rate: float | None,
+    seed: int,
+    bounds: tuple[float, float],
+    campaign: str | None,
+    device: str,
+) -> None:
+    """Train a scorer on LABELS: parquet, CSV or JSON lines with image (or id) and score, scores or names."""
+    from dataclasses import replace
+
+    from atoll.curate.aesthetics.labels import read_labels
+    from atoll.curate.aesthetics.scale import Scale
+    from atoll.curate.aesthetics.scorer import Scorer, default_training
+    from atoll.curate.aesthetics.stages import train_stage
+
+    dimensions = Scale.load(scale)
+    known = read_labels(labels, dimensions, bounds, _rows(campaign))
+    given = {"epochs": epochs, "batch": batch, "rate": rate}
+    changes = {name: value for name, value in given.items() if value is not None}
+    training = replace(default_training(backbone), seed=seed, **changes)  # type: ignore[arg-type]
+    train_stage(Scorer(dimensions, backbone, device), known, training, out)
+
+
+@aesthetics.command("score")
+@click.argument("pictures", metavar="CAMPAIGN|FOLDER")
+@click.option("--scorer", help="Folder of a trained scorer.")
+@click.option("--from", "table", type=PATH, help="Scores of a table with id, in place of a scorer's.")
+@click.option("--sensitive", multiple=True, help="Score of the table that describes a person.")
+@click.option("--out", type=PATH, default="scores.parquet", help="Where the scores of a folder go.")
+@DEVICE
+def score(
+    pictures: str, scorer: str | None, table: Path | None, sensitive: tuple[str, ...], out: Path, device: str
+) -> None:
+    """Score the rows of a campaign's data set, as a column of it, or the pictures of a folder."""
+    from atoll.campaign.folder import Campaign
+    from atoll.curate.aesthetics.scorer import Scorer
+    from atoll.curate.aesthetics.stages import import_stage, score_folder, score_stage
+
+    if (scorer is None) == (table is None):
+        raise click.UsageError("give --scorer or --from, one of them")
+    if table is not None:
+        import_stage(Campaign.open(pictures), table, sensitive)
+    elif scorer is not None and _is_folder_of_pictures(pictures):
+        score_folder(Scorer.load(scorer, device)[0], Path(pictures), out)
+    elif scorer is not None:
+        score_stage(Campaign.open(pictures), scorer, device)
+
+
+@aesthetics.command("evaluate")
+@LABELS
+@click.option("--scorer", required=True, help="Folder of a trained scorer.")
+@click.option("--out", help="Folder or store in which the table is left for the report.")
+@RANGE
+@ROWS
+@DEVICE
+def evaluate(
+    labels: Path,
+    scorer: str,
+    out: str | None,
+    bounds: tuple[float, float],
+    campaign: str | None,
+    device: str,
+) -> None:
+    """How a scorer agrees with people on LABELS that it has not seen, by head and dimension."""
+    from atoll.curate.aesthetics.labels import read_labels
+    from atoll.curate.aesthetics.scorer import Scorer
+    from atoll.curate.aesthetics.stages import evaluate_stage
+
+    loaded, file = Scorer.load(scorer, device)
+    evaluate_stage(loaded, read_labels(labels, file.scale, bounds, _rows(campaign)), out)
+
+
+def _rows(campaign: str | None) -> Any:
+    from atoll.campaign.folder import Campaign
+
+    return None if campaign is None else Campaign.open(campaign).dataset()
+
+
+def _is_folder_of_pictures(place: str) -> bool:
+    return "://" not in place and Path(place).is_dir() and not (Path(place) / "campaign.yaml").exists()

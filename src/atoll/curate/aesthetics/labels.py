@@ -1,0 +1,123 @@
+"""Pictures with scores that people gave: a table, a row for each picture."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from PIL import Image
+from torch import Tensor
+
+from atoll.base.errors import DataError
+from atoll.curate.aesthetics.scale import Scale
+from atoll.curate.image_hits import read_table
+from atoll.data.dataset import DataSet
+from atoll.data.decode import BadImageError, decode
+
+
+@dataclass
+class Labels:
+    """Labelled pictures.
+
+    Attributes:
+        names: of the pictures.
+        scores: of every dimension `(R, N)` in [0, 1], NaN where unknown; of the whole alone for some rows.
+        groups: rows of one group are never on both sides of a split.
+        open: gives the picture of a row.
+    """
+
+    names: list[str]
+    scores: Tensor
+    groups: list[str]
+    open: Callable[[int], Image.Image]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def whole_only(self, root: int) -> Tensor:
+        """Whether of a row only the whole is scored `(R,)`."""
+        return self.scores.isnan().sum(1) == self.scores.shape[1] - (~self.scores[:, root].isnan()).long()
+
+
+def read_labels(
+    path: Path, scale: Scale, bounds: tuple[float, float] = (0.0, 1.0), dataset: DataSet | None = None
+) -> Labels:
+    """Labels of a parquet, CSV or JSON-lines file.
+
+    Args:
+        path: a table with `image`, paths relative to it, or `id` of the data set's rows; with `score` of the
+            whole, `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`,
+            rows of one group stay together.
+        scale: the dimensions.
+        bounds: worst and best score of the table, brought to 0 and 1.
+        dataset: whose ids the table names.
+
+    Raises:
+        DataError: no such columns, a list of wrong length, a score out of bounds, an unknown picture.
+    """
+    table = read_table(path)
+    names, opener = _pictures(table, path, dataset)
+    scores = torch.full((len(names), len(scale.names)), math.nan)
+    if "scores" in table.column_names:
+        for row, given in enumerate(table["scores"].to_pylist()):
+            if given is None:
+                continue
+            if not isinstance(given, list) or len(given) != len(scale.names):
+                what = f"{len(given) if isinstance(given, list) else type(given).__name__} scores"
+                raise DataError(f"{path}, row {row}: {what} for {len(scale.names)} dimensions", "give all")
+            scores[row] = torch.tensor([_number(value, path, row) for value in given])
+    columns = {name: number for number, name in enumerate(scale.names)} | {"score": scale.root}
+    for name in columns.keys() & set(table.column_names):
+        given = torch.tensor([_number(value, path, row) for row, value in enumerate(table[name].to_pylist())])
+        scores[:, columns[name]] = torch.where(given.isnan(), scores[:, columns[name]], given)
+    (low, high), known = bounds, ~scores.isnan()
+    wrong = known & ((scores < low) | (scores > high))
+    if wrong.any():
+        row, number = (int(place) for place in wrong.nonzero()[0])
+        what = f"{path}, row {row}: {scale.names[number]} is {float(scores[row, number]):g}"
+        raise DataError(f"{what}, not from {low:g} to {high:g}", "say --range WORST BEST, or correct it")
+    if not known.any(1).all():
+        row = int((~known.any(1)).nonzero()[0])
+        raise DataError(
+            f"{path}, row {row} has no score", "give score, scores or a dimension, or leave it out"
+        )
+    groups = table["group"].to_pylist() if "group" in table.column_names else names
+    return Labels(names, (scores - low) / (high - low), [str(group) for group in groups], opener)
+
+
+def _pictures(
+    table: pa.Table, path: Path, dataset: DataSet | None
+) -> tuple[list[str], Callable[[int], Image.Image]]:
+    if "image" in table.column_names:
+        names = [str(name) for name in table["image"].to_pylist()]
+        return names, lambda row: open_picture(path.parent / names[row])
+    if "id" not in table.column_names or dataset is None:
+        fix = "give paths in 'image', or 'id' with the campaign of the rows"
+        raise DataError(f"{path} does not say which pictures it scores", fix)
+    ids = [str(id_) for id_ in table["id"].to_pylist()]
+    rows = {id_: row for row, id_ in enumerate(dataset.ids)}
+    unknown = [id_ for id_ in ids if id_ not in rows]
+    if unknown:
+        what = f"{path}: {len(unknown):,} rows, {unknown[0]!r} first, are not in {dataset.store.location}"
+        raise DataError(what, "give the scores of this data set")
+    return ids, lambda row: dataset.image(rows[ids[row]])
+
+
+def _number(value: object, path: Path, row: int) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+        raise DataError(f"{path}, row {row}: {value!r} is no score", "give numbers")
+    return float(value)
+
+
+def open_picture(path: Path) -> Image.Image:
+    """A picture of a file; `DataError` in one line where it is none."""
+    try:
+        return decode(path.read_bytes())
+    except BadImageError as error:
+        raise DataError(f"{path}: {error}", "replace it, or leave the row out") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from None

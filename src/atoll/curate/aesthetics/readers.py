@@ -1,0 +1,209 @@
+"""What looks at pictures and answers: frozen features with a small network, or an image-text model.
+
+Both are asked for the whole or for every dimension, and give a state, which heads score, and logits of the
+levels. The language-model head of an image-text model is its own, frozen; LoRA changes the layers below.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from atoll.base.errors import ConfigError, first_line
+from atoll.curate.aesthetics.scale import Scale
+from atoll.curate.aesthetics.statistics import WIDTH, statistics
+from atoll.encoders.extractors import extractor
+from atoll.encoders.hub import loading
+from atoll.encoders.weights import weights_hash
+
+Pictures = Sequence[Image.Image]
+VLM = "vlm:"
+"""Begins the name of a backbone that is an image-text model."""
+
+
+class Reading(NamedTuple):
+    """Of B pictures: states `(B, W)`, logits `(B, L)` of the whole's level or None, loss of the answers."""
+
+    state: Tensor
+    levels: Tensor | None
+    loss: Tensor
+
+
+class Reader(Protocol):
+    """Answers about pictures."""
+
+    width: int
+    frozen: bool
+    """Whether what `look` gives never changes, so that it is computed once."""
+
+    def producer(self) -> dict[str, Any]:
+        """What the backbone's answers depend on, but for what is trained."""
+
+    def look(self, pictures: Pictures) -> Any:
+        """What of pictures is read: one entry each."""
+
+    def __call__(self, seen: Any, whole: bool, levels: Tensor | None = None) -> Reading:
+        """Ask about pictures.
+
+        Args:
+            seen: what `look` gave of B pictures.
+            whole: ask for the whole, not for every dimension.
+            levels: right answers in training: `(B,)`, or `(B, N)` with -1 where unknown.
+        """
+
+
+def reader(backbone: str, scale: Scale, device: str = "cpu") -> "FeatureReader | LanguageReader":
+    """A reader by its backbone's name: `vlm:` and a folder or hub name, or a vision encoder, as in
+    `efficientnet-lite2`, with `@` and the size in pixels at which it looks."""
+    if backbone.startswith(VLM):
+        return LanguageReader(backbone.removeprefix(VLM), scale, device)
+    name, _, size = backbone.partition("@")
+    if size and not size.isdecimal():
+        raise ConfigError(f"backbone {backbone!r}: {size!r} is no size", "write for example NAME@128")
+    return FeatureReader(name, int(size) if size else None, scale, device)
+
+
+class FeatureReader(nn.Module):
+    """Frozen features, and a small network that answers from them: for CPUs."""
+
+    frozen = True
+
+    def __init__(self, name: str, size: int | None, scale: Scale, device: str, width: int = 256) -> None:
+        super().__init__()
+        self.encoder, self.scale, self.width = extractor(name, size, device), scale, width
+        self.outer = nn.Sequential(
+            nn.LayerNorm(self.encoder.width), nn.Dropout(0.5), nn.Linear(self.encoder.width, width)
+        )
+        self.pixels = nn.Sequential(nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, width))
+        self.question = nn.Embedding(2, width)
+        self.inner = nn.Sequential(nn.GELU(), nn.Dropout(0.1), nn.Linear(width, width), nn.GELU())
+        self.answer = nn.Linear(width, len(scale.names) * len(scale.levels))
+        self.to(device)
+
+    def producer(self) -> dict[str, Any]:
+        """See `Reader`."""
+        return self.encoder.producer()
+
+    def look(self, pictures: Pictures) -> Tensor:
+        """Features, and statistics of the pixels, `(B, D + WIDTH)`."""
+        return torch.cat([self.encoder.encode(pictures), statistics(pictures)], dim=1)
+
+    def forward(self, seen: Tensor, whole: bool, levels: Tensor | None = None) -> Reading:
+        """See `Reader`."""
+        seen = seen.to(self.question.weight.device)
+        features, pixels = seen[:, :-WIDTH], seen[:, -WIDTH:]
+        state = self.inner(self.outer(features) + self.pixels(pixels) + self.question.weight[int(whole)])
+        logits = self.answer(state).unflatten(1, (len(self.scale.names), -1))
+        of_whole, loss = logits[:, self.scale.root], state.new_zeros(())
+        if levels is not None:
+            asked = of_whole if whole else logits.flatten(0, 1)
+            loss = cross_entropy(asked, levels.to(state.device).flatten(), ignore_index=-1)
+        return Reading(state, of_whole, loss)
+
+
+class LanguageReader(nn.Module):
+    """Any image-text model of transformers, by folder or hub name, with LoRA by peft.
+
+    Args:
+        name: of a model whose classes transformers has; code beside the weights is not run.
+        scale: what is asked.
+        device: where it runs.
+        rank: of LoRA, on every linear layer but the head; alpha is four times it.
+
+    Raises:
+        ConfigError: there is no such model, peft is missing, or two levels begin with the same token.
+    """
+
+    frozen = False
+
+    def __init__(self, name: str, scale: Scale, device: str, rank: int = 8) -> None:
+        super().__init__()
+        import transformers
+
+        try:
+            import peft
+        except ImportError:
+            fix = "install the extra: pip install 'atoll[vlm]'"
+            raise ConfigError("image-text models are trained by the package peft", fix) from None
+        self.name, self.scale = name, scale
+        with loading("image-text model", name):
+            model = transformers.AutoModelForImageTextToText.from_pretrained(name, use_safetensors=True)
+        try:
+            self.processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
+        except (ImportError, OSError, ValueError, AttributeError, TypeError) as error:
+            what = f"{name!r} has no processor that can be used here ({first_line(error)[:120]})"
+            raise ConfigError(what, "add its files, or install the torchvision of your torch") from None
+        self._hash = weights_hash(model)
+        lora = peft.LoraConfig(r=rank, lora_alpha=4 * rank, lora_dropout=0.05, target_modules="all-linear")
+        with warnings.catch_warnings():  # peft asks transformers by a name that it will drop
+            warnings.simplefilter("ignore", FutureWarning)
+            self.model = peft.get_peft_model(model, lora).to(device)
+        self.width = int(model.config.get_text_config().hidden_size)
+        self.tokenizer: Any = self.processor.tokenizer
+        self.tokenizer.padding_side = "left"
+        self._before = self._ids(scale.answer.removesuffix("{level}").rstrip())
+        self._words = [ids[0] for ids in map(self._ids, (f" {word}" for word in scale.words)) if ids]
+        if len(set(self._words)) < len(scale.levels):
+            raise ConfigError(f"{name!r} begins two of the levels with one token", "choose other words")
+
+    def producer(self) -> dict[str, Any]:
+        """See `Reader`."""
+        return {"name": VLM + self.name, "hash": self._hash}
+
+    def look(self, pictures: Pictures) -> list[Image.Image]:
+        """The pictures; the processor makes pixels of them when they are read."""
+        return [picture.convert("RGB") for picture in pictures]
+
+    def forward(self, seen: Pictures, whole: bool, levels: Tensor | None = None) -> Reading:
+        """See `Reader`. A picture's own question is drawn where the right answers are given."""
+        drawn = [0] * len(seen) if levels is None else torch.randint(1 << 16, (len(seen),)).tolist()
+        texts = [self._prompt(self.scale.question(number, whole)) for number in drawn]
+        asked = dict(self.processor(images=list(seen), text=texts, return_tensors="pt", padding=True))
+        length = asked["input_ids"].shape[1]
+        answers = [self._before if whole else []] * len(seen)
+        if levels is not None:
+            answers = [self._answer(one, whole) for one in levels.tolist()]
+        ids, there = self._padded(answers)
+        more = {"input_ids": ids, "attention_mask": there}
+        for key, value in asked.items():
+            if value.ndim == 2 and value.shape[1] == length:
+                asked[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
+        inputs = {key: value.to(self.model.device) for key, value in asked.items()}
+        read = self.model(**inputs, output_hidden_states=True)
+        of_whole = read.logits[:, length + len(self._before) - 1, self._words] if whole else None
+        loss = read.logits.new_zeros(())
+        if levels is not None:
+            right = ids.where(there.bool(), torch.tensor(-100)).to(read.logits.device)
+            loss = cross_entropy(read.logits[:, length - 1 : -1].flatten(0, 1).float(), right.flatten())
+        levels_of = None if of_whole is None else of_whole.float()
+        return Reading(read.hidden_states[-1][:, length - 1].float(), levels_of, loss)
+
+    def _prompt(self, question: str) -> str:
+        if not getattr(self.processor, "chat_template", None):
+            return f"{self.processor.image_token} {question} "
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        said = [{"role": "user", "content": content}]
+        return str(self.processor.apply_chat_template(said, add_generation_prompt=True))
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(number) for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _answer(self, levels: Any, whole: bool) -> list[int]:
+        said = [*self._before, self._words[levels]] if whole else self._ids(self.scale.answers(levels))
+        return said if self.tokenizer.eos_token_id is None else [*said, self.tokenizer.eos_token_id]
+
+    def _padded(self, answers: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and whether they are real, both `(B, T)`, padded behind."""
+        longest = max(map(len, answers))
+        filler = next(
+            (n for n in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if n is not None), 0
+        )
+        ids = torch.full((len(answers), longest), filler)
+        there = torch.zeros_like(ids)
+        for row, answer in enumerate(answers):
+            ids[row, : len(answer)], there[row, : len(answer)] = torch.tensor(answer, dtype=torch.long), 1
+        return ids, there

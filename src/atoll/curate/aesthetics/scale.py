@@ -1,0 +1,137 @@
+"""What is scored: dimensions as a tree, levels, and the words in which a language model is asked."""
+
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError
+from atoll.base.plain import read_yaml
+
+HUMAN = "human"
+"""Name of the scale that comes with Atoll."""
+
+
+class Dimension(Config):
+    """One of the things that are scored."""
+
+    name: str
+    parent: str | None = None
+    """The dimension that it is a part of; the whole has none."""
+    sensitive: bool = False
+    """Whether it describes a person, so that rows are not chosen by it unless a flag says so."""
+
+
+class Scale(Config):
+    """Dimensions, levels and words; a YAML file."""
+
+    questions: tuple[str, ...] = ("Rate the aesthetics of this picture.",)
+    """Of which one is drawn for each picture in training; the first asks for scores."""
+    every: str = " from different dimensions"
+    """Put before the end of a question that asks for every dimension."""
+    answer: str = "The aesthetics of the picture is {level}"
+    """To a question for the whole; ends with the level."""
+    levels: dict[str, float] = {"bad": 0.0, "poor": 0.25, "fair": 0.5, "good": 0.75, "excellent": 1.0}
+    """Words, and the score that each stands for."""
+    dimensions: tuple[Dimension, ...]
+    """In the order of the scores."""
+
+    @model_validator(mode="after")
+    def _is_tree(self) -> Self:
+        names = self.names
+        if len(set(names)) != len(names):
+            raise ValueError("a dimension stands twice")
+        parents = {one.name: one.parent for one in self.dimensions}
+        for name in names:
+            seen, here = {name}, parents[name]
+            while here is not None:
+                if here not in parents:
+                    raise ValueError(f"{name!r} is a part of {here!r}, which is no dimension")
+                if here in seen:
+                    raise ValueError(f"the tree has a cycle at {here!r}")
+                seen.add(here)
+                here = parents[here]
+        if sum(parent is None for parent in parents.values()) != 1:
+            raise ValueError("exactly one dimension has no parent: the whole")
+        worth = sorted(self.levels.values())
+        if len(set(worth)) < max(2, len(worth)) or worth[0] < 0 or worth[-1] > 1:
+            raise ValueError("levels are two or more, each with a score of its own from 0 to 1")
+        if not self.questions or not self.answer.endswith("{level}"):
+            raise ValueError("there must be a question, and an answer that ends with {level}")
+        return self
+
+    @classmethod
+    def load(cls, name: str) -> "Scale":
+        """`human`, or a YAML file."""
+        if name == HUMAN:
+            text = resources.files(__package__).joinpath("human.yaml").read_text(encoding="utf-8")
+        else:
+            try:
+                text = Path(name).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"cannot read the scale {name!r} ({error})", f"give {HUMAN}, or a YAML file"
+                ) from None
+        return cls.parse(read_yaml(text, name), name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the dimensions."""
+        return tuple(one.name for one in self.dimensions)
+
+    @property
+    def sensitive(self) -> tuple[str, ...]:
+        """Names of the dimensions by which no rows are chosen unasked."""
+        return tuple(one.name for one in self.dimensions if one.sensitive)
+
+    @cached_property
+    def root(self) -> int:
+        """Number of the whole."""
+        return next(n for n, one in enumerate(self.dimensions) if one.parent is None)
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """Of every dimension the numbers of its parts; none for a leaf."""
+        return [
+            [n for n, part in enumerate(self.dimensions) if part.parent == one.name]
+            for one in self.dimensions
+        ]
+
+    @cached_property
+    def upwards(self) -> list[int]:
+        """Numbers of all dimensions, parts before the wholes."""
+        found: list[int] = []
+        while len(found) < len(self.dimensions):
+            found += [n for n, ps in enumerate(self.parts) if n not in found and set(ps) <= set(found)]
+        return found
+
+    @property
+    def words(self) -> list[str]:
+        """Of the levels, from worst to best."""
+        return sorted(self.levels, key=lambda word: self.levels[word])
+
+    @property
+    def worth(self) -> Tensor:
+        """Scores of the levels `(L,)`, rising."""
+        return torch.tensor([self.levels[word] for word in self.words])
+
+    def level(self, scores: Tensor) -> Tensor:
+        """Number of the level of scores in [0, 1], all levels being of equal width; -1 for NaN."""
+        level = (scores.nan_to_num(0) * len(self.levels)).long().clamp(0, len(self.levels) - 1)
+        return level.where(~scores.isnan(), torch.tensor(-1))
+
+    def question(self, number: int, whole: bool) -> str:
+        """A question, for the whole or for every dimension."""
+        text = self.questions[number % len(self.questions)]
+        end = len(text.rstrip("?.!"))
+        return text if whole else text[:end] + self.every + text[end:]
+
+    def answers(self, levels: list[int]) -> str:
+        """The answer to a question for every dimension, without those whose level is unknown (-1)."""
+        known = [(n, name, level) for n, (name, level) in enumerate(zip(self.names, levels, strict=True), 1)]
+        return "\n".join(f"{n}. {name} : {self.words[level]}" for n, name, level in known if level >= 0)

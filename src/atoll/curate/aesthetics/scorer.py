@@ -1,0 +1,249 @@
+"""A scorer: a reader with its heads, trained in two stages, kept in a folder of two files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from atoll.base.console import Progress
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.format import File
+from atoll.base.hashing import digest
+from atoll.curate.aesthetics.heads import Heads, MetaVoter
+from atoll.curate.aesthetics.labels import Labels
+from atoll.curate.aesthetics.readers import VLM, Pictures, reader
+from atoll.curate.aesthetics.scale import Scale
+from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.store.store import Store
+from atoll.store.tensors import read_tensors
+
+HEADS = ("language model", "regression", "MetaVoter")
+"""What scores the whole, beside the expert head's own."""
+BATCH = 64
+
+
+class ScorerFile(File):
+    """`scorer.json`: what a scorer is, beside its trained weights."""
+
+    FORMAT, PLACE, ERROR = "atoll/scorer", "scorer.json", DataError
+    REMEDY = "run 'atoll aesthetics train' again"
+
+    backbone: str
+    """Name, as `--backbone` has it."""
+    producer: dict[str, Any]
+    """What the backbone is: name, hash of its weights, how it sees."""
+    scale: Scale
+    """Dimensions, levels and words."""
+    weights: FileEntry
+    """All that was trained, safetensors."""
+    training: dict[str, Any]
+    """Rows, groups and settings of the training."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a scorer is trained; by default a feature reader.
+
+    Attributes:
+        epochs: over the rows of the first stage.
+        batch: rows of a step.
+        rate: highest learning rate of AdamW, falling as a cosine.
+        regression: weight of the regression head's loss, beside that of the answers.
+        expert: weight of the expert head's loss.
+        vote: share of the groups that only the second stage sees.
+        seed: of all random numbers.
+    """
+
+    epochs: int = 60
+    batch: int = BATCH
+    rate: float = 1e-3
+    regression: float = 10.0
+    expert: float = 10.0
+    vote: float = 0.2
+    seed: int = 0
+
+
+class Scorer(nn.Module):
+    """Scores pictures on a scale.
+
+    Args:
+        scale: the dimensions.
+        backbone: see `readers.reader`.
+        device: where it runs.
+    """
+
+    def __init__(self, scale: Scale, backbone: str, device: str = "cpu") -> None:
+        super().__init__()
+        self.scale, self.backbone, self.device = scale, backbone, device
+        self.reader = reader(backbone, scale, device)
+        self.heads = Heads(scale, self.reader.width).to(device)
+        self.voter = MetaVoter().to(device)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the scores: three of the whole, then all dimensions."""
+        return (*HEADS, *self.scale.names)
+
+    def losses(self, seen: Any, scores: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """Losses of the answers and of one head, the other being left out.
+
+        Args:
+            seen: what the reader saw of B pictures.
+            scores: right ones `(B, N)`, NaN where unknown.
+            whole: whether only the whole is scored: the regression head's rows, else the expert head's.
+        """
+        scores = scores.to(self.device)
+        right = scores[:, self.scale.root] if whole else scores
+        read = self.reader(seen, whole, self.scale.level(right.cpu()))
+        said = self.heads.regression(read.state)[:, 0] if whole else self.heads.expert(read.state)
+        known = ~right.isnan()
+        return read.loss, mse_loss(said[known], right[known])
+
+    @torch.inference_mode()
+    def scores(self, pictures: Pictures) -> Tensor:
+        """Scores `(B, 3 + N)` of pictures, in the order of `columns`, each in [0, 1]."""
+        return self._scored(self.reader.look(pictures))
+
+    def _scored(self, seen: Any) -> Tensor:
+        three, dimensions = self._three(seen)
+        scores: Tensor = torch.cat([three[:, :2], self.voter(three)[:, None], dimensions], dim=1)
+        return scores.clamp(0, 1).cpu()
+
+    def _three(self, seen: Any) -> tuple[Tensor, Tensor]:
+        """What the voter hears `(B, 3)`, and all dimensions `(B, N)`."""
+        whole, every = self.reader(seen, True), self.reader(seen, False)
+        assert whole.levels is not None
+        said = whole.levels.softmax(1) @ self.scale.worth.to(whole.levels.device)
+        dimensions = self.heads.expert(every.state)
+        heads = [said, self.heads.regression(whole.state)[:, 0], dimensions[:, self.scale.root]]
+        return torch.stack(heads, dim=1).clamp(0, 1), dimensions
+
+    def fit(self, labels: Labels, training: Training) -> dict[str, Any]:
+        """Train the reader and the heads on some groups, then the voter on the others; say what was done.
+
+        Raises:
+            DataError: too few groups, or none with a score of the whole.
+        """
+        torch.manual_seed(training.seed)
+        first, second = split(labels, training.vote, training.seed)
+        seen: dict[int, Any] = {}
+        progress = Progress("pictures", len(labels), unit="pictures")
+        if self.reader.frozen:
+            for rows in np.array_split(np.arange(len(labels)), -(-len(labels) // BATCH)):
+                seen |= zip(rows.tolist(), self.reader.look([labels.open(int(r)) for r in rows]), strict=True)
+                progress(int(rows[-1]) + 1)
+        self._fit_heads(labels, first, seen, training)
+        whole = second[~labels.scores[second, self.scale.root].isnan().numpy()]
+        self._fit_voter(labels, whole, seen)
+        alone = int(labels.whole_only(self.scale.root).sum())
+        return {
+            **vars(training),
+            "rows": len(labels),
+            "groups": len(set(labels.groups)),
+            "rows with the whole alone": alone,
+            "labels": digest({"names": labels.names, "scores": labels.scores.nan_to_num(-1).tolist()}),
+        }
+
+    def _seen(self, labels: Labels, rows: Sequence[int], seen: dict[int, Any]) -> Any:
+        if not self.reader.frozen:
+            return self.reader.look([labels.open(row) for row in rows])
+        return torch.stack([seen[row] for row in rows])
+
+    def _fit_heads(self, labels: Labels, rows: Any, seen: dict[int, Any], training: Training) -> None:
+        trained = [p for part in (self.reader, self.heads) for p in part.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=training.rate, weight_decay=0.01)
+        steps = training.epochs * -(-len(rows) // training.batch)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        alone, random = labels.whole_only(self.scale.root), np.random.default_rng(training.seed)
+        progress = Progress("heads", steps, unit="steps")
+        self.train()
+        for _ in range(training.epochs):
+            for batch in np.array_split(random.permutation(rows), -(-len(rows) // training.batch)):
+                total = torch.zeros((), device=self.device)
+                for whole, weight in ((True, training.regression), (False, training.expert)):
+                    part = batch[alone[batch].numpy() == whole]
+                    if len(part):
+                        seen_of = self._seen(labels, part.tolist(), seen)
+                        answers, head = self.losses(seen_of, labels.scores[part], whole)
+                        total = total + (answers + weight * head) * (len(part) / len(batch))
+                optimizer.zero_grad()
+                total.backward()
+                nn.utils.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                schedule.step()
+                progress(schedule.last_epoch, note=f"loss {float(total.detach()):.4f}")
+        self.eval()
+
+    def _fit_voter(self, labels: Labels, rows: Any, seen: dict[int, Any]) -> None:
+        with torch.no_grad():
+            parts = [rows[first : first + BATCH].tolist() for first in range(0, len(rows), BATCH)]
+            heard = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])
+        right = labels.scores[rows, self.scale.root].to(heard.device)
+        optimizer = torch.optim.AdamW(self.voter.parameters(), lr=1e-2, weight_decay=0.01)
+        for _ in range(300):
+            loss = mse_loss(self.voter(heard), right)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    @property
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.named_parameters() if p.requires_grad}
+
+    def save(self, folder: str, training: dict[str, Any]) -> ScorerFile:
+        """Write what was trained, then `scorer.json`."""
+        store = Store.open(folder, create=True)
+        tensors = {name: value.contiguous() for name, value in self._trained.items()}
+        entry = write_file(store, "", "weights.safetensors", safetensors.torch.save(tensors))
+        file = ScorerFile(
+            backbone=self.backbone,
+            producer=self.reader.producer(),
+            scale=self.scale,
+            weights=entry,
+            training=training,
+        )
+        store.put_json(ScorerFile.PLACE, file.to_json())
+        return file
+
+    @classmethod
+    def load(cls, folder: str, device: str = "cpu") -> tuple["Scorer", ScorerFile]:
+        """A saved scorer.
+
+        Raises:
+            DataError: there is none, or its backbone is another one here.
+            StoreError: a file is damaged.
+        """
+        store = Store.open(folder)
+        if not store.exists(ScorerFile.PLACE):
+            raise DataError(f"{folder} holds no scorer (no {ScorerFile.PLACE})", ScorerFile.REMEDY)
+        file = ScorerFile.read(store, ScorerFile.PLACE)
+        scorer = cls(file.scale, file.backbone, device)
+        if scorer.reader.producer() != file.producer:
+            raise ConfigError(f"{file.backbone!r} is another network than that of {folder}", "get that one")
+        tensors = read_tensors(read_file(store, "", file.weights), store.name(file.weights.path))
+        own = scorer._trained
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
+            raise DataError(f"the weights of {folder} do not fit its scale and backbone", ScorerFile.REMEDY)
+        scorer.load_state_dict(tensors, strict=False)
+        return scorer.eval(), file
+
+
+def split(labels: Labels, share: float, seed: int) -> tuple[Any, Any]:
+    """Rows of the first and the second stage; a group is wholly in one. `DataError` for one group."""
+    groups = sorted(set(labels.groups))
+    if len(groups) < 2:
+        raise DataError("all labelled pictures are of one group", "give more, or no column 'group'")
+    second = round(min(max(share * len(groups), 1), len(groups) - 1))
+    kept = set(np.random.default_rng(seed).permutation(groups)[:second].tolist())
+    late = np.array([group in kept for group in labels.groups])
+    return np.flatnonzero(~late), np.flatnonzero(late)
+
+
+def default_training(backbone: str) -> Training:
+    """Settings by kind of backbone: those of HumanAesExpert's script for image-text models."""
+    return Training(epochs=1, batch=16, rate=1e-4) if backbone.startswith(VLM) else Training()

@@ -1,0 +1,189 @@
+"""Rows that are drawn and rows that are not, chosen by scores: weights of 1 and 0, and what that costs."""
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, DataError
+from atoll.campaign.finding import Finding
+from atoll.campaign.folder import Campaign
+from atoll.curate.aesthetics.stages import COLUMN as SCORES
+from atoll.curate.aesthetics.stages import MEAN, scores_of
+from atoll.curate.audit import read_lines, vocabulary_of
+from atoll.curate.counts import hits_of
+from atoll.curate.image_hits import COLUMN as IMAGE
+from atoll.curate.rebalance import chunks, write_weights
+from atoll.curate.text_hits import COLUMN as TEXT
+from atoll.curate.vocabulary import Vocabulary
+from atoll.data.dataset import DataSet
+from atoll.data.samples import WEIGHTS, weights_of
+
+B1 = NDArray[np.bool_]
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+CONDITION = re.compile(r"\s*(.+?)\s*(>=|<=|>|<)\s*(q?)([0-9.eE+-]+)\s*")
+OF_ROWS = ("width", "height")
+MOST = 12
+"""Concepts whose loss is shown."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`NAME >= VALUE`: rows that fulfil it are kept.
+
+    Attributes:
+        name: `score` (the scorer's vote), any other score, or `width` or `height` of the source picture.
+        compare: one of >=, <=, >, <.
+        value: what is compared with.
+        quantile: whether the value is a share of the training rows, of each cluster's own if so asked.
+    """
+
+    name: str
+    compare: str
+    value: float
+    quantile: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        """A condition as it is written; `ConfigError` where it is none."""
+        found = CONDITION.fullmatch(text)
+        try:
+            name, compare, quantile, value = found.groups() if found else ("", "", "", "")
+            condition = cls(name, compare, float(value), bool(quantile))
+        except ValueError:
+            fix = "write for example 'score >= q0.5' or 'width >= 64'"
+            raise ConfigError(f"--keep {text!r} is no condition", fix) from None
+        if condition.quantile and not 0 <= condition.value <= 1:
+            raise ConfigError(f"--keep {text!r}: a quantile of {value}", "give one from 0 to 1")
+        return condition
+
+    def holds(self, values: F32, groups: Sequence[I64]) -> B1:
+        """Of all rows `(rows,)`; quantiles are those of each group's own rows, which alone are compared."""
+        kept = np.zeros(len(values), dtype=bool)
+        for rows in groups:
+            bound = np.quantile(values[rows], self.value) if self.quantile and len(rows) else self.value
+            kept[rows] = COMPARED[self.compare](values[rows], np.float32(bound))
+        return kept
+
+
+def filter_stage(
+    campaign: Campaign,
+    keep: Sequence[str],
+    per_cluster: bool = False,
+    protect: Path | None = None,
+    sensitive: bool = False,
+    times: bool = False,
+    dry_run: bool = False,
+) -> B1:
+    """Choose training rows, say what each cluster and concept loses, and write weights of 1 and 0.
+
+    Args:
+        campaign: with scores; partitioned, if per cluster; indexed, if concepts are protected.
+        keep: conditions, all of which a row must fulfil.
+        per_cluster: take quantiles within each cluster.
+        protect: a text file of concepts whose rows are kept whatever they score.
+        sensitive: allow scores that describe a person.
+        times: multiply the weights that are there, in place of writing new ones.
+        dry_run: write nothing.
+
+    Raises:
+        ConfigError: a condition that is none, or that keeps no row.
+        DataError: scores, clusters or concepts are missing.
+    """
+    dataset, conditions = campaign.dataset(), [Condition.parse(text) for text in keep]
+    train = dataset.split("train")
+    clustered = campaign.store.exists("partition/partition.json") or per_cluster
+    partition = campaign.clustered()[1] if clustered else None
+    k = partition.k if partition else 1
+    clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
+    homes = [train[clusters[train] == number] for number in range(k)]
+    chosen = np.zeros(len(dataset), dtype=bool)
+    chosen[train] = True
+    for condition in conditions:
+        values = _values(dataset, condition.name, sensitive)
+        chosen &= condition.holds(values, homes if per_cluster else [train])
+    vocabulary = vocabulary_of(campaign) if protect or campaign.store.exists(Vocabulary.PLACE) else None
+    if protect is not None and vocabulary is not None:
+        numbers = _numbers(vocabulary, protect)
+        for rows in chunks(train):
+            chosen[rows] |= _hits(dataset, vocabulary, rows)[:, numbers].any(1)
+    if not chosen.any():
+        raise ConfigError(f"{' and '.join(keep)} keeps no row", "ask for less")
+    table = _table(dataset, vocabulary, train, homes, chosen)
+    for name, size, kept, share in table:
+        say(f"{name}: {kept:,} of {size:,} rows kept ({share:.1%})")
+    if not dry_run:
+        weights = weights_of(dataset) if times else np.ones(len(dataset), dtype=np.float32)
+        heldout = np.ones(len(dataset), dtype=bool)
+        heldout[train] = False
+        about = {"keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect), "times": times}
+        write_weights(dataset, weights * (chosen | heldout), {"name": "filter", **about})
+        told = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
+        heads = ["of", "rows", "kept", "share"]
+        Finding(title="Rows that were kept", text=told, columns=heads, rows=table).write(
+            campaign.store, "filter"
+        )
+        ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
+        campaign.store.put("reports/kept.txt", ids.encode())
+        say(f"wrote column {WEIGHTS} and reports/kept.txt; a campaign with data.weighted=true draws by it")
+    return chosen
+
+
+def _values(dataset: DataSet, name: str, sensitive: bool) -> F32:
+    if name in OF_ROWS:
+        values: F32 = dataset.table([name])[name].to_numpy().astype(np.float32)
+        return values
+    if not dataset.has_column(SCORES):
+        fix = "run 'atoll aesthetics score' first"
+        raise DataError(f"{dataset.store.location} has no scores", fix)
+    return scores_of(dataset, MEAN if name == "score" else name, sensitive)
+
+
+def _numbers(vocabulary: Vocabulary, path: Path) -> list[int]:
+    named = [line.strip() for line in read_lines(path) if line.strip()]
+    unknown = [name for name in named if vocabulary.number(name) is None]
+    if unknown or not named:
+        what = f"{path}: {unknown[0]!r} is no concept of the vocabulary" if unknown else f"{path} is empty"
+        raise DataError(what, "give concepts that 'atoll concepts index' was given")
+    return [number for name in named if (number := vocabulary.number(name)) is not None]
+
+
+def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> B1:
+    """Whether rows have concepts, in caption or picture `(R, C)`."""
+    found = np.zeros((len(rows), len(vocabulary)), dtype=bool)
+    columns = [hits_of(dataset, name, vocabulary) for name in (TEXT, IMAGE)]
+    if columns[0] is None:
+        raise DataError("captions are not searched for these concepts", "run 'atoll concepts index' again")
+    for column in columns:
+        if column is not None:
+            values, mask = column.read_ragged(rows)
+            found[np.repeat(np.arange(len(rows)), mask.sum(1).numpy()), values[mask].numpy()] = True
+    return found
+
+
+def _table(
+    dataset: DataSet, vocabulary: Vocabulary | None, train: I64, homes: list[I64], chosen: B1
+) -> list[list[Any]]:
+    """Rows, kept rows and their share: of all, of each cluster, of the concepts that lose most."""
+    table: list[list[Any]] = [["all", len(train), int(chosen[train].sum())]]
+    if len(homes) > 1:
+        table += [[f"cluster {n}", len(rows), int(chosen[rows].sum())] for n, rows in enumerate(homes)]
+    if vocabulary is not None and hits_of(dataset, TEXT, vocabulary) is not None:
+        before, after = np.zeros((2, len(vocabulary)), dtype=np.int64)
+        for rows in chunks(train):
+            hits = _hits(dataset, vocabulary, rows)
+            before += hits.sum(0)
+            after += hits[chosen[rows]].sum(0)
+        lost = (before - after) / np.maximum(before, 1) - 1.96 * np.sqrt(0.25 / np.maximum(before, 1))
+        for number in np.argsort(-lost, kind="stable")[:MOST]:
+            if before[number]:
+                table.append([vocabulary.concepts[number], int(before[number]), int(after[number])])
+    return [[name, rows, kept, round(kept / max(1, rows), 4)] for name, rows, kept in table]

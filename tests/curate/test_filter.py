@@ -1,0 +1,158 @@
+"""Rows chosen by scores: quantiles of all and of each cluster, protected concepts, and what is refused."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from atoll import cli
+from atoll.campaign.finding import Finding, findings
+from atoll.campaign.folder import Campaign
+from atoll.curate.aesthetics.stages import COLUMN
+from atoll.curate.text_hits import Finder
+from atoll.curate.vocabulary import Vocabulary
+from atoll.data.samples import weights_of
+from helpers import command, partitioned, refused
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign with scores that fall with the row's number, higher by 0.5 in cluster 1."""
+    folder = tmp_path_factory.mktemp("filter") / "c"
+    campaign = partitioned(folder)
+    (folder / "concepts.txt").write_text("letter\nsmall letter\ngreek\ndigit\n")
+    argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
+    cli.atoll.main(argv, standalone_mode=False)
+    dataset, partition = campaign.clustered()
+    score = 0.45 - 0.4 * np.arange(len(dataset)) / len(dataset) + 0.5 * (partition.clusters == 1)
+    columns = {"id": dataset.ids[::-1], "MetaVoter": score[::-1], "Looks": np.ones(len(dataset)) / 2}
+    pq.write_table(pa.table(columns), folder / "scores.parquet")
+    argv = ["aesthetics", "score", str(folder), "--from", str(folder / "scores.parquet")]
+    cli.atoll.main([*argv, "--sensitive", "Looks"], standalone_mode=False)
+    return folder
+
+
+@pytest.fixture
+def campaign(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def shares(folder: Path) -> tuple[float, list[float], float]:
+    """Kept share of the training rows, and of each cluster's; a row's share of the smallest cluster."""
+    dataset, partition = Campaign.open(folder).clustered()
+    train = dataset.split("train")
+    kept, homes = weights_of(dataset)[train], partition.clusters[train]
+    each = [float(kept[homes == number].mean()) for number in range(partition.k)]
+    return float(kept.mean()), each, 1 / min(partition.sizes)
+
+
+@pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
+def test_every_cluster_keeps_its_share(campaign: Path, quantile: float, capsys: pytest.CaptureFixture[str]):
+    argv = ["data", "filter", campaign, "--keep", f"score >= q{quantile}"]
+    assert command(capsys, *argv, "--per-cluster").code == 0
+    whole, each, row = shares(campaign)
+    assert each == pytest.approx([1 - quantile] * len(each), abs=max(0.01, row))
+    assert whole == pytest.approx(1 - quantile, abs=0.01)
+    assert command(capsys, *argv).code == 0
+    whole, each, _ = shares(campaign)
+    assert whole == pytest.approx(1 - quantile, abs=0.01)
+    assert each[1] > each[0] + 0.1  # cluster 1 scores higher
+
+
+def test_what_is_kept_is_told_and_drawn(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    dry = command(capsys, "data", "filter", campaign, "--keep", "score >= 0.3", "--dry-run")
+    dataset = Campaign.open(campaign).dataset()
+    assert not dataset.has_column("weights") and not (campaign / "reports" / "kept.txt").exists()
+    real = command(capsys, "data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
+    assert dry.out.splitlines() == real.out.splitlines()[:-1]
+    dataset = Campaign.open(campaign).dataset()
+    weights, train = weights_of(dataset), dataset.split("train")
+    kept = (campaign / "reports" / "kept.txt").read_text().split("\n")[:-1]
+    assert kept == [dataset.ids[row] for row in train if weights[row] == 1]
+    assert set(weights.tolist()) == {0.0, 1.0} and weights[dataset.split("heldout")].min() == 1
+    left = {one.title: one for one in findings(Campaign.open(campaign).store)}
+    table = left["Rows that were kept"]
+    assert table.rows[0][1:3] == [len(train), len(kept)]
+    assert [row[0] for row in table.rows[1:3]] == ["cluster 0", "cluster 1"]
+    page = command(capsys, "report", campaign)
+    assert page.code == 0
+    html = (campaign / "reports" / "index.html").read_text()
+    assert "Rows that were kept" in html and "Scores of the pictures" in html and "score &gt;= 0.3" in html
+
+
+def test_protected_concepts_are_whole(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    (campaign / "tail.txt").write_text("Greeks\n\ndigits\n")
+    argv = ["data", "filter", campaign, "--keep", "score > 0.9"]
+    assert command(capsys, *argv, "--protect", campaign / "tail.txt").code == 0
+    opened = Campaign.open(campaign)
+    dataset, train = opened.dataset(), opened.dataset().split("train")
+    finder = Finder(Vocabulary.read(opened.store, Vocabulary.PLACE))
+    texts = dataset.table(["caption"])["caption"].to_pylist()
+    scores = dataset.column(COLUMN).read(train)[:, 0].numpy()
+    safe = np.array([bool({2, 3} & set(finder(texts[row]))) for row in train])
+    assert safe.any()
+    assert (weights_of(dataset)[train] == (safe | (scores > 0.9))).all()
+
+
+def test_weights_are_multiplied_if_so_asked(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    command(capsys, "concepts", "rebalance", campaign, "--t", "5")
+    before = weights_of(Campaign.open(campaign).dataset())
+    command(capsys, "data", "filter", campaign, "--keep", "score >= q0.5", "--times")
+    dataset = Campaign.open(campaign).dataset()
+    after, train = weights_of(dataset), dataset.split("train")
+    assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}
+    assert len(np.unique(before)) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--keep", "score"], ["no condition"]),
+        (["--keep", "score >= qq"], ["no condition"]),
+        (["--keep", "score >= 1e"], ["no condition"]),
+        (["--keep", "score >= q1.5"], ["quantile"]),
+        (["--keep", "Beauty >= q0.5"], ["no score 'Beauty'"]),
+        (["--keep", "Looks >= q0.5"], ["describes a person", "--allow-sensitive"]),
+        (["--keep", "score > 1"], ["keeps no row"]),
+        (["--keep", "score >= 0", "--protect", "gone.txt"], ["cannot read"]),
+        (["--keep", "score >= 0", "--protect", "wrong.txt"], ["'unicorn' is no concept"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    campaign: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    (campaign / "wrong.txt").write_text("greek\nunicorn\n")
+    options = [str(campaign / one) if one.endswith(".txt") else one for one in options]
+    refused(command(capsys, "data", "filter", campaign, *options), *words)
+    assert not Campaign.open(campaign).dataset().has_column("weights")
+
+
+def test_a_sensitive_score_is_used_if_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    argv = ["data", "filter", campaign, "--keep", "Looks >= 0.5", "--allow-sensitive"]
+    assert command(capsys, *argv).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t.slice(3), "lacks 3 of"),
+        (lambda t: t.set_column(1, "MetaVoter", pa.array([7.5] * len(t))), "is 7.5"),
+        (lambda t: t.set_column(1, "MetaVoter", pa.array([float("nan")] * len(t))), "is nan"),
+        (lambda t: t.select(["id"]), "columns of scores"),
+        (lambda t: t.drop(["id"]), "needs a column 'id'"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(
+    campaign: Path, change, word: str, capsys: pytest.CaptureFixture[str]
+):
+    pq.write_table(change(pq.read_table(campaign / "scores.parquet")), campaign / "wrong.parquet")
+    refused(command(capsys, "aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), word)
+
+
+def test_a_finding_is_a_table(tmp_path: Path):
+    with pytest.raises(ValueError, match="another number of cells"):
+        Finding(title="t", text="x", columns=["a", "b"], rows=[["1"]])
