@@ -20,8 +20,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pyarrow import parquet
 
 import atoll
 from atoll.campaign.folder import Campaign
+from atoll.curate.vocabulary import nouns, words_of
 from atoll.measure.departure import generation_of
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)
@@ -54,6 +56,7 @@ class Entry:
         single: whether it is one network, which `monolith` is; else an ensemble.
         seeds: of its campaigns.
         told: whether every caption begins with the picture's cluster.
+        weighted: whether rows of rare concepts are drawn more often, see `tail.py`.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Entry:
     single: bool = False
     seeds: tuple[int, ...] = FRESH
     told: bool = False
+    weighted: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -103,6 +107,7 @@ APART = "islands that share nothing"
 SHARED = "islands after shared pretraining"
 RATE = "train.lr=0.004"
 ALONE = (RATE, "budget.pretrain=0")
+EVEN = ("data.weighted=true",)
 JOINT = ("train.lr=0.002", "train.batch=8")
 """At 0.004 the pretraining diverged after 70,000 images."""
 ENTRIES = [
@@ -123,7 +128,13 @@ ENTRIES = [
     islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
     islands(f"{APART}, K = 16", 400_000, *ALONE, "partition.k=16", seeds=(3,)),
     *(single(8, 0.002, samples, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
+    replace(single(8, 0.002, 400_000, *EVEN, seeds=(3,), name="single, drawn by weight"), weighted=True),
+    replace(islands(f"{APART}, drawn by weight", 400_000, *ALONE, *EVEN, seeds=(3,)), weighted=True),
 ]
+FREQUENT, LEAST = 20, 4
+"""Rows from which on a concept is drawn less often, and rows that a concept has."""
+OF_EMOJI = "skin tone style medium light dark openmoji twitter google fluent3d face sign button symbol"
+"""Words that say how an emoji is drawn, or nothing."""
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 """Of clusters, for captions."""
 
@@ -160,6 +171,8 @@ def main() -> None:
                     islands_of = next(e for e in ENTRIES if e.name.startswith(APART)).folder(options.to, seed)
                     source, data = options.to / f"told-{seed}", options.to / f"told-data-{seed}"
                     tell(options.source, islands_of, source)
+                if entry.weighted:
+                    data = options.to / "data-weighted"
                 places = [f"data.path={data.resolve()}", f"data.source={source.resolve()}"]
                 train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *places])
     elif options.stage == "measure" and options.to:
@@ -211,8 +224,12 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
     if not (folder / "campaign.yaml").exists():
         sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
         run("new", str(folder), "--recipe", common[0], *(part for one in sets for part in ("--set", one)))
-    for stage in (["data", "ingest"], ["data", "embed"], ["data", "encode"], ["partition"]):
+    for stage in (["data", "ingest"], ["data", "embed"], ["data", "encode"]):
         run(*stage, str(folder))
+    if entry.weighted:
+        run("concepts", "index", str(folder), "--vocabulary", str(names(Campaign.open(folder), folder)))
+        run("concepts", "rebalance", str(folder), "--t", str(FREQUENT))
+    run("partition", str(folder))
     settings = json.loads((folder / "campaign.json").read_text())["config"]
     roles = ["pretrain"] * bool(settings["budget"]["pretrain"])
     experts = [["expert", "--expert", str(number)] for number in range(settings["partition"]["k"])]
@@ -243,6 +260,17 @@ def tell(source: Path, islands: Path, to: Path) -> None:
         ]
         place = table.column_names.index("caption")
         parquet.write_table(table.set_column(place, "caption", pa.array(captions)), to / file.name)
+
+
+def names(campaign: Campaign, folder: Path) -> Path:
+    """Write the vocabulary of the emoji: nouns of their names, without style and skin tone."""
+    counts: Counter[str] = Counter()
+    for caption in campaign.dataset().table(["caption"])["caption"].to_pylist():
+        words = words_of(caption.rsplit(",", 1)[0].split(":")[0])
+        counts.update({noun for word in words for noun in nouns(word)} - set(OF_EMOJI.split()))
+    path = folder / "concepts.txt"
+    path.write_text("".join(f"{word}\n" for word, count in counts.most_common() if count >= LEAST))
+    return path
 
 
 Point = dict[str, Any]
