@@ -1,12 +1,13 @@
-"""The long tail: rare concepts and common ones by single network and ensemble, as they are and drawn by weight.
+"""The long tail: rare and common concepts by single network and ensemble, as they are and drawn by weight.
 
-    python benchmarks/headline.py train --source emoji64 --to headline --only "batch 8, rate 0.002, 400,000" \\
-        "share nothing, 400,000" "drawn by weight" --seeds 3
+    python benchmarks/headline.py train --source emoji64 --to headline --seeds 3 --only \\
+        "batch 8, rate 0.002, 400,000" "share nothing, 400,000" "drawn by weight"
     python benchmarks/tail.py --to headline [--json PATH]
     python benchmarks/tail.py --quick
 
-The campaigns are those of `headline.py`; drawn by weight, a concept in more than 20 rows counts for 20 (MetaCLIP's
-rule), at the same FLOPs. All draw the same prompts from the same noise; see `atoll concepts evaluate`.
+The campaigns are those of `headline.py`; drawn by weight, a concept in more than 20 rows counts for 20
+(MetaCLIP's rule), at the same FLOPs. All draw the same prompts from the same noise; see `atoll concepts
+evaluate`.
 """
 
 import argparse
@@ -16,23 +17,22 @@ from typing import Any
 
 import numpy as np
 from harness import TINY, finish, row
-from headline import ALONE, EVEN, SPLIT, Entry, names, train
+from headline import ALONE, APART, ENTRIES, EVEN, SPLIT, Entry, names, train
 
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import audit_stage, index_stage
 from atoll.curate.frequency import fit
 from atoll.curate.tail import KINDS, REAL, RESULTS, Judging, TailPrompts, evaluate_stage, tail_stage
 
+WEIGHTED = ", drawn by weight"
 MODELS = {
-    "single": ("single-batch-8-rate-0.002-400-000-images", "monolith"),
-    "islands": ("islands-that-share-nothing-400-000-images", "ensemble:top-1"),
-    "islands, full": ("islands-that-share-nothing-400-000-images", "ensemble:full"),
-    "single, drawn by weight": ("single-drawn-by-weight-batch-8-rate-0.002-400-000-images", "monolith"),
-    "islands, drawn by weight": (
-        "islands-that-share-nothing-drawn-by-weight-400-000-images",
-        "ensemble:top-1",
-    ),
+    "single": ("single, batch 8, rate 0.002, 400,000 images", "monolith"),
+    "islands": (f"{APART}, 400,000 images", "ensemble:top-1"),
+    "islands, full": (f"{APART}, 400,000 images", "ensemble:full"),
+    f"single{WEIGHTED}": (f"single{WEIGHTED}, batch 8, rate 0.002, 400,000 images", "monolith"),
+    f"islands{WEIGHTED}": (f"{APART}{WEIGHTED}, 400,000 images", "ensemble:top-1"),
 }
+"""Entry of `headline.py`, and the model of it."""
 STYLES = ("{}, openmoji style", "{}, google style", "{}, twitter style", "{}, fluent3d style")
 
 
@@ -50,9 +50,8 @@ def main() -> None:
             models, n = tiny(Path(folder)), 3
             report(judged(models, n, 1, {"steps": 2}, ("{}",)), options.json)
     elif options.to:
-        models = {
-            name: (options.to / f"{of}-seed{options.seed}", model) for name, (of, model) in MODELS.items()
-        }
+        folders = {one.name: one.folder(options.to, options.seed) for one in ENTRIES}
+        models = {name: (folders[of], model) for name, (of, model) in MODELS.items()}
         ready = {name: one for name, one in models.items() if trained(*one)}
         report(judged(ready, options.n, options.each, {"steps": 20, "guidance": 2.0}, STYLES), options.json)
     else:
@@ -66,19 +65,12 @@ def trained(folder: Path, model: str) -> bool:
 
 def tiny(folder: Path) -> dict[str, tuple[Path, str]]:
     """Campaigns whose pictures mean nothing, as they are and drawn by weight."""
-    sets = (
-        "condition=text",
-        "network.family=pixart",
-        "data.text_length=8",
-        "budget.samples=640",
-        "partition.k=2",
-    )
-    small = (*sets, "network.depth=1", "train.batch=16", "router.train.batch=16", *ALONE[1:])
+    text = ("condition=text", "network.family=pixart", "data.text_length=8", "partition.k=2")
+    small = (*text, "budget.samples=640", "network.depth=1", "train.batch=16", "router.train.batch=16")
     found = {}
     for weighted in (False, True):
-        entry = Entry(
-            "weighted" if weighted else "plain", (*small, *(EVEN if weighted else ())), weighted=weighted
-        )
+        sets = (*small, *ALONE[1:], *(EVEN if weighted else ()))
+        entry = Entry(f"islands{WEIGHTED * weighted}", sets, weighted=weighted)
         data = [*(one for one in TINY if one.startswith("data.")), f"data.path={folder / f'data{weighted}'}"]
         train(entry, entry.folder(folder, 0), 0, ["quickstart", *SPLIT, *data])
         found[entry.name] = (entry.folder(folder, 0), "ensemble:top-1")
@@ -119,14 +111,13 @@ def report(found: dict[str, list[dict[str, Any]]], path: Path | None) -> None:
                 values = np.array([one[value] for one in of if one["kind"] == kind])
                 rows.append(row(f"{name}: {kind}", value, float(values.mean()), "", interval(values)))
         for count in ("rows", "best expert", "routed"):
-            x = [one[count] for one in of]
-            if len(of) > 3 and None not in x and len({one["rank"] for one in of}) > 1:
-                slope = fit(x, [one["rank"] for one in of]).slope
-                rows.append(
-                    row(f"{name}: rank over {count}", "for ten times", slope.value, "", slope.interval)
-                )
+            x, ranks = ([one[value] for one in of] for value in (count, "rank"))
+            if len(of) > 3 and None not in x and len(set(ranks)) > 1:
+                slope = fit(x, ranks).slope
+                case = f"{name}: rank over {count}"
+                rows.append(row(case, "for ten times", slope.value, "", slope.interval))
     for name in found:
-        other = name.removesuffix(", drawn by weight")
+        other = name.removesuffix(WEIGHTED)
         if other != name and other in found:
             for kind in KINDS:
                 before = {one["concept"]: one["rank"] for one in found[other] if one["kind"] == kind}
