@@ -67,11 +67,6 @@ class Entry:
     weighted: bool = False
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """Names of what is measured: `monolith`, or routings."""
-        return ("monolith",) if self.single else ROUTINGS
-
-    @property
     def samples(self) -> int:
         """Training images that a single network of these FLOPs sees."""
         return next(int(one.split("=")[1]) for one in self.sets if one.startswith("budget.samples"))
@@ -151,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--draws", type=int, default=1, help="albums of each model, for the noise of the distance"
     )
+    parser.add_argument("--routings", nargs="+", default=ROUTINGS, help="of the ensembles that are measured")
     parser.add_argument("--list", action="store_true", help="only show the entries' names")
     parser.add_argument(
         "--quick", action="store_true", help="two tiny entries of its own, trained and measured"
@@ -176,7 +172,9 @@ def main() -> None:
                 places = [f"data.path={data.resolve()}", f"data.source={source.resolve()}"]
                 train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *places])
     elif options.stage == "measure" and options.to:
-        report(measured(entries, options.to, Protocol(draws=options.draws)), options.json)
+        protocol = Protocol(draws=options.draws, routings=tuple(options.routings))
+        chosen = [replace(e, seeds=tuple(options.seeds)) if options.seeds else e for e in entries]
+        report(measured(chosen, options.to, protocol), options.json)
     else:
         parser.error("give train --source FOLDER --to FOLDER, measure --to FOLDER, or --quick")
 
@@ -289,6 +287,7 @@ class Protocol:
         judges: see `judges.JUDGES`; the first chooses.
         epochs: that the network which matches captions learns.
         draws: albums of each model, of other noise and other captions; the first is judged by all.
+        routings: of an ensemble.
     """
 
     guidances: tuple[float, ...] = GUIDANCES
@@ -298,6 +297,7 @@ class Protocol:
     judges: Mapping[str, dict[str, Any]] = field(default_factory=lambda: JUDGES)
     epochs: int = 20
     draws: int = 1
+    routings: tuple[str, ...] = ROUTINGS
 
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
@@ -347,7 +347,7 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> dict[str, di
             if not (folder / ready).exists():
                 print(f"{folder.name}: not trained yet")
                 continue
-            for name in entry.models:
+            for name in ("monolith",) if entry.single else protocol.routings:
                 found.setdefault(entry.name, {}).setdefault(name, {})[seed] = protocol.point(folder, name)
     return found
 
