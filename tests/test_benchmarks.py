@@ -371,3 +371,28 @@ def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_concepts_benchmark_searches_the_glyphs(bench: Bench) -> None:
     (found,) = bench("concepts").speed(500)
     assert found["case"].startswith("500 captions, ") and found["value"] > 1000
+
+
+@pytest.mark.slow
+def test_faults_that_are_seen_are_scored(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["aesthetics.py", "--quick", "--json", str(tmp_path / "found.json")])
+    bench("aesthetics").main()
+    rows = {
+        (one["case"], one["metric"]): one for one in json.loads((tmp_path / "found.json").read_text())["rows"]
+    }
+    assert -1 <= rows["related: Whole", "SRCC"]["value"] <= 1
+    assert rows["related: Whole", "SRCC"]["target"] == {"op": ">=", "value": 0.8}
+    assert 0 < rows["scoring", "backbone's throughput"]["value"] < 2
+
+
+@pytest.mark.slow
+def test_the_long_tail_is_drawn_as_it_is_and_by_weight(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tail.py", "--quick", "--json", str(tmp_path / "found.json")])
+    bench("tail").main()
+    rows = {(one["case"], one["metric"]) for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
+    for kind in ("tail", "head"):
+        assert {(f"islands: {kind}", "hit"), (f"islands, drawn by weight: {kind}", "rank gained")} <= rows

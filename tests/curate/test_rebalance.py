@@ -127,6 +127,8 @@ def test_parts_of_other_weights_make_no_ensemble(
         for role, number in runs:
             train_run(Campaign.open(folder), role, number)
     assert command(capsys, "assemble", weighted).code == 0
+    card = command(capsys, "export", weighted, "--to", weighted.parent / "out")
+    assert card.code == 0 and '"name": "rebalance"' in (weighted.parent / "out" / "README.md").read_text()
     shutil.rmtree(weighted / "islands/1")
     shutil.copytree(campaign / "islands/1", weighted / "islands/1")
     shutil.rmtree(weighted / "ensemble")

@@ -9,6 +9,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison
 from atoll.campaign.runs import experts_of, read_partition
 from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.samples import WEIGHTS
 from atoll.ensemble.expert import published, read_card
 
 COMPARISON = Comparison.PLACE
@@ -27,6 +28,8 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     facts["partition"] = {key: getattr(cut, key) for key in ("method", "encoder", "sizes")}
     facts["data"] = {**_source(campaign, cut.k), "rows": cut.rows}
+    if campaign.config.data.weighted and campaign.has_dataset():
+        facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
     for role in ("monolith", "pretrain", "student"):
         if published(store, f"{role}/expert"):
             facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops

@@ -1,5 +1,6 @@
 """The model card, README.md: what the cards of the parts and the campaign say, in a template."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,7 @@ def _data(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
         ["training rows by cluster", ", ".join(f"{n:,}" for n in cut.get("sizes", [])) or UNKNOWN],
         ["clustering", how],
         ["partition", code(card.partition)],
+        *([["drawn by weight", code(json.dumps(data["weights"]))]] if "weights" in data else []),
     ]
 
 
