@@ -1,15 +1,17 @@
 """Concepts: how quickly captions are searched, and the published figures of frequency and performance.
 
-    python benchmarks/concepts.py [--quick] [--published FOLDER] [--json PATH]
+    python benchmarks/concepts.py [--quick] [--published FOLDER] [--icons PACKAGE] [--json PATH]
 
-Captions are those of the embedded glyphs, the vocabulary their nouns. FOLDER holds `counts.parquet`,
-`accuracy.parquet`, `let_it_wag.json` and `misalignment.json`, re-tabled from the authors' repository
+Captions are those of the embedded glyphs, and names of icons, if the unpacked npm package @iconify/json is
+given (`examples/icons`); the vocabulary are their nouns. FOLDER holds `counts.parquet`, `accuracy.parquet`,
+`let_it_wag.json` and `misalignment.json`, re-tabled from the authors' repository
 (bethgelab/frequency_determines_performance at 11ef009, MIT). One thread.
 """
 
 import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from harness import finish, median_row, row
 
 from atoll.curate.frequency import fit, slope
 from atoll.curate.text_hits import Finder
-from atoll.curate.vocabulary import Vocabulary
+from atoll.curate.vocabulary import Vocabulary, words_of
 from atoll.data.glyphs import GlyphSource
 from atoll.data.records import Record
 from atoll.data.settings import GlyphOptions
@@ -45,17 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2,000 captions")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="the authors' counts and accuracies")
+    parser.add_argument("--icons", type=Path, metavar="PACKAGE", help="@iconify/json, unpacked")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = speed(2_000 if options.quick else None)
+    rows = speed("glyphs", glyph_captions(2_000 if options.quick else None))
+    if options.icons:
+        rows += icons(options.icons)
     if options.published:
         rows += [*figures(options.published), *shares(options.published)]
     finish("concepts", rows, options.json)
 
 
-def speed(limit: int | None) -> list[dict[str, Any]]:
+def speed(name: str, captions: list[str]) -> list[dict[str, Any]]:
     """Captions a second."""
-    captions = glyph_captions(limit)
     vocabulary = Vocabulary.of_captions(captions, least=2)
     finder, each = Finder(vocabulary), []
     for _ in range(5):
@@ -63,8 +67,31 @@ def speed(limit: int | None) -> list[dict[str, Any]]:
         for caption in captions:
             finder(caption)
         each.append(len(captions) / (time.process_time() - start))
-    case = f"{len(captions):,} captions, {len(vocabulary):,} concepts"
+    case = f"{len(captions):,} {name}, {len(vocabulary):,} concepts"
     return [median_row(case, "captions a second", each, "/s", target=(">=", 100_000))]
+
+
+def icons(package: Path) -> list[dict[str, Any]]:
+    """Names of all icons: how many words, how quickly they are searched, and whether anything is missed."""
+    captions = []
+    for path in sorted((package / "json").glob("*.json")):
+        of = json.loads(path.read_bytes())["icons"]
+        captions += [name.replace("-", " ") for name, icon in of.items() if not icon.get("hidden")]
+    words = Counter(word for caption in captions for word in words_of(caption))
+    once, case = sum(count == 1 for count in words.values()), f"{len(captions):,} icons"
+    rows = [row(case, "words", len(words)), row(case, "words that stand there once", once)]
+    vocabulary = Vocabulary.of_captions(captions, least=2)
+    finder, some = Finder(vocabulary), np.random.default_rng(0).choice(captions, 1000).tolist()
+    wrong = sum(finder(caption) != searched(caption, vocabulary) for caption in some)
+    rows.append(row(case, "of 1,000 unlike a search word by word", wrong, target=("<=", 0)))
+    return rows + speed("icons", captions)
+
+
+def searched(caption: str, vocabulary: Vocabulary) -> list[int]:
+    """Concepts of a caption, by looking for every form of each."""
+    text = f" {' '.join(words_of(caption))} "
+    every = enumerate(vocabulary.units)
+    return [n for n, units in every if all(any(f" {form} " in text for form in unit) for unit in units)]
 
 
 def glyph_captions(limit: int | None) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save
 
+from atoll.base.hashing import digest_tensors, sha256
 from hostile.arena import Arena, edit, relisted, replace
 from hostile.mutate import agree
 
@@ -579,3 +580,58 @@ def not_utf8(arena: Arena) -> None:
 
 
 row("parquet: a schema that is not UTF-8", not_utf8, PARQUET)
+
+
+# Scorers, which people hand on as they do models.
+
+
+def scorer(data: bytes | None = None, **changes: Any) -> Forge:
+    """A scorer's folder in `source`, with other weights or other fields."""
+
+    def forge(arena: Arena) -> None:
+        place = arena / "source" / "scorer"
+        place.mkdir()
+        weights = save({"x": torch.zeros(1)}) if data is None else data
+        (place / "weights.safetensors").write_bytes(weights)
+        entry = {"path": "weights.safetensors", "bytes": len(weights), "sha256": sha256(weights)}
+        content = {
+            "format": "atoll/scorer 1",
+            "files": [entry],
+            "backbone": "pixels@16",
+            "producer": {"name": "pixels", "hash": digest_tensors({}), "size": 16, "resize": "bicubic"},
+            "scale": {"dimensions": [{"name": "whole"}]},
+            "training": {},
+        }
+        replace(place / "scorer.json", json.dumps({**content, **changes}).encode())
+
+    return forge
+
+
+def remote_code(arena: Arena) -> None:
+    """An image-text model of classes that only lie beside it."""
+    scorer(backbone=f"vlm:{arena / 'source' / 'evil'}")(arena)
+    place = arena / "source" / "evil"
+    place.mkdir()
+    auto = {"AutoConfig": "evil.C", "AutoModelForImageTextToText": "evil.Evil"}
+    (place / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    (place / "evil.py").write_text(PAYLOAD.format(marker=str(arena / "ran")))
+
+
+SCORE = "aesthetics score {source} --scorer {source}/scorer --out {inside}/scores.parquet"
+OUTSIDE = {"path": "../../../beside.txt", "bytes": 9, "sha256": "0" * 64}
+row("scorer of other weights", scorer(), SCORE, "do not fit its scale")
+row("scorer whose weights are pickle", scorer(b"\x80\x04cos\nsystem\n."), SCORE, "is no safetensors")
+row("scorer that lists a file outside", scorer(files=[OUTSIDE]), SCORE, "leads out of the folder")
+row("scorer without files", scorer(files=[]), SCORE, "0 files of weights")
+row("scorer at a giant size", scorer(backbone="efficientnet-lite0@99999999"), SCORE, "no size from 16")
+row("scorer of another backbone", scorer(producer={"name": "pixels"}), SCORE, "another network")
+row("scorer of an unknown backbone", scorer(backbone="os.system"), SCORE, "unknown extractor")
+row("scorer with code beside its model", remote_code, SCORE, "cannot load the image-text model")
+WHEEL = {"dimensions": [{"name": "a", "parent": "b"}, {"name": "b", "parent": "a"}, {"name": "c"}]}
+row("scorer of a scale that is a circle", scorer(scale=WHEEL), SCORE, "cycle")
+row(
+    "scorer that is deep JSON",
+    both(scorer(), bytes_of("source/scorer/scorer.json", DEEP)),
+    SCORE,
+    "scorer.json",
+)

@@ -23,6 +23,8 @@ from atoll.encoders.weights import weights_hash
 Pictures = Sequence[Image.Image]
 VLM = "vlm:"
 """Begins the name of a backbone that is an image-text model."""
+LARGEST = 2048
+"""Most pixels of a side that a vision encoder looks at."""
 
 
 class Reading(NamedTuple):
@@ -62,8 +64,9 @@ def reader(backbone: str, scale: Scale, device: str = "cpu") -> "FeatureReader |
     if backbone.startswith(VLM):
         return LanguageReader(backbone.removeprefix(VLM), scale, device)
     name, _, size = backbone.partition("@")
-    if size and not size.isdecimal():
-        raise ConfigError(f"backbone {backbone!r}: {size!r} is no size", "write for example NAME@128")
+    if size and not (size.isdecimal() and 16 <= int(size) <= LARGEST):
+        what = f"backbone {backbone[:100]!r} has no size from 16 to {LARGEST}"
+        raise ConfigError(what, "write for example NAME@128")
     return FeatureReader(name, int(size) if size else None, scale, device)
 
 
@@ -131,7 +134,9 @@ class LanguageReader(nn.Module):
             raise ConfigError("image-text models are trained by the package peft", fix) from None
         self.name, self.scale = name, scale
         with loading("image-text model", name):
-            model = transformers.AutoModelForImageTextToText.from_pretrained(name, use_safetensors=True)
+            model = transformers.AutoModelForImageTextToText.from_pretrained(
+                name, use_safetensors=True, trust_remote_code=False
+            )
         try:
             self.processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
         except (ImportError, OSError, ValueError, AttributeError, TypeError) as error:

@@ -12,13 +12,12 @@ from torch.nn.functional import mse_loss
 
 from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.format import File
 from atoll.base.hashing import digest
 from atoll.curate.aesthetics.heads import Heads, MetaVoter
 from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.readers import VLM, Pictures, reader
 from atoll.curate.aesthetics.scale import Scale
-from atoll.store.manifest import FileEntry, read_file, write_file
+from atoll.store.manifest import Published, read_file, write_file
 from atoll.store.store import Store
 from atoll.store.tensors import read_tensors
 
@@ -27,7 +26,7 @@ HEADS = ("language model", "regression", "MetaVoter")
 BATCH = 64
 
 
-class ScorerFile(File):
+class ScorerFile(Published):
     """`scorer.json`: what a scorer is, beside its trained weights."""
 
     FORMAT, PLACE, ERROR = "atoll/scorer", "scorer.json", DataError
@@ -39,10 +38,13 @@ class ScorerFile(File):
     """What the backbone is: name, hash of its weights, how it sees."""
     scale: Scale
     """Dimensions, levels and words."""
-    weights: FileEntry
-    """All that was trained, safetensors."""
     training: dict[str, Any]
     """Rows, groups and settings of the training."""
+
+    @property
+    def hash(self) -> str:
+        """Digest of what was trained."""
+        return self.files[0].sha256
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Scorer(nn.Module):
             backbone=self.backbone,
             producer=self.reader.producer(),
             scale=self.scale,
-            weights=entry,
+            files=[entry],
             training=training,
         )
         store.put_json(ScorerFile.PLACE, file.to_json())
@@ -222,10 +224,13 @@ class Scorer(nn.Module):
         if not store.exists(ScorerFile.PLACE):
             raise DataError(f"{folder} holds no scorer (no {ScorerFile.PLACE})", ScorerFile.REMEDY)
         file = ScorerFile.read(store, ScorerFile.PLACE)
+        if len(file.files) != 1:
+            raise DataError(f"{folder} lists {len(file.files)} files of weights", ScorerFile.REMEDY)
+        (entry,) = file.files
         scorer = cls(file.scale, file.backbone, device)
         if scorer.reader.producer() != file.producer:
             raise ConfigError(f"{file.backbone!r} is another network than that of {folder}", "get that one")
-        tensors = read_tensors(read_file(store, "", file.weights), store.name(file.weights.path))
+        tensors = read_tensors(read_file(store, "", entry), store.name(entry.path))
         own = scorer._trained
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
             raise DataError(f"the weights of {folder} do not fit its scale and backbone", ScorerFile.REMEDY)

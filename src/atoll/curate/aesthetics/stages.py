@@ -42,7 +42,7 @@ def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
     scorer, file = Scorer.load(folder, device)
     dataset = campaign.dataset()
     names = [*scorer.columns]
-    producer = {"name": "scorer", "weights": file.weights.sha256, "backbone": file.producer, "scores": names}
+    producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
 
     def compute(shard: int) -> dict[str, Tensor]:
         pictures = list(dataset.iter_images(shard))
