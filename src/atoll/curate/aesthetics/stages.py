@@ -132,6 +132,8 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
+    if not out.parent.is_dir() or out.is_dir():
+        raise DataError(f"{out} cannot be written", "give a file in a folder that exists")
     progress = Progress("scores", len(paths), unit="pictures")
     parts = []
     for first in range(0, len(paths), BATCH):
