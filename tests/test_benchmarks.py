@@ -369,8 +369,9 @@ def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_concepts_benchmark_searches_the_glyphs(bench: Bench) -> None:
-    (found,) = bench("concepts").speed(500)
-    assert found["case"].startswith("500 captions, ") and found["value"] > 1000
+    concepts = bench("concepts")
+    (found,) = concepts.speed("glyphs", concepts.glyph_captions(500))
+    assert found["case"].startswith("500 glyphs, ") and found["value"] > 1000
 
 
 @pytest.mark.slow
