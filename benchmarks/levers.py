@@ -38,8 +38,9 @@ from atoll.campaign.milestones import averaged, milestones
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
 from atoll.ensemble.dispatch import Dispatch
-from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
+from atoll.ensemble.field import RoutedField, SingleField
 from atoll.ensemble.route import route
 from atoll.ensemble.routing import Routing
 from atoll.measure.departure import generation_of
@@ -146,7 +147,7 @@ class GuidedField:
         if isinstance(self.inner, SingleField):
             return self.inner.denoiser.velocity(x_t, times, cond)
         field = self.inner
-        if cond is self.cond and (self.weights is None or field.routing.asks_at(step)):
+        if cond is self.cond and (self.weights is None or field.generations[0].routing.asks_at(step)):
             self.weights = field.weights_at(x_t, float(times[0]), step)
         assert self.weights is not None
         return Dispatch(self.weights, cond).run(field.ensemble.experts, x_t, times)
@@ -157,8 +158,8 @@ class GuidedField:
         if self.other is not None:
             return self.other.velocity(x_t, times, self.null)
         assert isinstance(self.inner, RoutedField)
-        rows: Sequence[Position] = self.inner.rows
-        draws = uniforms(self.inner.generation.seed, f"route-null/{step}", rows, (1,))
+        rows: Sequence[Position] = self.inner.positions
+        draws = uniforms(self.inner.generations[0].seed, f"route-null/{step}", rows, (1,))
         logits = self.inner.ensemble.logits(x_t, times, self.null)
         return Dispatch(route(DRAW, logits, draws.to(logits)), self.null).run(
             self.inner.ensemble.experts, x_t, times

@@ -36,14 +36,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.ensemble import Costs, Ensemble, SingleField, Trace
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, settings_of
+from atoll.ensemble.field import SingleField
 from atoll.ensemble.generate import Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import FileWeights, StoredExpert
+from atoll.ensemble.trace import Costs, Trace
 from atoll.networks.families import family
 from atoll.networks.flops import count
 from atoll.networks.router import Router
@@ -297,7 +299,7 @@ def start(setting: Setting) -> tuple[Condition, Condition, Tensor]:
 def monolith_turn(setting: Setting) -> Turn:
     """One batch of one network."""
     one, (cond, null, noise) = expert(setting), start(setting)
-    return lambda: sample(SingleField(one, cond, null, GUIDANCE, setting.batch), noise, setting.steps)
+    return lambda: sample(SingleField(one, cond, null, [GUIDANCE] * setting.batch), noise, setting.steps)
 
 
 # What is measured.

@@ -2,6 +2,7 @@
 
 import torch
 
+from atoll.base.alike import rows_alike
 from atoll.base.condition import Condition
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import Expert
@@ -60,6 +61,7 @@ class Logits:
 
     def __init__(self, network: Router) -> None:
         self.network, self.calls = network, 0
+        rows_alike(network)
 
     def logits(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
         self.calls += 1

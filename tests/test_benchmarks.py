@@ -397,3 +397,19 @@ def test_the_long_tail_is_drawn_as_it_is_and_by_weight(
     rows = {(one["case"], one["metric"]) for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
     for kind in ("tail", "head"):
         assert {(f"islands: {kind}", "hit"), (f"islands, drawn by weight: {kind}", "rank gained")} <= rows
+
+
+@pytest.mark.parametrize("start", [1.0, 7.0, 30.0])
+def test_the_rate_that_a_server_carries_is_found(
+    bench: Bench, start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = bench("serving")
+
+    async def arrivals(server: None, rate: float, count: int, seed: int, known: dict[str, str]) -> Any:
+        return serving.Point(rate, [0.1] * (count - 2) + [0.1 if rate <= 7.3 else 9.0] * 2, 0)
+
+    monkeypatch.setattr(serving, "arrivals", arrivals)
+    rate, tried = serving.search(None, start, 100, 0, 1.0, {})
+    assert 7.3 / 1.06 <= rate <= 7.3 and all((one["p99"] == 0.1) is (one["rate"] <= 7.3) for one in tried)
+    some = serving.requests(50, 3)
+    assert some == serving.requests(50, 3) and len({one["routing"] for one in some}) == 3

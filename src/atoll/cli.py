@@ -1,7 +1,6 @@
 """The commands. Each is thin: it opens a campaign, calls one stage, and imports what it needs only then."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,35 +10,15 @@ import click
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.base.exits import ended
+from atoll.base.options import LOCAL, SETS
 from atoll.cli_aesthetics import aesthetics
 from atoll.cli_concepts import concepts, filter_rows
 from atoll.cli_keys import keys
+from atoll.cli_serve import dashboard, serve
 from atoll.train.preemption import end, ends_with_run
 
-SETS = click.option(
-    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
-)
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 MODEL = click.Choice(["ensemble", "monolith", "student"])
-
-
-class _Local(click.Path):
-    """A path of this machine; click alone would turn `s3://x/y` into the folder `s3:/x/y`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if "://" in str(value):
-            raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
-        try:
-            os.lstat(value)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise AtollError(f"{str(value)[-100:]!r} can be no path: {reason}", "give another one") from None
-        return super().convert(value, param, ctx)
-
-
-LOCAL = _Local(path_type=Path)
 
 
 @click.group(
@@ -110,6 +89,16 @@ def embed(campaign: str, sets: tuple[str, ...]) -> None:
 @data.command()
 @CAMPAIGN
 @SETS
+def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
+    """Leave rows out that show what another row shows, as data.dedupe says; before the partition."""
+    from atoll.campaign.prepare import dedupe_stage
+
+    dedupe_stage(_open(campaign, sets))
+
+
+@data.command()
+@CAMPAIGN
+@SETS
 def encode(campaign: str, sets: tuple[str, ...]) -> None:
     """Add the latents and text states that the networks train on."""
     from atoll.campaign.prepare import encode_stage
@@ -161,6 +150,7 @@ def partition(campaign: str, sets: tuple[str, ...]) -> None:
 @click.option("--gpus", type=click.IntRange(1, 100_000), default=1, help="GPUs of one island.")
 @click.option("--table", metavar="FILE", help="YAML that adds GPUs to the table or changes their numbers.")
 @click.option("--rows", type=click.IntRange(min=1), help="Training rows, where there is no data set yet.")
+@click.option("--serve", is_flag=True, help="Size a server of what is trained, by drawing on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, US dollars.")
 @SETS
 def plan(
@@ -169,10 +159,15 @@ def plan(
     gpus: int,
     table: str | None,
     rows: int | None,
+    serve: bool,
     as_json: bool,
     sets: tuple[str, ...],
 ) -> None:
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
+    if serve:
+        from atoll.cli_serve import size_up
+
+        return size_up(campaign, sets, as_json)
     from atoll.campaign import gpus as kinds
     from atoll.campaign.expected import expected
     from atoll.campaign.plan import make_plan, must_fit
@@ -412,8 +407,10 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
 
 atoll.add_command(aesthetics)
 atoll.add_command(concepts)
+atoll.add_command(dashboard)
 data.add_command(filter_rows)
 atoll.add_command(keys)
+atoll.add_command(serve)
 
 
 def main() -> None:

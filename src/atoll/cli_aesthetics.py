@@ -5,13 +5,14 @@ from typing import Any
 
 import click
 
-PATH = click.Path(path_type=Path)
+from atoll.base.options import LOCAL
+
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
     "--range", "bounds", type=(float, float), default=(0.0, 1.0), help="Worst and best score of the labels."
 )
 ROWS = click.option("--campaign", help="Whose rows the labels name by id, in place of image files.")
-LABELS = click.argument("labels", metavar="LABELS", type=PATH)
+LABELS = click.argument("labels", metavar="LABELS", type=LOCAL)
 
 
 @click.group()
@@ -67,9 +68,9 @@ def train(
 @aesthetics.command("score")
 @click.argument("pictures", metavar="CAMPAIGN|FOLDER")
 @click.option("--scorer", help="Folder of a trained scorer.")
-@click.option("--from", "table", type=PATH, help="Scores of a table with id, in place of a scorer's.")
+@click.option("--from", "table", type=LOCAL, help="Scores of a table with id, in place of a scorer's.")
 @click.option("--sensitive", multiple=True, help="Score of the table that describes a person.")
-@click.option("--out", type=PATH, default="scores.parquet", help="Where the scores of a folder go.")
+@click.option("--out", type=LOCAL, default="scores.parquet", help="Where the scores of a folder go.")
 @DEVICE
 def score(
     pictures: str, scorer: str | None, table: Path | None, sensitive: tuple[str, ...], out: Path, device: str

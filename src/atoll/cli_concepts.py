@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import click
 
-PATH = click.Path(path_type=Path)
+from atoll.base.options import LOCAL
+
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 
 
@@ -16,7 +17,7 @@ def concepts() -> None:
 
 @concepts.command("index")
 @CAMPAIGN
-@click.option("--vocabulary", type=PATH, help="Text file, a concept a line; by default the captions' nouns.")
+@click.option("--vocabulary", type=LOCAL, help="Text file, a concept a line; by default the captions' nouns.")
 @click.option("--least", type=click.IntRange(min=1), default=5, help="Captions that such a noun stands in.")
 @click.option(
     "--match",
@@ -67,8 +68,8 @@ def add(counts: tuple[str, ...], out: str) -> None:
 
 
 @concepts.command("fit")
-@click.option("--counts", type=PATH, required=True, help="Parquet or CSV: concept and a number.")
-@click.option("--results", type=PATH, required=True, help="Parquet or CSV: concept and a number.")
+@click.option("--counts", type=LOCAL, required=True, help="Parquet or CSV: concept and a number.")
+@click.option("--results", type=LOCAL, required=True, help="Parquet or CSV: concept and a number.")
 @click.option("--count", "count_column", metavar="COLUMN", help="Of the counts; by default the only one.")
 @click.option("--result", "result_column", metavar="COLUMN", help="Of the results; by default the only one.")
 @click.option("--where", multiple=True, metavar="COLUMN=VALUE", help="Rows that count; also COLUMN!=VALUE.")
@@ -159,7 +160,7 @@ def evaluate(
 @CAMPAIGN
 @click.option("--keep", multiple=True, required=True, help="Such as 'score >= q0.5'; all must hold.")
 @click.option("--per-cluster", is_flag=True, help="Take quantiles within each cluster.")
-@click.option("--protect", type=PATH, help="Text file of concepts whose rows are kept whatever they score.")
+@click.option("--protect", type=LOCAL, help="Text file of concepts whose rows are kept whatever they score.")
 @click.option("--allow-sensitive", "sensitive", is_flag=True, help="Allow scores that describe a person.")
 @click.option("--times", is_flag=True, help="Multiply the weights that are there, in place of new ones.")
 @click.option("--dry-run", is_flag=True, help="Say what would be kept, and write nothing.")

@@ -5,8 +5,7 @@ from pathlib import Path
 import click
 
 from atoll.base.console import say
-
-PATH = click.Path(path_type=Path)
+from atoll.base.options import LOCAL
 
 
 @click.group()
@@ -15,7 +14,7 @@ def keys() -> None:
 
 
 @keys.command("new")
-@click.argument("key", metavar="FILE", type=PATH)
+@click.argument("key", metavar="FILE", type=LOCAL)
 def new_key(key: Path) -> None:
     """Write a new private key, and print the public one to give away."""
     from atoll.store.signatures import new_key as make
@@ -24,7 +23,7 @@ def new_key(key: Path) -> None:
 
 
 @keys.command("show")
-@click.argument("key", metavar="FILE", type=PATH)
+@click.argument("key", metavar="FILE", type=LOCAL)
 def show_key(key: Path) -> None:
     """Print the public key of a private one."""
     from atoll.store.signatures import public_key
@@ -34,7 +33,7 @@ def show_key(key: Path) -> None:
 
 @keys.command("sign")
 @click.argument("folder", metavar="FOLDER")
-@click.option("--key", type=PATH, required=True, help="Private key.")
+@click.option("--key", type=LOCAL, required=True, help="Private key.")
 def sign(folder: str, key: Path) -> None:
     """Sign an export, all that a campaign has published, or the folder of one run."""
     from atoll.store.signatures import sign_folder

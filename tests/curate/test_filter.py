@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll import cli
-from atoll.campaign.finding import Finding, findings
+from atoll.campaign.card_facts import about
+from atoll.campaign.finding import Finding, findings, of_clusters
 from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.text_hits import Finder
@@ -74,7 +75,11 @@ def test_what_is_kept_is_told_and_drawn(campaign: Path, capsys: pytest.CaptureFi
     kept = (campaign / "reports" / "kept.txt").read_text().split("\n")[:-1]
     assert kept == [dataset.ids[row] for row in train if weights[row] == 1]
     assert set(weights.tolist()) == {0.0, 1.0} and weights[dataset.split("heldout")].min() == 1
-    left = {one.title: one for one in findings(Campaign.open(campaign).store)}
+    store = Campaign.open(campaign).store
+    left = {one.title: one for one in findings(store)}
+    scores = {row[0]: row[1] for row in left["Scores of the pictures"].rows}
+    told = {k: f"mean score {scores[f'cluster {k}']}" for k in (0, 1)}
+    assert of_clusters(store) == told == about(Campaign.open(campaign), {})["data"]["clusters"]
     table = left["Rows that were kept"]
     assert table.rows[0][1:3] == [len(train), len(kept)]
     assert [row[0] for row in table.rows[1:3]] == ["cluster 0", "cluster 1"]

@@ -12,7 +12,8 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.ensemble.dispatch import Dispatch
-from atoll.ensemble.ensemble import Ensemble, RoutedField, SingleField
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.field import RoutedField, SingleField
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample
 from helpers_networks import Logits, conditions, expert, noise, null, router
@@ -60,7 +61,7 @@ def test_copies_of_one_expert_are_that_expert() -> None:
     one = expert(0)
     copies = Ensemble([one] * K, Logits(router(9, K)))
     close(copies.velocity(X, T, COND), one.velocity(X, T, COND))
-    alone = sample(SingleField(one, COND, NULL, 2.5, B), X, 2)
+    alone = sample(SingleField(one, COND, NULL, [2.5] * B), X, 2)
     for routing in STRATEGIES:
         close(sample(field_of(copies, routing, 2.5), X, 2), alone)
 
@@ -110,14 +111,58 @@ def test_a_picture_does_not_depend_on_its_batch(routing: str, ensemble: Ensemble
     def run(rows: list[int]) -> Tensor:
         cond = COND.select(torch.tensor(rows))
         if routing == "monolith":
-            return sample(SingleField(ensemble.experts[0], cond, NULL, 2.0, len(rows)), X[rows], 3)
+            return sample(SingleField(ensemble.experts[0], cond, NULL, [2.0] * len(rows)), X[rows], 3)
         how = Generation(guidance=2.0, routing=routing, seed=5)
         return sample(ensemble.field(cond, NULL, how, rows, labels[rows]), X[rows], 3)
 
     together = run(list(range(B)))
     for groups in ([[i] for i in range(B)], [[6, 1, 4], [7], [0, 5, 3, 2]]):
         order = torch.tensor([i for rows in groups for i in rows]).argsort()
-        close(torch.cat([run(rows) for rows in groups])[order], together)
+        assert torch.equal(torch.cat([run(rows) for rows in groups])[order], together)
+
+
+@torch.inference_mode()
+def test_samples_of_any_kind_share_a_batch_and_do_not_notice(ensemble: Ensemble) -> None:
+    """Strategies, guidance, seeds and steps differ by row, and rows come and go between the steps."""
+    ways = [
+        Generation(steps=3, guidance=2.0, routing="top-1 every 2", seed=1),
+        Generation(steps=5, guidance=1.0, routing="full", seed=2),
+        Generation(steps=4, guidance=3.0, routing="once null sample-1", seed=3),
+        Generation(steps=5, guidance=2.0, routing="oracle", seed=4),
+        Generation(steps=2, guidance=2.0, routing="sample-2", seed=1),
+    ]
+
+    def alone(row: int) -> RoutedField:
+        labels = torch.tensor([row % K])
+        return ensemble.field(COND.select(slice(row, row + 1)), NULL, ways[row], [row], labels)
+
+    def v(field: RoutedField, rows: list[int], x: Tensor, steps: list[int]) -> Tensor:
+        t = torch.tensor([1 - step / ways[row].steps for row, step in zip(rows, steps, strict=True)])
+        return field(x, t, steps)
+
+    expected = []
+    for row, way in enumerate(ways):
+        field, x = alone(row), X[row : row + 1]
+        for step in range(way.steps):
+            x = x - v(field, [row], x, [step]) * torch.tensor(1 / way.steps)
+        expected.append(x)
+    rows, steps, x, done = [0, 1], [0, 0], X[:2], {}
+    field = RoutedField.merged([alone(0), alone(1)], [[0], [0]])
+    for turn in range(7):
+        if turn in (1, 2, 4):  # another one joins
+            new = max([*rows, *done]) + 1
+            field = RoutedField.merged([field, alone(new)], [range(len(rows)), [0]])
+            rows, steps, x = [*rows, new], [*steps, 0], torch.cat([x, X[new : new + 1]])
+        each = torch.tensor([1 / ways[row].steps for row in rows]).view(-1, 1, 1, 1)
+        x, steps = x - v(field, rows, x, steps) * each, [step + 1 for step in steps]
+        stay = [n for n, row in enumerate(rows) if steps[n] < ways[row].steps]
+        done |= {row: x[n : n + 1] for n, row in enumerate(rows) if n not in stay}
+        if len(stay) < len(rows):
+            rows, steps, x = [rows[n] for n in stay], [steps[n] for n in stay], x[stay]
+            field = RoutedField.merged([field], [stay]) if stay else field
+    assert sorted(done) == list(range(len(ways)))
+    for row, x in enumerate(expected):
+        assert torch.equal(done[row], x)
 
 
 def test_a_step_that_calls_twice_asks_once() -> None:
@@ -183,6 +228,19 @@ def test_a_null_branch_of_its_own(routing: str, ensemble: Ensemble) -> None:
     assert torch.equal(plain.trace.weights[0], served) and float((v - shared).abs().max()) > 1e-2
     assert field.trace.router_calls == plain.trace.router_calls + B
     assert field.trace.expert_calls == plain.trace.expert_calls == 2 * B
+
+
+@pytest.mark.parametrize("routing", ["full", "top-2", "once", "once null sample-1"])
+def test_experts_left_out_are_as_if_they_were_missing(routing: str, ensemble: Ensemble) -> None:
+    experts = [None if k in (0, 2) else expert(k) for k in range(K)]
+    missing = Ensemble(experts, Logits(router(9, K)))
+    conditional, *of_null = routing.split(" null ")
+    named = " null ".join([f"{conditional} without 0,2", *of_null])
+    assert torch.equal(field_of(ensemble, named, 2.0)(X, 0.5, 0), field_of(missing, routing, 2.0)(X, 0.5, 0))
+    with pytest.raises(ConfigError, match="there is no expert 4"):
+        field_of(ensemble, "full without 4")
+    with pytest.raises(ConfigError, match="leaves no expert"):
+        field_of(missing, "full without 1,3")
 
 
 def test_the_null_branchs_draws_average_to_its_posterior(ensemble: Ensemble) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
 from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Ensemble, Trace
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.generate import Conditions, Sampling, generate
 from atoll.ensemble.generation import Generation
@@ -26,6 +26,7 @@ from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
+from atoll.ensemble.trace import Trace
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from ensemble.reference import reference_sample

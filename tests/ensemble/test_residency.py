@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
-from atoll.ensemble.ensemble import Costs, Ensemble
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import WEIGHTS, Expert
 from atoll.ensemble.generate import Conditions, Sampling, by_expert, generate
 from atoll.ensemble.generation import Generation
@@ -26,6 +26,7 @@ from atoll.ensemble.integrate import sample
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
+from atoll.ensemble.trace import Costs
 from atoll.store.store import Store
 from ensemble.stores import on_disk, publish
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null

@@ -28,6 +28,7 @@ CANONICAL = [
     "top-1 every 5",
     "once null sample-1",
     "top-1 every 5 null nucleus(0.9, 2.0) every 2",
+    "once without 0,2 null sample-1",
 ]
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 
@@ -64,6 +65,9 @@ def test_names_and_spellings() -> None:
         ("sample-2(inf)", "temperature inf"),
         ("top-1 every 0", "every 0"),
         ("once every 2", "has no every"),
+        ("top-1 without", "there is no routing 'top-1 without'"),
+        ("oracle without 2", "give a strategy that asks the router"),
+        ("top-1 null full without 2", "the null branch takes full, top-K"),
         ("top-1 null", "there is no routing 'top-1 null'"),
         ("top-1 null comit", "there is no routing 'comit'"),
         ("top-1 null commit", "the null branch takes full, top-K"),

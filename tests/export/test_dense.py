@@ -25,8 +25,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
-from atoll.ensemble.ensemble import SingleField
 from atoll.ensemble.expert import Expert, write_part
+from atoll.ensemble.field import SingleField
 from atoll.ensemble.integrate import euler, sample
 from atoll.export.stock import STOCK, stock_of
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
@@ -136,9 +136,9 @@ def own_pictures(
     noise = torch.randn(
         (1, shape.channels, shape.size, shape.size), generator=torch.Generator().manual_seed(0)
     )
-    plain = sample(SingleField(student, cond, null, guidance, 1), noise, STEPS, euler(STEPS, SHIFT))
+    plain = sample(SingleField(student, cond, null, [guidance]), noise, STEPS, euler(STEPS, SHIFT))
     # Its sigmas go from 0.999, and it tells the network whole thousandths.
-    field, x = SingleField(student, cond, null, guidance, 1), noise
+    field, x = SingleField(student, cond, null, [guidance]), noise
     even = [0.999 * (STEPS - n) / STEPS for n in range(STEPS)]
     sigmas = [SHIFT * sigma / (1 + (SHIFT - 1) * sigma) for sigma in even]
     for now, then in zip(sigmas, [*sigmas[1:], 0.0], strict=True):

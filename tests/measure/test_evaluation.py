@@ -14,10 +14,11 @@ from PIL import Image
 from atoll.base.pictures import to_images
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.ensemble import Ensemble, Trace
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, starting_noise
 from atoll.ensemble.model import joined
+from atoll.ensemble.trace import Trace
 from atoll.measure.evaluation import show_all
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.train.run import train_run

@@ -117,8 +117,9 @@ def test_a_strip_fills_every_step_in_proportion():
 
 def test_a_bar_is_as_long_as_its_parts_and_marks_the_even_share():
     drawn = draw("bar", [("a", "e0", 30.0), ("b", "e1", 10.0)], 80.0, "about", 20.0)
-    parts = [(a["class"], a["style"]) for a in drawn.all("span")[1:]]
-    assert parts == [("e0", "width:37.50%"), ("e1", "width:12.50%"), ("even", "left:25.00%")]
+    parts = [(a["class"], a["x"], a["width"]) for a in drawn.all("rect")]
+    assert parts == [("fill e0", "0.00", "37.50"), ("fill e1", "37.50", "12.50")]
+    assert [a["d"] for a in drawn.all("path")] == ["M25.00 0v1"]
 
 
 @pytest.mark.parametrize("sizes", [[5], [1, 1], [900, 50, 50], list(range(1, 33)), [1] * 64])

@@ -158,6 +158,9 @@ def test_a_preview_is_a_picture(campaign: Campaign) -> None:
 
     from PIL import Image
 
-    with Image.open(io.BytesIO(denoiser_task(campaign).preview())) as picture:
+    task = denoiser_task(campaign)
+    kinds = [type(module) for module in task.network.modules()]
+    with Image.open(io.BytesIO(task.preview())) as picture:
         picture.load()
         assert picture.width > 6 * 60
+    assert [type(module) for module in task.network.modules()] == kinds, "a preview changes no layer"

@@ -5,6 +5,7 @@ from typing import Any
 
 from atoll.base.errors import AtollError
 from atoll.campaign.baselines import DENSE
+from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison
 from atoll.campaign.runs import experts_of, read_partition
@@ -30,6 +31,7 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     facts["data"] = {**_source(campaign, cut.k), "rows": cut.rows}
     if campaign.config.data.weighted and campaign.has_dataset():
         facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
+    facts["data"]["clusters"] = of_clusters(store)
     for role in ("monolith", "pretrain", "student"):
         if published(store, f"{role}/expert"):
             facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops

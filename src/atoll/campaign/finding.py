@@ -9,6 +9,9 @@ from atoll.base.format import File
 from atoll.store.store import Store
 
 FOLDER = "reports/findings"
+CONCEPTS, SCORES, TOLD_BY = "concepts", "scores", "told by"
+"""Two tables with a row for each cluster, and the column of the first that says what is in it. What says it
+in the second is its first column of numbers."""
 
 
 class Finding(File):
@@ -41,3 +44,19 @@ def findings(store: Store) -> list[Finding]:
     """All tables that were left, by their files' names."""
     keys = [key for key in store.list(FOLDER) if key.endswith(".json")]
     return [Finding.read(store, key) for key in sorted(keys)]
+
+
+def of_clusters(store: Store) -> dict[int, str]:
+    """What was found in the rows of clusters: telling concepts and mean score, where anything was."""
+    told: dict[int, list[str]] = {}
+    for name in (CONCEPTS, SCORES):
+        if not store.exists(key := f"{FOLDER}/{name}.json"):
+            continue
+        found = Finding.read(store, key)
+        what = TOLD_BY if TOLD_BY in found.columns else "mean score"
+        column = found.columns.index(TOLD_BY) if what == TOLD_BY else 1
+        for row in found.rows:
+            number = str(row[0]).removeprefix("cluster ")
+            if number.isdecimal() and len(row) > column and row[column] is not None:
+                told.setdefault(int(number), []).append(f"{what} {row[column]}")
+    return {number: "; ".join(words) for number, words in sorted(told.items())}

@@ -2,22 +2,30 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from atoll.base.console import Progress, say
 from atoll.base.errors import DataError
+from atoll.base.pictures import grid, png
+from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, wanted_columns
 from atoll.data.dataset import SPLITS, DataSet
+from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
-from atoll.data.settings import features_column
+from atoll.data.settings import DedupeConfig, features_column
 from atoll.data.sources import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
 from atoll.store.store import Store
+
+PAIRS, SHOWN = "reports/duplicates.png", 48
+"""Where pairs of duplicates are shown, and how many of each kind."""
 
 
 def ingest_stage(campaign: Campaign) -> DataSet:
@@ -44,7 +52,9 @@ def describe(dataset: DataSet) -> list[str]:
     if "split" in columns:
         train, heldout, test = (len(dataset.split(name)) for name in SPLITS)
         tested = f", {test:,} to test" if test else ""
-        lines.append(f"  {train:,} to train on, {heldout:,} held out{tested}")
+        left_out = len(dataset) - train - heldout - test
+        without = f", {left_out:,} left out as duplicates" if left_out else ""
+        lines.append(f"  {train:,} to train on, {heldout:,} held out{tested}{without}")
     for reason, count in manifest.rejects.items():
         lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
     for name in columns:
@@ -60,6 +70,46 @@ def embed_stage(dataset: DataSet, encoder: str, size: int | None) -> None:
     progress = Progress(f"features by {encoder}", len(dataset.shards), unit="shards")
     column = embed(dataset, vision_encoder(encoder, size), progress)
     say(f"{features_column(encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
+
+
+def dedupe_stage(campaign: Campaign) -> Duplicates:
+    """Find rows that show what another row shows, leave them out of the split, and show the doubtful pairs.
+
+    Raises:
+        DataError: the campaign has its partition already, or features are wanted and not there.
+    """
+    if campaign.store.exists("partition/partition.json"):
+        what = f"{campaign.store.location} is partitioned already"
+        raise DataError(what, "leave duplicates out before that, in a new campaign")
+    dataset, config = campaign.dataset(), campaign.config
+    how = config.data.dedupe or DedupeConfig()
+    progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
+    found = dedupe(dataset, how, config.partition.encoder, progress)
+    largest = int(np.bincount(found.groups).max())
+    rows: list[list[str | int | float | None]] = [
+        [name, count, round(count / len(dataset), 4)] for name, count in found.counts.items()
+    ]
+    for name, count, share in rows:
+        say(f"{name}: {count:,} rows ({share:.1%})")
+    text = (
+        f"Rows that show what another row shows are left out; the largest group has {largest:,}. Pairs"
+        f" nearest to the bounds are in {PAIRS} (atoll data dedupe)."
+    )
+    Finding(title="Duplicates", text=text, columns=["row", "rows", "share"], rows=rows).write(
+        campaign.store, "duplicates"
+    )
+    doubtful = [np.flatnonzero(found.how == number) for number in (2, 3)]
+    if largest > 0.05 * len(dataset):
+        fix = "lower data.dedupe.difference"
+        say(f"the largest group has {largest:,} rows, all on one side of the split: {fix}")
+    shown = [row for part in doubtful for row in part[np.argsort(-found.distances[part])][:SHOWN].tolist()]
+    if shown:
+        pictures = [dataset.image(one) for row in shown for one in (row, int(found.of[row]))]
+        labels = [text for row in shown for text in (dataset.ids[row], f"{found.distances[row]:.4f}")]
+        scale = max(1, 64 // pictures[0].width)
+        campaign.store.put(PAIRS, png(grid(pictures, 12, 4, labels=labels, scale=scale)))
+        say(f"the pairs nearest to the bounds: {campaign.store.name(PAIRS)}")
+    return found
 
 
 def encode_stage(dataset: DataSet, vae: str, text: str | None, length: int) -> None:
@@ -89,6 +139,10 @@ def prepare(campaign: Campaign) -> Partition:
     stale = [name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)]
     if any(name.startswith("features-") for name in stale):
         embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
+    if (how := config.data.dedupe) is not None:
+        wanted = about(dataset, how, config.partition.encoder)
+        if not made_by(dataset, COLUMN, wanted):
+            dedupe_stage(campaign)
     if "latents" in stale or "text" in stale:
         text = config.data.text_encoder if config.condition == "text" else None
         encode_stage(dataset, config.data.vae, text, config.data.text_length)

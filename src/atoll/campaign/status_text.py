@@ -70,7 +70,7 @@ def lines(status: CampaignStatus) -> list[str]:
         text.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
     text += [""] if status.bad or not status.partitioned else []
     for run in status.bad:
-        text += textwrap.wrap(f"! {run.name} {_trouble(run)}", WIDTH, subsequent_indent="    ")
+        text += textwrap.wrap(f"! {run.name} {trouble(run)}", WIDTH, subsequent_indent="    ")
     text += _advice(status)
     return [plain(line) for line in text]
 
@@ -154,7 +154,8 @@ def _signatures(status: CampaignStatus) -> list[str]:
     return text + ([f"Unsigned: {', '.join(unsigned)}."] if unsigned else [])
 
 
-def _trouble(run: RunStatus) -> str:
+def trouble(run: RunStatus) -> str:
+    """What is wrong with a run in a bad state, after its name."""
     if run.state == "failed":
         return f"failed: {run.error}"
     if run.state == "unreadable":

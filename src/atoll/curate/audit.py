@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
-from atoll.campaign.finding import Finding
+from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate import image_hits, text_hits
 from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
@@ -131,7 +131,7 @@ def _written(store: Store, counts: ConceptCounts) -> Audit:
     found = Audit(counts, summary(counts))
     store.put(TABLE, to_csv(counts))
     store.put_json(COUNTS, counts.to_json())
-    _finding(counts).write(store, "concepts")
+    _finding(counts).write(store, CONCEPTS)
     for line in found.lines:
         say(line)
     say(f"wrote {store.name(TABLE)} and .json")
@@ -145,7 +145,7 @@ def _finding(counts: ConceptCounts) -> Finding:
     return Finding(
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
-        columns=["expert", "rows", "sees", "told by"],
+        columns=["expert", "rows", "sees", TOLD_BY],
         rows=[
             [n, of, f"{(column > 0).mean():.1%}", ", ".join(counts.concepts[c] for c in chosen) or None]
             for n, (of, column, chosen) in enumerate(kinds)

@@ -37,6 +37,8 @@ ROWS = pa.schema(
 """Columns of `rows/*.parquet`; width and height are those of the source picture."""
 SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
+LEFT_OUT = 3
+"""Value of rows that are in none of them: duplicates."""
 
 
 class DataSet:

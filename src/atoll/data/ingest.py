@@ -9,6 +9,8 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from posixpath import join
 from typing import Any
 
@@ -23,7 +25,7 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
 from atoll.base.rng import seed_of
 from atoll.data.columns import Progress
-from atoll.data.dataset import ROWS, DataSet, to_parquet
+from atoll.data.dataset import LEFT_OUT, ROWS, DataSet, to_parquet
 from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
@@ -196,23 +198,34 @@ class _Job:
         self.store.delete(*self.store.list(self.prefix))
 
 
-def write_split(dataset: DataSet, config: IngestConfig) -> None:
-    """Write the column `split`, int8: 0 train, 1 held out, 2 test.
+def write_split(
+    dataset: DataSet,
+    config: IngestConfig,
+    groups: Sequence[str] | None = None,
+    kept: NDArray[np.bool_] | None = None,
+) -> None:
+    """Write the column `split`, int8: 0 train, 1 held out, 2 test, 3 left out.
 
     A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
     neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
     training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
     them, the group nearest to the bound changes sides.
 
+    Args:
+        dataset: whose rows.
+        config: shares and seed.
+        groups: of the rows; those of their column `group` by default.
+        kept: whether a row is in any part `(rows,)`; all are by default.
+
     Raises:
         DataError: there is only one group, so that one side must stay empty.
     """
-    seed, kept = config.seed, config.heldout + config.test
-    tables = (dataset.shard_table(shard, ["group"]) for shard in range(len(dataset.shards)))
-    places = [_places(seed, table.column("group").to_pylist()) for table in tables]
+    seed, share = config.seed, config.heldout + config.test
+    names = dataset.table(["group"]).column("group").to_pylist() if groups is None else groups
+    places = [_places(seed, names[start:end]) for start, end in pairwise(dataset.bounds)]
     low, high = float(min(map(np.min, places))), float(max(map(np.max, places)))
-    bound = kept
-    if kept > 0:
+    bound = share
+    if share > 0:
         if low == high:
             rejects = sum(dataset.manifest.rejects.values())
             beside = f" ({rejects} others were rejected, see {_REJECTS})" if rejects else ""
@@ -221,18 +234,22 @@ def write_split(dataset: DataSet, config: IngestConfig) -> None:
                 " leaving none to train on",
                 "choose another column for group, or set heldout and test to 0",
             )
-        bound = min(max(kept, math.nextafter(low, 1.0)), high)
+        bound = min(max(share, math.nextafter(low, 1.0)), high)
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         sides = np.add(places[shard] < bound, places[shard] < config.test, dtype=np.int8)
+        if kept is not None:
+            sides[~kept[dataset.bounds[shard] : dataset.bounds[shard + 1]]] = LEFT_OUT
         return {"values": torch.from_numpy(sides)}
 
-    settings = {"seed": seed, "heldout": config.heldout, "bound": bound}
+    settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
     settings |= {"test": config.test} if config.test else {}
+    if groups is not None or kept is not None:
+        settings["rows"] = digest([names, [] if kept is None else np.flatnonzero(kept).tolist()])
     dataset.write_column("split", {"name": "split", "hash": digest(settings), **settings}, compute)
 
 
-def _places(seed: int, groups: list[str]) -> NDArray[np.float64]:
+def _places(seed: int, groups: Sequence[str]) -> NDArray[np.float64]:
     """Where groups lie in [0, 1)."""
     return np.array([seed_of(seed, f"split/{group}") / 2**63 for group in groups])
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from atoll.base.alike import rows_alike
 from atoll.base.errors import ConfigError
 from atoll.encoders.classes import TOWERS
 from atoll.encoders.hub import loading
@@ -39,6 +40,10 @@ class TextEncoder:
     width: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __post_init__(self) -> None:
+        """See to it that a caption's states do not depend on its batch."""
+        rows_alike(self.network)
+
     def producer(self) -> dict[str, Any]:
         """What made a column of text states: name, weights' hash and settings."""
         return {"name": self.name, "hash": weights_hash(self.network), "max_length": self.max_length}
@@ -47,21 +52,27 @@ class TextEncoder:
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch.
 
+        Captions of one length are encoded together, and none is padded before, so that a caption's states do
+        not depend on the others.
+
         Raises:
             ConfigError: the tokenizer has a token that the network does not know.
         """
-        tokens = self.tokenizer(
-            list(captions), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        )
+        ids: list[list[int]] = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)[
+            "input_ids"
+        ]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
-        if int(tokens["input_ids"].max()) >= known:
+        if max(max(one, default=0) for one in ids) >= known:
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
-        tokens = tokens.to(self.device)
-        mask = tokens["attention_mask"].bool()
-        states = self.network(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-        ).last_hidden_state
-        return (states.float() * mask[..., None]).cpu(), mask.cpu()
+        lengths = torch.tensor(list(map(len, ids)))
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        states = torch.zeros(*mask.shape, self.width)
+        for length in sorted({*lengths.tolist()} - {0}):
+            rows = (lengths == length).nonzero()[:, 0]
+            tokens = torch.tensor([ids[row] for row in rows], device=self.device)
+            found = self.network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+            states[rows, :length] = found.float().cpu()
+        return states, mask
 
     def refuse_long(self, captions: Sequence[str], fix: str = "shorten it") -> None:
         """Refuse captions that would be cut, before anything is computed.

@@ -11,6 +11,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+from atoll.base.alike import rows_alike
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError, first_line
 from atoll.base.hashing import digest, digest_tensors
@@ -35,6 +36,7 @@ class Expert:
         schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
         bound: largest absolute value of its data, if there is one. A card tells it better.
+        learning: the network is still trained, so its layers stay as they are (`rows_alike`).
     """
 
     network: nn.Module
@@ -43,6 +45,12 @@ class Expert:
     schedule: str
     card: Card | None = None
     bound: float | None = None
+    learning: bool = False
+
+    def __post_init__(self) -> None:
+        """See to it that a sample does not depend on its batch."""
+        if not self.learning:
+            rows_alike(self.network)
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
@@ -77,6 +85,10 @@ class RouterModel:
 
     network: Router
     card: Card
+
+    def __post_init__(self) -> None:
+        """As an expert's."""
+        rows_alike(self.network)
 
     def logits(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition

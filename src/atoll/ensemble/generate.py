@@ -11,9 +11,11 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
 from atoll.ensemble.dispatch import Expecting
-from atoll.ensemble.ensemble import Ensemble, Field, SingleField, Trace
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.field import Field, SingleField
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import sample, scheduler_of, starting_noise
+from atoll.ensemble.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def generate(denoiser: Ensemble | Denoiser, sampling: Sampling) -> Iterator[Batc
     if not isinstance(denoiser, Ensemble):
         for rows in plain:
             cond, null = sampling.conditions.of(rows, sampling.device)
-            single = SingleField(denoiser, cond, null, generation.guidance, len(rows))
+            single = SingleField(denoiser, cond, null, [generation.guidance] * len(rows))
             yield Batch(rows, sampling.follow(single, rows), None)
         return
     generation.routing.check(len(denoiser.experts))

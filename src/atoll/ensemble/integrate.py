@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, normals
-from atoll.ensemble.ensemble import Field
+from atoll.ensemble.field import Field
 from atoll.ensemble.generation import Generation
 
 

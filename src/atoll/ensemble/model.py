@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError, nearest
@@ -21,7 +22,7 @@ from atoll.encoders.text import TextEncoder, text_encoder
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Costs, Ensemble, Trace
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, published, read_card
 from atoll.ensemble.folder import (
     MANIFEST,
@@ -37,10 +38,13 @@ from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locat
 from atoll.ensemble.residency import ResidentExperts
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
+from atoll.ensemble.trace import Costs, Trace
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
 ENSEMBLE, SINGLE = "ensemble", ("monolith", "student", "pretrain")
+REMEMBERED = 64
+"""Texts whose states are kept: the empty one is wanted by every guided call."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Model:
         self.generation = generation or Generation()
         self._folder: OpenFolder | None = None
         self._allowed: Collection[str] = ()
+        self._known_texts: dict[str, Tensor] = {}
         if encoder is not None:
             self.encoder = encoder
         if vae is not None:
@@ -254,8 +259,15 @@ class Model:
         return Conditions.of_rows(cond, null, len(texts), texts, each)
 
     def _encoded(self, texts: Sequence[str], negatives: Sequence[str]) -> tuple[Condition, Condition]:
-        states, mask = self.encoder.encode([*texts, *negatives])  # together, padded to one length
-        both = Condition(text=states.clone(), mask=mask.clone())
+        wanted, known = [*texts, *negatives], dict(self._known_texts)
+        if new := [text for text in dict.fromkeys(wanted) if text not in known]:
+            padded, real = self.encoder.encode(new)
+            known |= {text: one[some] for text, one, some in zip(new, padded, real, strict=True)}
+        found = [known[text] for text in wanted]
+        states, lengths = pad_sequence(found, batch_first=True), torch.tensor([len(one) for one in found])
+        both = Condition(text=states, mask=torch.arange(states.shape[1]) < lengths[:, None])
+        latest = [*(text for text in known if text not in {*wanted}), *dict.fromkeys(wanted)]
+        self._known_texts = {text: known[text] for text in latest[-REMEMBERED:]}
         return both.select(slice(0, len(texts))), both.select(slice(len(texts), None))
 
     def _labels(self, texts: Sequence[str]) -> tuple[Condition, Condition]:

@@ -108,6 +108,7 @@ def _data(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
         ["training rows by cluster", ", ".join(f"{n:,}" for n in cut.get("sizes", [])) or UNKNOWN],
         ["clustering", how],
         ["partition", code(card.partition)],
+        *([f"cluster {k}", told] for k, told in data.get("clusters", {}).items()),
         *([["drawn by weight", code(json.dumps(data["weights"]))]] if "weights" in data else []),
     ]
 

@@ -18,6 +18,7 @@ WeightFunction = Callable[[Any, Any], Any]
 """A user's own strategy: of logits `(B, K)` and uniforms `(B, 1)` on [0, 1) the weights `(B, K)`."""
 _GRAMMAR = re.compile(
     r"(?P<word>[a-z]+)(?:-(?P<dash>[^\s()]+))?(?:\((?P<args>[^()]*)\))?(?:\s+every\s+(?P<every>\S+))?"
+    r"(?:\s+without\s+(?P<without>\d+(?:\s*,\s*\d+)*))?"
 )
 
 
@@ -50,6 +51,8 @@ class Routing(Config):
     """Divides the logits before a draw (sample-k, nucleus, once)."""
     every: int = 1
     """The router is asked every so many steps (once: at the first only); weights are kept in between."""
+    without: tuple[int, ...] = ()
+    """Experts that take no part, in either branch, as if they were missing."""
     function: WeightFunction | None = Field(default=None, repr=False)
     """A strategy of the user's own."""
     null: "Routing | None" = None
@@ -64,10 +67,15 @@ class Routing(Config):
             raise ConfigError(
                 f"routing {str(self)!r} is no strategy", "give a function of logits and uniforms"
             )
-        if self.null is not None and (self.null.fixed_at_start or self.null.null):
+        if self.null is not None and (self.null.fixed_at_start or self.null.null or self.null.without):
             raise ConfigError(
                 f"routing {self.strategy!r} with null {str(self.null)!r}",
                 "the null branch takes full, top-K, threshold(P), sample-K or nucleus(P)",
+            )
+        if self.without and (self.needs_labels or sorted({*self.without}) != list(self.without)):
+            raise ConfigError(
+                f"routing {self.strategy!r} without {self.without}",
+                "give a strategy that asks the router, and each expert once, in order",
             )
         uses = (*self._entry.parameters, *(() if self.fixed_at_start else ("every",)))
         for name in ("k", "p", "temperature", "every"):
@@ -101,7 +109,8 @@ class Routing(Config):
         """
         conditional, word_null, null = text.strip().lower().partition(" null ")
         match = _GRAMMAR.fullmatch(conditional.strip())
-        word, dash, args, every = match.group("word", "dash", "args", "every") if match else (None,) * 4
+        groups = ("word", "dash", "args", "every", "without")
+        word, dash, args, every, without = match.group(*groups) if match else (None,) * 5
         word = ALIASES.get(str(word), word)
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
@@ -113,6 +122,7 @@ class Routing(Config):
             raise ConfigError(f"routing {text!r} does not have the form of {word!r}", f"valid: {_forms()}")
         settings: dict[str, Any] = dict(zip(parameters, values, strict=False))
         settings |= ({"every": every} if every else {}) | ({"null": cls.named(null)} if word_null else {})
+        settings |= {"without": sorted({int(n) for n in without.split(",")})} if without else {}
         return cls.parse({"strategy": entries[word], **settings}, f"routing {text!r}")
 
     def __str__(self) -> str:
@@ -124,6 +134,7 @@ class Routing(Config):
         args = [] if self.p is None else [repr(self.p)]
         args += [] if self.temperature == 1 else [repr(self.temperature)]
         suffix = "" if self.every == 1 else f" every {self.every}"
+        suffix += f" without {','.join(map(str, self.without))}" if self.without else ""
         suffix += "" if self.null is None else f" null {self.null}"
         return name + (f"({', '.join(args)})" if args else "") + suffix
 
@@ -173,10 +184,14 @@ class Routing(Config):
 
     def possible(self, experts: int) -> bool:
         """Whether there are experts enough, both branches looked at."""
-        return self._entry.least(self) <= experts and (self.null is None or self.null.possible(experts))
+        left = experts - len(self.without)
+        return max(1, self._entry.least(self)) <= left and (self.null is None or self.null.possible(left))
 
     def check(self, experts: int) -> Self:
-        """Itself; `ConfigError` if it wants more experts than there are."""
+        """Itself; `ConfigError` if it wants, or leaves out, experts that there are not."""
+        if self.without and self.without[-1] >= experts:
+            what = f"routing {str(self)!r}: there is no expert {self.without[-1]}"
+            raise ConfigError(what, f"give numbers below {experts}")
         if not self.possible(experts):
             raise ConfigError(f"routing {str(self)!r} with {experts} experts", f"give k of at most {experts}")
         return self
@@ -185,6 +200,7 @@ class Routing(Config):
         """Say what it does, in words."""
         words = self._entry.words(self)
         words += f", asked every {self.every} steps" if self.every > 1 else ""
+        words += f", without {' and '.join(map(str, self.without))}" if self.without else ""
         return words if self.null is None else f"{words}; guidance's null branch by {self.null.describe()}"
 
 

@@ -18,8 +18,9 @@ from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.ensemble import Costs, Ensemble, Field, Trace
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel
+from atoll.ensemble.field import Field
 from atoll.ensemble.folder import OTHERS, PICTURE, FolderWriter, parts_of
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import check_flow, set_times, walk
@@ -28,6 +29,7 @@ from atoll.ensemble.opened import Chosen, check_router, claim, open_folder, targ
 from atoll.ensemble.parts import load_part
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
+from atoll.ensemble.trace import Costs, Trace
 from atoll.export.arguments import (
     CALLBACK,
     Generators,

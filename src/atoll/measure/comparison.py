@@ -26,11 +26,11 @@ from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, akin
 from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Trace
 from atoll.ensemble.expert import read_card
 from atoll.ensemble.folder import Manifest, read_manifest
 from atoll.ensemble.model import ENSEMBLE, joined
 from atoll.ensemble.routing import Routing
+from atoll.ensemble.trace import Trace
 from atoll.measure.departure import WIDE, Departure, possible, routings
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K

@@ -16,7 +16,7 @@ from atoll.base.hashing import digest, digest_strings
 from atoll.data.dataset import DataSet
 from atoll.data.decode import BadImageError, decode
 from atoll.data.folder import SUFFIXES
-from atoll.ensemble.ensemble import Trace
+from atoll.ensemble.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
 from atoll.campaign.points import MeasuredPoint, Protocol, point_key
 from atoll.encoders.vision import VisionEncoder
-from atoll.ensemble.ensemble import Trace
+from atoll.ensemble.trace import Trace
 from atoll.measure.features import extract
 from atoll.measure.metrics.metric import How, compute, scorers, settings_of
 from atoll.measure.models import Drawn

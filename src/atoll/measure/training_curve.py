@@ -20,10 +20,11 @@ from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
 from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Costs, Ensemble
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, built, filled, read_card, read_part
 from atoll.ensemble.folder import Manifest
 from atoll.ensemble.model import ENSEMBLE, Model
+from atoll.ensemble.trace import Costs
 from atoll.measure.comparison import BASE, Bench
 from atoll.measure.departure import WIDE
 from atoll.measure.guidance_sweep import MEASURED, tell

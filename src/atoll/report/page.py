@@ -74,14 +74,13 @@ def write_report(store: Store) -> str:
 
 def render(facts: Facts) -> str:
     """The page as text."""
-    k = facts.partition.k
     contexts: dict[str, Any] = {one.__name__.rpartition(".")[2]: one.section(facts) for one in SECTIONS}
     return (
         environment()
         .get_template("page.html")
         .render(
             facts=facts,
-            colours={dark: Markup(palette.variables(k, dark)) for dark in (False, True)},
+            colours=Markup(palette.stylesheet(facts.partition.k)),
             config=yaml.safe_dump(facts.frozen.config, sort_keys=False, allow_unicode=True),
             **contexts,
         )

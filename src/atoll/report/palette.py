@@ -30,9 +30,15 @@ def expert_colour(number: int, dark: bool = False) -> str:
     return "#" + "".join(f"{round(c + (away - c) * share):02x}" for c in channels)
 
 
-def variables(count: int, dark: bool = False) -> str:
-    """CSS declarations `--e0` ... of all experts."""
-    return " ".join(f"--e{number}: {expert_colour(number, dark)};" for number in range(count))
+def stylesheet(count: int) -> str:
+    """CSS: `--e0` ... of all experts on light and dark pages, and a class `e0` ... for each."""
+    light, dark = (
+        " ".join(f"--e{number}: {expert_colour(number, dark)};" for number in range(count))
+        for dark in (False, True)
+    )
+    classes = " ".join(f".e{number} {{ --c: var(--e{number}) }}" for number in range(count))
+    of_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ {light} }}\n{of_dark}\n{classes}\n"
 
 
 def model_styles(names: Iterable[str]) -> dict[str, str]:

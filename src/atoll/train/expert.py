@@ -62,7 +62,12 @@ class DenoiserTask:
         index = spread(len(self.rows.train), 12)
         objective, bound = self.recipe.objective, bound_of(self.rows.latents)
         denoiser = Expert(
-            self.network, self.family.name, objective.prediction, objective.schedule, bound=bound
+            self.network,
+            self.family.name,
+            objective.prediction,
+            objective.schedule,
+            bound=bound,
+            learning=True,
         )
         shape = (self.rows.train.shape.channels, self.rows.train.shape.size, self.rows.train.shape.size)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)

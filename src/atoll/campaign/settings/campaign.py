@@ -11,7 +11,7 @@ from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrainConfig
-from atoll.data.settings import ConditionKind, IngestConfig, PartitionConfig
+from atoll.data.settings import ConditionKind, DedupeConfig, IngestConfig, PartitionConfig
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
@@ -30,6 +30,8 @@ class DataConfig(Config):
     """What to ingest if `path` is empty: `glyphs`, a folder with captions, or parquet; relative too."""
     ingest: IngestConfig = IngestConfig()
     """Size, split and shards."""
+    dedupe: DedupeConfig | None = None
+    """Leave out rows that show what another row shows; `{}` takes the defaults."""
     text_encoder: str = "minilm"
     """Frozen text encoder, for condition `text`."""
     text_length: int = Field(default=77, ge=1)

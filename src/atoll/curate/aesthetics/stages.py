@@ -13,7 +13,7 @@ from torch import Tensor
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
-from atoll.campaign.finding import Finding
+from atoll.campaign.finding import SCORES, Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.labels import Labels, open_picture
 from atoll.curate.aesthetics.metrics import agreement
@@ -95,13 +95,15 @@ def _written(
     if campaign.store.exists("partition/partition.json"):
         partition = campaign.clustered()[1]
         parts += [(f"cluster {k}", values[partition.clusters == k]) for k in range(partition.k)]
-    rows: list[list[str | int | float | None]] = [
-        [name, *[round(float(mean), 4) for mean in of.mean(0)]] for name, of in parts if len(of)
-    ]
-    title, names = "Scores of the pictures", producer["scores"]
-    text = "Means over all rows of the data set (atoll aesthetics score)."
-    Finding(title=title, text=text, columns=["rows", *names], rows=rows).write(campaign.store, "scores")
+    names = producer["scores"]
     shown = names.index(MEAN) if MEAN in names else 0
+    order = [shown, *(n for n in range(len(names)) if n != shown)]
+    rows: list[list[str | int | float | None]] = [
+        [name, *[round(float(of[:, n].mean()), 4) for n in order]] for name, of in parts if len(of)
+    ]
+    title, columns = "Scores of the pictures", ["rows", *(names[n] for n in order)]
+    text = "Means over all rows of the data set (atoll aesthetics score)."
+    Finding(title=title, text=text, columns=columns, rows=rows).write(campaign.store, SCORES)
     low, middle, high = values[:, shown].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:

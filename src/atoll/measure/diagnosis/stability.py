@@ -15,7 +15,8 @@ from atoll.base.condition import Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
 from atoll.campaign.results import Table
-from atoll.ensemble.ensemble import Ensemble, Field
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.field import Field
 from atoll.ensemble.generate import Sampling, generate
 from atoll.ensemble.integrate import scheduler_of
 from atoll.measure.diagnosis.running_stats import Means

@@ -1,0 +1,33 @@
+"""Options that several groups of commands share."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from atoll.base.errors import AtollError
+
+SETS = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
+)
+
+
+class LocalPath(click.Path):
+    """A path of this machine; click alone would turn `s3://x/y` into the folder `s3:/x/y`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; `AtollError` if it can be none."""
+        if "://" in str(value):
+            raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
+        try:
+            os.lstat(value)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise AtollError(f"{str(value)[-100:]!r} can be no path: {reason}", "give another one") from None
+        return super().convert(value, param, ctx)
+
+
+LOCAL = LocalPath(path_type=Path)

@@ -1,0 +1,59 @@
+"""The commands that put a folder behind HTTP."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from atoll.base.console import say
+from atoll.base.options import LOCAL, SETS
+
+KEYS = click.option("--keys", "keyring", type=LOCAL, help="File of bearer keys, one a line; also ATOLL_KEYS.")
+
+
+@click.command()
+@click.argument("source", metavar="DIR")
+@KEYS
+@click.option("--trusted", multiple=True, help="Public key that must have signed what is served.")
+@SETS
+def serve(source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...]) -> None:
+    """Serve a campaign, an exported folder or a hub name: OpenAI's images API, and a playground."""
+    from atoll.serve.guard import read_keys
+    from atoll.serve.server import serve as run
+    from atoll.serve.settings import ServeSettings
+
+    run(source, ServeSettings.of(sets), read_keys(keyring), list(trusted) or None)
+
+
+@click.command()
+@click.argument("campaign", metavar="CAMPAIGN")
+@click.option("--once", type=LOCAL, metavar="FILE", help="Write one page of this moment, and end.")
+@KEYS
+@SETS
+def dashboard(campaign: str, once: Path | None, keyring: Path | None, sets: tuple[str, ...]) -> None:
+    """How the islands stand, live in a browser while they train anywhere; it only reads."""
+    from atoll.campaign.folder import Campaign
+
+    opened = Campaign.open(campaign)
+    if once is not None:
+        from atoll.report.dashboard import Dashboard
+
+        Dashboard(opened).write(once)
+        say(f"wrote {once}")
+        return
+    from atoll.serve.guard import read_keys
+    from atoll.serve.server import watch
+    from atoll.serve.settings import ServeSettings
+
+    watch(opened, ServeSettings.of(sets), read_keys(keyring))
+
+
+def size_up(source: str, sets: tuple[str, ...], as_json: bool) -> None:
+    """What `atoll plan DIR --serve` does: memory and speed by the number of experts on the device."""
+    from atoll.serve.settings import ServeSettings
+    from atoll.serve.sizing import lines, sizes
+
+    settings = ServeSettings.of(sets)
+    found = list(sizes(source, settings))
+    say(json.dumps([asdict(one) for one in found], indent=2) if as_json else "\n".join(lines(found)))

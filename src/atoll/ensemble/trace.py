@@ -1,0 +1,77 @@
+"""What a batch of samples was served by, and what that cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atoll.ensemble.card import Card
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of one evaluation of one sample (the `forward_flops` of the cards).
+
+    Attributes:
+        router: of the router.
+        experts: of every expert, by number; 0 where one is missing.
+    """
+
+    router: float
+    experts: Sequence[float]
+
+    @classmethod
+    def of(cls, router: Card, experts: Mapping[int, Card], k: int) -> "Costs":
+        """What the cards say, of K places."""
+        return cls(
+            router.forward_flops, [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
+        )
+
+
+@dataclass
+class Trace:
+    """Which expert served which sample at which step, and what it cost.
+
+    Attributes:
+        weights: one `(B, K)` float32 per step, of the conditional branch.
+        router_calls: samples the router was asked for.
+        expert_calls: samples that experts were evaluated on, both branches of guidance counted.
+        expert_runs: evaluations of networks, each on the samples that chose it.
+        router_flops: operations of the router; NaN where the ensemble does not know its costs.
+        expert_flops: operations of the experts, likewise.
+        branches: 2 under guidance, which evaluates every sample with and without its condition.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    router_calls: int = 0
+    expert_calls: int = 0
+    expert_runs: int = 0
+    router_flops: float = 0.0
+    expert_flops: float = 0.0
+    branches: int = 1
+
+    def stacked(self) -> Tensor:
+        """Weights `(steps, B, K)`."""
+        return torch.stack(self.weights)
+
+    @property
+    def router_share(self) -> float:
+        """The router's part of all operations; NaN where costs are unknown."""
+        total = self.router_flops + self.expert_flops
+        return self.router_flops / total if total else math.nan
+
+    @classmethod
+    def joined(cls, traces: Sequence["Trace"]) -> "Trace":
+        """One trace of several batches that took the same number of steps, samples one after the other."""
+        steps = zip(*(t.weights for t in traces), strict=True)
+        return cls(
+            [torch.cat(parts) for parts in steps],
+            sum(t.router_calls for t in traces),
+            sum(t.expert_calls for t in traces),
+            sum(t.expert_runs for t in traces),
+            sum(t.router_flops for t in traces),
+            sum(t.expert_flops for t in traces),
+            traces[0].branches,
+        )

@@ -1,0 +1,413 @@
+"""The engine: one thread that owns the models and torch, and batches rows of all requests step by step.
+
+Between two steps rows that are done leave, rows of cancelled requests are dropped, and new ones join. Nothing
+else in `serve/` touches torch.
+"""
+
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from atoll.base.console import say
+from atoll.base.errors import AtollError, ConfigError, first_line
+from atoll.base.threads import using_threads
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.field import RoutedField
+from atoll.ensemble.generation import Generation
+from atoll.ensemble.model import Model
+from atoll.ensemble.residency import ResidentExperts
+from atoll.serve.job import Failed, Finished, Job, Partial
+from atoll.serve.lane import Lane, Row
+from atoll.serve.metrics import Metrics
+from atoll.serve.settings import ServeSettings
+
+LOADING, WARMING, READY, DRAINING, FAILED = "loading", "warming", "ready", "draining", "failed"
+IDLE = 0.5
+"""Seconds that an idle engine sleeps before it looks for deadlines."""
+SLICE = 8
+"""Steps that rows of the same experts take while those of experts that are not on the device wait."""
+
+
+class Refused(Exception):
+    """A request that is not accepted now.
+
+    Attributes:
+        code: `queue_full`, or why the engine is not ready.
+        after: seconds after which to try again.
+    """
+
+    def __init__(self, code: str, message: str, after: float) -> None:
+        self.code, self.message, self.after = code, message, after
+        super().__init__(message)
+
+
+class Engine:
+    """Draws what is submitted.
+
+    Args:
+        models: by name what loads them; the first is the default.
+        settings: its bounds.
+        metrics: what it counts in.
+
+    Attributes:
+        state: `loading`, `warming`, `ready`, `draining` or `failed`.
+        opened: the models, once they are loaded.
+        sizes: width and height of a picture of each model.
+        error: why it failed.
+    """
+
+    def __init__(
+        self, models: Mapping[str, Callable[[], Model]], settings: ServeSettings, metrics: Metrics
+    ) -> None:
+        self.settings, self.metrics, self.state = settings, metrics, LOADING
+        self.opened: dict[str, Model] = {}
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self.error: Exception | None = None
+        self.names = list(models)
+        self._models = models
+        self._arrivals: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._pending: deque[Lane] = deque()
+        self._lanes: dict[str, Lane] = {}
+        self._turns: dict[str, int] = {}
+        self._batch = settings.batch
+        self._lock = threading.Lock()
+        self._outstanding = 0.0
+        self._rate = 0.0
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # What other threads call.
+
+    def start(self) -> None:
+        """Load the models and draw from then on, in a thread of its own."""
+        self._thread.start()
+
+    def work_of(self, model: str, generation: Generation, count: int) -> float:
+        """Pixels x steps of a request."""
+        width, height = self.sizes[model]
+        return float(width * height * generation.steps * count)
+
+    def about(self, name: str, routing: str = "") -> dict[str, Any] | None:
+        """Size, condition, experts and defaults of a model, for clients; None until it is loaded."""
+        if name not in self.sizes:
+            return None
+        width, height = self.sizes[name]
+        model = self.opened[name]
+        how = model.generation.for_condition(model.card.condition)
+        facts = {
+            "size": f"{width}x{height}",
+            "condition": model.card.condition,
+            "steps": how.steps,
+            "guidance": how.guidance,
+        }
+        if not isinstance(model.denoiser, Ensemble):
+            return facts
+        experts = len(model.denoiser.experts)
+        return {**facts, "routing": routing or str(how.routing), "experts": experts}
+
+    @property
+    def capacity(self) -> float:
+        """Most work that is accepted and not done."""
+        largest = max(self.work_of(name, model.generation, 1) for name, model in self.opened.items())
+        return self.settings.queue * largest
+
+    def submit(self, job: Job) -> None:
+        """Accept a request, counted before anything of it is computed.
+
+        Raises:
+            Refused: not ready, or as much work as may be is waiting.
+            ConfigError: it is more than ever may wait.
+        """
+        if self.state != READY:
+            raise Refused(self.state, f"the server is {self.state}", 5.0)
+        job.work = self.work_of(job.model, job.generation, job.count)
+        capacity = self.capacity
+        if job.work > capacity:
+            raise ConfigError(
+                "the request is more than this server ever accepts", "ask for fewer steps or pictures"
+            )
+        with self._lock:
+            if self._outstanding + job.work > capacity:
+                self.metrics.rejected.labels("queue_full").inc()
+                over = self._outstanding + job.work - capacity
+                raise Refused("queue_full", "as much as this server accepts is waiting", self._seconds(over))
+            self._outstanding += job.work
+        self.metrics.waiting.inc(job.count)
+        self._arrivals.put(job)
+
+    def drain(self, seconds: float) -> bool:
+        """Accept nothing more, and wait until what was accepted is done; whether it is."""
+        self.state = DRAINING if self.state == READY else self.state
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._outstanding > 0:
+            time.sleep(0.02)
+        done = self._outstanding <= 0
+        self._stop.set()
+        self._done.wait(5)
+        return done
+
+    def _seconds(self, work: float) -> float:
+        return min(120.0, max(1.0, work / self._rate)) if self._rate else 1.0
+
+    # What only the engine's thread calls.
+
+    def _run(self) -> None:
+        try:
+            with using_threads(self.settings.threads):
+                self._load()
+                self.state = READY
+                while not self._stop.is_set():
+                    self._turn()
+        except Exception as error:
+            self.error, self.state = error, FAILED
+            say(f"the engine failed: {first_line(error)}")
+        finally:
+            for lane in [*self._lanes.values(), *self._pending]:
+                for job in {row.job for row in lane.rows}:
+                    self._fail(job, Failed("server_stopped", "the server stopped", repeats=False))
+            while not self._arrivals.empty():
+                self._fail(
+                    self._arrivals.get(), Failed("server_stopped", "the server stopped", repeats=False)
+                )
+            self._done.set()
+
+    def _load(self) -> None:
+        """Open every model, and draw one picture of each in one step."""
+        for name, load in self._models.items():
+            self.opened[name] = load()
+        self.state = WARMING
+        for name, model in self.opened.items():
+            prompt = {"text": ("a",), "class": ("0",), "none": ()}[model.card.condition]
+            job = Job(name, prompt, model.generation.with_(steps=1), tell=lambda event: None)
+            lane = Lane.of(job, model)
+            lane.advance()
+            self.sizes[name] = model.pictures(lane.x)[0].size
+
+    def _turn(self) -> None:
+        """Take arrivals, then one step for all rows."""
+        busy = bool(self._lanes or self._pending)
+        try:
+            while True:
+                self._receive(self._arrivals.get(timeout=0 if busy else IDLE))
+                busy = True
+        except queue.Empty:
+            pass
+        self._drop()
+        self._join()
+        for name in list(self._lanes):
+            started = time.monotonic()
+            rows = len(self._lanes[name].rows)
+            work = sum(row.job.work / row.job.count / row.steps for row in self._lanes[name].rows)
+            self._advance(name)
+            self._measure(time.monotonic() - started, rows, work)
+
+    def _receive(self, job: Job) -> None:
+        """Encode a request's texts and set its rows up."""
+        if self._gone(job):
+            return
+        try:
+            lane = Lane.of(job, self.opened[job.model])
+        except AtollError as error:
+            self._fail(job, Failed("invalid_request", str(error)))
+        except Exception as error:
+            self._fail(job, Failed("internal_error", f"the request cannot be set up: {first_line(error)}"))
+        else:
+            count = len(lane.rows)
+            chunks = [range(n, min(n + self._batch, count)) for n in range(0, count, self._batch)]
+            self._pending += [lane] if len(chunks) == 1 else [lane.take(list(chunk)) for chunk in chunks]
+
+    def _drop(self) -> None:
+        """Let go of rows that nobody waits for any more."""
+        for name, lane in list(self._lanes.items()):
+            self._keep(name, [n for n, row in enumerate(lane.rows) if not self._gone(row.job)])
+        pending, self._pending = self._pending, deque()
+        for lane in pending:
+            kept = [n for n, row in enumerate(lane.rows) if not self._gone(row.job)]
+            if kept:
+                self._pending.append(lane if len(kept) == len(lane.rows) else lane.take(kept))
+
+    def _gone(self, job: Job) -> bool:
+        if not job.waiting:
+            return True
+        if job.cancelled:
+            self.metrics.cancelled.labels("queue" if job.started is None else "step").inc()
+            self._release(job)
+            return True
+        if time.monotonic() > job.deadline:
+            self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
+            return True
+        return False
+
+    def _join(self) -> None:
+        """Let what waits longest join the rows of its model, as far as there is room."""
+        waiting: deque[Lane] = deque()
+        full = set[str]()
+        for lane in self._pending:
+            name = lane.rows[0].job.model
+            there = self._lanes.get(name)
+            if name in full or (there is not None and len(there.rows) + len(lane.rows) > self._batch):
+                full.add(name)
+                waiting.append(lane)
+                continue
+            if there is not None and not there.fits(lane, self._room(name)):
+                waiting.append(lane)
+                continue
+            for job in {row.job for row in lane.rows if row.job.started is None}:
+                job.started = time.monotonic()
+                self.metrics.queue_wait.observe(job.started - job.accepted)
+            self._lanes[name] = lane if there is None else Lane.merged([there, lane])
+        self._pending = waiting
+
+    def _advance(self, name: str) -> None:
+        """One step of a model's rows; if it fails, of each row alone, so that only the guilty one falls."""
+        lane = self._lanes[name]
+        turn = lane.experts  # of the rows that were there before: those that begin have none yet
+        try:
+            lane.advance()
+        except torch.OutOfMemoryError as error:
+            self._halve(name, error)
+            return
+        except Exception:
+            self.metrics.failed_batches.inc()
+            survivors = self._alone(name)
+            if survivors is None:
+                return
+            lane = survivors
+        if isinstance(lane.flow, RoutedField):
+            self.metrics.count(lane.flow)
+        self._finish(name, lane)
+        self._share(name, turn)
+
+    def _room(self, name: str) -> int:
+        """Experts that a step of a model can use without bringing any of them twice in the next."""
+        experts = self._resident(name)
+        return sys.maxsize if experts is None else experts.capacity
+
+    def _resident(self, name: str) -> ResidentExperts | None:
+        denoiser = self.opened[name].denoiser
+        experts = denoiser.experts if isinstance(denoiser, Ensemble) else None
+        return experts if isinstance(experts, ResidentExperts) else None
+
+    def _share(self, name: str, turn: frozenset[int]) -> None:
+        """Where not all experts stay on the device: rows of the same ones step, others wait their turn."""
+        lane, experts = self._lanes.get(name), self._resident(name)
+        if lane is None or experts is None or experts.capacity >= len(experts):
+            return
+        stay, leave = lane.apart(experts.capacity, turn)
+        waiting = any(one.experts for one in self._pending if one.rows[0].job.model == name)
+        self._turns[name] = self._turns.get(name, 0) + 1
+        if self._turns[name] >= SLICE and (waiting or leave):
+            stay, leave, self._turns[name] = [], [*leave, stay], 0
+        if leave:
+            # Rows under way go on before new ones begin, those that have waited longest first.
+            order = [*self._pending, *(lane.take(group) for group in leave)]
+            self._pending = deque(sorted(order, key=lambda one: not one.experts))
+            self._keep(name, stay)
+
+    def _halve(self, name: str, error: Exception) -> None:
+        """Memory ran out: fewer rows from now on; those that have no room wait for it."""
+        lane = self._lanes.pop(name)
+        count = len(lane.rows)
+        if count == 1:
+            reason = "there is not enough memory for this request"
+            self._fail(lane.rows[0].job, Failed("out_of_memory", reason))
+            return
+        self._batch = max(1, min(self._batch, count) // 2)
+        say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
+        self._pending.extendleft(
+            reversed(
+                [lane.take(list(range(n, min(n + self._batch, count)))) for n in range(0, count, self._batch)]
+            )
+        )
+
+    def _alone(self, name: str) -> Lane | None:
+        lane, whole = self._lanes.pop(name), list[Lane]()
+        for n, row in enumerate(lane.rows):
+            if not row.job.waiting:
+                continue
+            one = lane.take([n])
+            try:
+                one.advance()
+            except Exception as error:
+                reason = f"the request failed at step {row.step}: {first_line(error)}"
+                self._fail(row.job, Failed("internal_error", reason))
+            else:
+                whole.append(one)
+        whole = [one for one in whole if one.rows[0].job.waiting]
+        if not whole:
+            return None
+        joined = Lane.merged(whole)
+        joined.v = torch.cat([one.v for one in whole if one.v is not None])
+        self._lanes[name] = joined
+        return joined
+
+    def _finish(self, name: str, lane: Lane) -> None:
+        """Hand out partial and finished pictures; rows that are done leave."""
+        model, stay = self.opened[name], list[int]()
+        for n, row in enumerate(lane.rows):
+            done = row.step == row.steps
+            for index, step in enumerate(row.partial):
+                if step == row.step - 1 and not done:
+                    self._give(model, row, lane.estimates([n]), index)
+            if done:
+                self._give(model, row, lane.x[n : n + 1], None)
+            else:
+                stay.append(n)
+        self._keep(name, [n for n in stay if lane.rows[n].job.waiting])
+
+    def _give(self, model: Model, row: Row, latent: torch.Tensor, index: int | None) -> None:
+        job = row.job
+        if not job.waiting or job.cancelled:
+            return
+        try:
+            image = model.pictures(latent, [row.number])[0]
+        except AtollError as error:
+            self._fail(job, Failed("broken_picture", str(error)))
+            return
+        except Exception as error:
+            self._fail(job, Failed("internal_error", f"the picture cannot be decoded: {first_line(error)}"))
+            return
+        if index is not None:
+            job.tell(Partial(row.number, index, image))
+            return
+        job.waiting -= 1
+        self.metrics.images.labels(job.model).inc()
+        if not job.waiting:
+            self.metrics.latency.observe(time.monotonic() - job.accepted)
+            self._release(job)
+        job.tell(Finished(row.number, image, row.routing))
+
+    def _keep(self, name: str, kept: list[int]) -> None:
+        lane = self._lanes[name]
+        if not kept:
+            del self._lanes[name]
+        elif len(kept) < len(lane.rows):
+            self._lanes[name] = lane.take(kept)
+
+    def _fail(self, job: Job, failure: Failed) -> None:
+        if job.waiting:
+            self.metrics.failed.labels(failure.code).inc()
+            self._release(job)
+            job.tell(failure)
+
+    def _release(self, job: Job) -> None:
+        """A request is over: its work no longer counts."""
+        self.metrics.waiting.dec(job.count)
+        job.waiting = 0
+        with self._lock:
+            self._outstanding = max(0.0, self._outstanding - job.work)
+
+    def _measure(self, seconds: float, rows: int, work: float) -> None:
+        rate = work / max(seconds, 1e-9)
+        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        self.metrics.steps.observe(seconds)
+        self.metrics.batch.observe(rows)
+        found = [experts for name in self.opened if (experts := self._resident(name)) is not None]
+        self.metrics.moved(sum(one.loads for one in found), sum(one.loaded_bytes for one in found))

@@ -1,0 +1,97 @@
+"""Whose requests are answered, and how every refusal is."""
+
+import hmac
+import os
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from atoll.base.errors import ConfigError
+from atoll.serve.metrics import Metrics
+from atoll.serve.request import ApiError
+
+SHORTEST = 16
+"""Characters of a key."""
+
+
+class Keys:
+    """What a request must bring.
+
+    Args:
+        keys: one of which it must; none lets everybody in.
+        metrics: where refusals are counted.
+        open_paths: paths that answer without one; one that ends in a slash stands for all below it.
+    """
+
+    def __init__(self, keys: Sequence[str], metrics: Metrics, open_paths: Collection[str]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._metrics, self._open = metrics, open_paths
+
+    async def __call__(self, request: Request) -> None:
+        """Let a request in.
+
+        Raises:
+            ApiError: it brings no valid key.
+        """
+        path = request.url.path
+        below = [one for one in self._open if one.endswith("/") and one != "/"]
+        if not self._digests or path in self._open or path.startswith(tuple(below)):
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = sha256(key.strip().encode()).digest()
+        # Every key is looked at, so that the time says nothing of which one was near.
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() != "bearer" or not any(known):
+            self._metrics.rejected.labels("key").inc()
+            raise ApiError(401, "no valid key: send 'Authorization: Bearer KEY'", "invalid_api_key")
+
+
+def new_app(keys: Keys) -> FastAPI:
+    """An application without routes that lets in whom the keys let in, and whose errors are OpenAI's."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(keys)])
+
+    @app.exception_handler(ApiError)
+    async def told(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        one = ApiError(error.status_code, what, "not_found")
+        return JSONResponse(one.body, one.status, one.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        one = ApiError(500, "the server failed to answer; its log says why", "internal_error")
+        return JSONResponse(one.body, one.status, one.headers)
+
+    return app
+
+
+def read_keys(path: Path | None) -> list[str]:
+    """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too.
+
+    Raises:
+        ConfigError: the file cannot be read or holds none, or a key is shorter than 16 characters.
+    """
+    keys = [key.strip() for key in os.environ.get("ATOLL_KEYS", "").split(",") if key.strip()]
+    if path is not None:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the keys in {path} cannot be read ({error})", "give a file of one key a line"
+            ) from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"{path} holds no key", "write one a line")
+        keys += found
+    if any(len(key) < SHORTEST for key in keys):
+        raise ConfigError(
+            f"a key is shorter than {SHORTEST} characters", "make it longer: openssl rand -hex 24"
+        )
+    return keys

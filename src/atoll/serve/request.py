@@ -1,0 +1,140 @@
+"""Requests as OpenAI's client sends them, with Atoll's own settings beside, and errors as it reads them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atoll.base.errors import ConfigError, nearest
+from atoll.ensemble.generation import Generation
+
+LONGEST = 32_000
+"""Characters of a prompt, as OpenAI allows."""
+EVERY_STRATEGY = ("full", "top-1", "top-2", "once", "once null sample-1")
+"""Strategies that are listed as models of their own; `routing` takes any."""
+
+
+class ImageRequest(BaseModel):
+    """`POST /v1/images/generations`; `quality`, `style`, `background`, `moderation`, `user` do nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: str = Field(max_length=LONGEST)
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1)
+    size: str | None = None
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: int | None = Field(default=None, ge=0, le=100)
+    stream: bool | None = None
+    partial_images: int | None = Field(default=None, ge=0, le=3)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    steps: int | None = Field(default=None, ge=1)
+    guidance: float | None = Field(default=None, ge=0, le=1e6)
+    shift: float | None = Field(default=None, gt=0, le=1e4)
+    routing: str | None = Field(default=None, max_length=200)
+    negative: str | None = Field(default=None, max_length=LONGEST)
+    quality: str | None = None
+    style: str | None = None
+    background: Literal["auto", "opaque"] | None = None
+    moderation: str | None = None
+    user: str | None = None
+
+    def generation(self, default: Generation, seed: int, routing: str | None) -> Generation:
+        """How it is drawn.
+
+        Args:
+            default: the model's own.
+            seed: where the request has none.
+            routing: of the model's name, where the request has none.
+
+        Raises:
+            ConfigError: a value that there is not.
+        """
+        return default.with_(
+            seed=seed if self.seed is None else self.seed,
+            steps=self.steps,
+            guidance=self.guidance,
+            shift=self.shift,
+            routing=self.routing or routing,
+        )
+
+
+class ApiError(Exception):
+    """What is answered in place of pictures.
+
+    Attributes:
+        status: of HTTP.
+        body: as OpenAI's client reads it.
+        headers: `Retry-After`, or `x-should-retry: false` where a retry would repeat the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        after: float | None = None,
+    ) -> None:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.headers = (
+            {"x-should-retry": "false"} if after is None else {"Retry-After": str(max(1, round(after)))}
+        )
+        super().__init__(message)
+
+
+def parse(body: Any) -> ImageRequest:
+    """The request in a JSON value.
+
+    Raises:
+        ApiError: names the first field that is wrong, and for one that there is not the nearest.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is no JSON object", "invalid_json")
+    try:
+        return ImageRequest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        if first["type"] == "extra_forbidden":
+            hint = nearest(str(name)[:100], ImageRequest.model_fields)
+            raise ApiError(
+                400, f"there is no field {str(name)[:100]!r}: {hint}", "unknown_parameter", name
+            ) from None
+        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+        raise ApiError(400, f"{name}: {first['msg']}", code, name) from None
+
+
+def split_model(name: str | None, models: list[str]) -> tuple[str, str | None]:
+    """The model and the strategy that a name such as `ensemble:top-1` means.
+
+    Raises:
+        ApiError: there is none of that name.
+    """
+    base, _, routing = (name or models[0]).partition(":")
+    if base not in models or (routing and base != "ensemble"):
+        hint = nearest(str(name)[:100], listed(models))
+        raise ApiError(404, f"there is no model {str(name)[:100]!r}: {hint}", "model_not_found", "model")
+    return base, routing or None
+
+
+def listed(models: list[str]) -> list[str]:
+    """Names under which the models can be asked for."""
+    strategies = [f"ensemble:{one}" for one in EVERY_STRATEGY] if "ensemble" in models else []
+    return [*models, *strategies]
+
+
+def checked_size(size: str | None, own: tuple[int, int]) -> None:
+    """Refuse a size that is not the model's own."""
+    width, height = own
+    if size not in (None, "auto", f"{width}x{height}"):
+        valid = f"valid: auto, {width}x{height}"
+        raise ApiError(400, f"this model draws no pictures of {size[:40]!r}: {valid}", "invalid_size", "size")
+
+
+def of_config(error: ConfigError, param: str | None = None) -> ApiError:
+    """A mistake in the request that Atoll's own settings found."""
+    return ApiError(400, str(error), "invalid_value", param)

@@ -1,0 +1,170 @@
+"""`atoll serve` and `atoll dashboard`: a folder behind HTTP, until they are told to leave."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from ipaddress import ip_address
+
+import uvicorn
+from fastapi import FastAPI
+
+from atoll.base.console import say
+from atoll.base.device import own_device
+from atoll.base.errors import ConfigError, StoreError
+from atoll.campaign.finding import of_clusters
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.expert import published
+from atoll.ensemble.folder import MANIFEST
+from atoll.ensemble.model import ENSEMBLE, Model
+from atoll.ensemble.opened import is_hub_name
+from atoll.report.dashboard import Dashboard
+from atoll.serve.app import create_app
+from atoll.serve.engine import FAILED, READY, Engine
+from atoll.serve.guard import Keys, new_app
+from atoll.serve.metrics import Metrics
+from atoll.serve.pages import OPEN_PAGES, add_pages
+from atoll.serve.settings import ServeSettings
+from atoll.store.store import Store
+
+NETWORKS = ("monolith", "student")
+
+
+def serve(
+    source: str, settings: ServeSettings, keys: Sequence[str] = (), trusted: Sequence[str] | None = None
+) -> None:
+    """Serve every model of a campaign, or of an exported folder or hub name, until SIGTERM or SIGINT.
+
+    Args:
+        source: what `Model.load` takes.
+        settings: address and bounds.
+        keys: bearer keys; none lets everybody in.
+        trusted: public keys, one of which must have signed what is loaded.
+
+    Raises:
+        StoreError: there is nothing to serve, or a file is not what the manifest says.
+        ConfigError: the address is taken or is none.
+    """
+    app, engine = open_app(source, settings, keys, trusted)
+
+    async def draw(leaving: asyncio.Event) -> None:
+        engine.start()
+        told = False
+        while not leaving.is_set() and engine.state != FAILED:
+            if engine.state == READY and not told:
+                say("ready")
+                told = True
+            with suppress(TimeoutError):
+                await asyncio.wait_for(leaving.wait(), 0.1)
+        if leaving.is_set():
+            say("draining")
+            done = await asyncio.to_thread(engine.drain, settings.drain)
+            say("drained" if done else "left with requests unfinished")
+
+    _listen_and_run(app, settings, keys, f"serving {', '.join(engine.names)}", draw)
+    if engine.error is not None:
+        raise engine.error
+
+
+def open_app(
+    source: str, settings: ServeSettings, keys: Sequence[str] = (), trusted: Sequence[str] | None = None
+) -> tuple[FastAPI, Engine]:
+    """The application over a source, for any ASGI server, and its engine, which is still to be started.
+
+    Takes what `serve` takes, and raises what it raises; the address in the settings is not looked at.
+    """
+    engine = Engine(models_in(source, settings, trusted), settings, Metrics())
+    is_campaign = not is_hub_name(source) and Store.open(source).exists("campaign.json")
+    if not is_campaign:
+        return create_app(engine, settings, keys), engine
+    campaign = Campaign.open(source)
+    return create_app(engine, settings, keys, Dashboard(campaign), of_clusters(campaign.store)), engine
+
+
+def watch(campaign: Campaign, settings: ServeSettings, keys: Sequence[str] = ()) -> None:
+    """Show how a campaign stands, as a page, until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: the address is taken or is none.
+    """
+    app = new_app(Keys(keys, Metrics(), OPEN_PAGES))
+    add_pages(app, False, Dashboard(campaign))
+    _listen_and_run(app, settings, keys, "dashboard", asyncio.Event.wait)
+
+
+def models_in(
+    source: str, settings: ServeSettings, trusted: Sequence[str] | None = None
+) -> dict[str, Callable[[], Model]]:
+    """What loads each model of a source, by name; the ensemble first.
+
+    Raises:
+        StoreError: there is none.
+    """
+    load = partial(Model.load, residency=settings.residency, device=own_device(), trusted=trusted)
+    if is_hub_name(source):
+        return {ENSEMBLE: partial(load, source)}
+    store = Store.open(source)
+    names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
+    names += [name for name in NETWORKS if published(store, f"{name}/expert")]
+    if not names:
+        raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
+    return {name: partial(load, store, name) for name in names}
+
+
+def _listen_and_run(
+    app: FastAPI,
+    settings: ServeSettings,
+    keys: Sequence[str],
+    what: str,
+    work: Callable[[asyncio.Event], Awaitable[object]],
+) -> None:
+    """Answer until the work is done, which ends soon after its event is set."""
+    listening = _listen(settings)
+    host, port = listening.getsockname()[:2]
+    if not _is_loopback(host) and not keys:
+        say(f"warning: {host} can be reached from elsewhere, and there is no key: give --keys FILE")
+    shown = f"[{host}]" if ":" in host else host
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        server, leaving = _Server(config), asyncio.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, leaving.set)
+        serving = asyncio.ensure_future(server.serve([listening]))
+        say(f"{what} at http://{shown}:{port}")
+        await work(leaving)
+        server.should_exit = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(serving, 10)
+
+    asyncio.run(run())
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # asyncio sends at once only on sockets that name TCP: on others an answer may wait 40 ms.
+    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        one.bind((settings.host, settings.port))
+        one.listen(1024)
+    except (OSError, UnicodeError) as error:
+        one.close()
+        what = f"cannot listen on {settings.host}:{settings.port} ({error})"
+        raise ConfigError(what, "take another: --set port=8001") from None
+    return one
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not for uvicorn, which would end before anything is drained."""
+        yield

@@ -1,0 +1,141 @@
+"""How large a server has to be: memory and speed by the number of experts on the device, measured."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from atoll.base.device import own_device
+from atoll.base.errors import ConfigError
+from atoll.base.text import columns, significant, size
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.model import ENSEMBLE, Model
+from atoll.ensemble.residency import ResidentExperts
+from atoll.ensemble.settings import Residency
+from atoll.serve.engine import FAILED, READY, Engine
+from atoll.serve.job import Event, Failed, Job
+from atoll.serve.metrics import Metrics
+from atoll.serve.settings import ServeSettings
+
+PROMPTS = (
+    "a cat",
+    "a red flower",
+    "the letter A",
+    "a house by the sea",
+    "a smiling face",
+    "a car",
+    "food",
+    "a map",
+)
+"""What is drawn, so that more than one expert is wanted."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a server with some experts on the device needs and does.
+
+    Attributes:
+        experts: on the device, the place that the next is brought into not counted.
+        weights: bytes of all experts' places there.
+        peak: most bytes of the device that were in use, or of the process where the device is the CPU.
+        rows: steps of pictures a second at full batches.
+        pictures: pictures a second.
+        swaps: experts brought for each picture.
+    """
+
+    experts: int
+    weights: int
+    peak: int
+    rows: float
+    pictures: float
+    swaps: float
+
+
+def sizes(source: str, settings: ServeSettings) -> Iterator[Size]:
+    """Serve a full batch with 1, 2, 4 and so on experts on this machine's device, and with all.
+
+    Args:
+        source: what `Model.load` takes; its ensemble is measured as it draws by itself.
+        settings: `batch` is how many pictures are drawn at once; bounds and residency are not looked at.
+
+    Raises:
+        StoreError: there is no ensemble.
+        ConfigError: a picture cannot be drawn.
+    """
+    resident, available = 1, sys.maxsize
+    while resident < 2 * available:
+        how = Residency(experts=min(resident, available))
+        model = Model.load(source, residency=how, device=own_device())
+        assert isinstance(model.denoiser, Ensemble)
+        experts = model.denoiser.experts
+        assert isinstance(experts, ResidentExperts)
+        available = len(experts) - len(experts.missing)
+        yield _measured(model, experts, settings, min(resident, available))
+        resident *= 2
+
+
+def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, resident: int) -> Size:
+    """Draw two batches, and measure the second."""
+    if cuda := model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+    unbounded = settings.model_copy(update={"queue": 1_000_000})
+    engine = Engine({ENSEMBLE: lambda: model}, unbounded, Metrics())
+    engine.start()
+    try:
+        while engine.state not in (READY, FAILED):
+            time.sleep(0.01)
+        if engine.error is not None:
+            raise engine.error
+        _draw(engine, settings.batch)
+        before, start = experts.loads, time.monotonic()
+        _draw(engine, settings.batch)
+        seconds = time.monotonic() - start
+        peak = torch.cuda.max_memory_allocated(model.device) if cuda else _process_peak()
+    finally:
+        engine.drain(0)
+    pictures = settings.batch / seconds
+    swaps = (experts.loads - before) / settings.batch
+    return Size(resident, experts.device_bytes, peak, pictures * model.generation.steps, pictures, swaps)
+
+
+def _draw(engine: Engine, count: int) -> None:
+    """As many requests of a picture each, at once."""
+    model, told = engine.opened[ENSEMBLE], list[Event]()
+    classes = model.card.shape.classes
+    jobs = []
+    for number in range(count):
+        prompts = {"text": (PROMPTS[number % len(PROMPTS)],), "none": ()}
+        prompt = prompts.get(model.card.condition, (str(number % max(classes, 1)),))
+        jobs.append(Job(ENSEMBLE, prompt, model.generation.with_(seed=number), told.append))
+        engine.submit(jobs[-1])
+    while any(job.waiting for job in jobs):
+        time.sleep(0.005)
+        if engine.error is not None:
+            raise engine.error
+    for event in told:
+        if isinstance(event, Failed):
+            raise ConfigError(event.message, "ask for a smaller one: --set batch=8")
+
+
+def _process_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def lines(measured: list[Size]) -> list[str]:
+    """The sizes as a table."""
+    head = ("experts there", "their weights", "peak memory", "rows/s", "pictures/s", "brought a picture")
+    rows = [
+        (
+            str(one.experts),
+            size(one.weights),
+            size(one.peak),
+            significant(one.rows),
+            significant(one.pictures),
+            significant(one.swaps),
+        )
+        for one in measured
+    ]
+    return columns([head, *rows])

@@ -1,0 +1,178 @@
+"""Rows that show what another row shows: found, left out, and never on both sides of the split."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+
+from atoll.campaign.folder import Campaign
+from atoll.campaign.prepare import prepare
+from atoll.data.audit import audit
+from atoll.data.dataset import DataSet
+from atoll.data.duplicates import COLUMN, Duplicates, dedupe, looks
+from atoll.data.ingest import ingest
+from atoll.data.settings import DedupeConfig, IngestConfig, features_column
+from atoll.data.sources import open_source
+from atoll.store.store import Store
+from helpers import command, refused
+
+SIDE = 96
+ORIGINALS = 24
+
+
+def scene(seed: int, side: int = SIDE) -> Image.Image:
+    """A picture of smooth random colours, which no other seed gives."""
+    values = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def saved(image: Image.Image, kind: str = "PNG", **how: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **how)
+    return out.getvalue()
+
+
+def planted() -> dict[str, tuple[bytes, int]]:
+    """Files by name, and which scene each shows."""
+    found = {f"own-{n:02d}.png": (saved(scene(n)), n) for n in range(ORIGINALS)}
+    small, large = scene(3).resize((48, 48), Image.Resampling.LANCZOS), scene(4, 192)
+    return found | {
+        "a-copy.png": (found["own-00.png"][0], 0),
+        "encoded.jpg": (saved(scene(1), "JPEG", quality=60), 1),
+        "again.webp": (saved(scene(1), "WEBP", quality=50), 1),
+        "pixels.png": (saved(scene(2), compress_level=0), 2),
+        "small.png": (saved(small), 3),
+        "large.png": (saved(large), 4),
+        "lighter.png": (saved(ImageEnhance.Brightness(scene(5)).enhance(1.03)), 5),
+        "mirror.png": (saved(scene(6).transpose(Image.Transpose.FLIP_LEFT_RIGHT)), -1),
+        "other-colours.png": (saved(Image.fromarray(255 - np.asarray(scene(7)))), -2),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    root.mkdir()
+    lines = []
+    for name, (content, shows) in planted().items():
+        (root / name).write_bytes(content)
+        lines.append(json.dumps({"file_name": name, "text": name, "who": f"{shows}{name}"}) + "\n")
+    (root / "metadata.jsonl").write_text("".join(lines))
+    return root
+
+
+def dataset_of(folder: Path, **more: object) -> DataSet:
+    config = IngestConfig(size=32, shard_rows=10, heldout=0.3, **more)  # type: ignore[arg-type]
+    store = Store.open(folder.parent / "data", create=True)
+    return ingest(open_source(str(folder), config), store, "", config)
+
+
+def kept_by(dataset: DataSet, found: Duplicates) -> dict[str, str]:
+    names = dataset.table(["caption"])["caption"].to_pylist()
+    return {names[n]: names[int(of)] for n, of in enumerate(found.of) if of != n}
+
+
+def test_copies_encodings_and_sizes_are_found_and_nothing_else(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    found = dedupe(dataset, DedupeConfig(), "none")
+    assert kept_by(dataset, found) == {
+        "a-copy.png": "own-00.png",
+        "encoded.jpg": "own-01.png",
+        "again.webp": "own-01.png",
+        "pixels.png": "own-02.png",
+        "small.png": "own-03.png",
+        "own-04.png": "large.png",
+        "lighter.png": "own-05.png",
+    }
+    assert found.counts == {
+        "kept": ORIGINALS + 2,
+        "same file": 1,
+        "nearly the same pixels": 6,
+        "nearly the same features": 0,
+    }
+    assert dataset.column(COLUMN).read(np.arange(len(dataset))).tolist() == found.of.tolist()
+    assert sum(len(dataset.split(name)) for name in ("train", "heldout", "test")) == ORIGINALS + 2
+    assert audit(dataset) == []
+
+
+def test_what_is_kept_in_place_of_a_copy_is_kept(folder: Path) -> None:
+    """A copy of a file, which a larger picture of the same scene replaces, is replaced by that too."""
+    (folder / "large-0.png").write_bytes(saved(scene(0, 192)))
+    with (folder / "metadata.jsonl").open("a") as lines:
+        lines.write(json.dumps({"file_name": "large-0.png", "text": "large-0.png", "who": "x"}) + "\n")
+    dataset = dataset_of(folder)
+    found = dedupe(dataset, DedupeConfig(), "none")
+    assert kept_by(dataset, found)["a-copy.png"] == kept_by(dataset, found)["own-00.png"] == "large-0.png"
+    assert (found.of[found.of] == found.of).all()
+
+
+def test_no_group_is_on_two_sides(folder: Path) -> None:
+    """Rows of one group in the source stay together too, with all that is alike to any of them."""
+    dataset = dataset_of(folder, group="who", test=0.2)
+    before = {name: dataset.split(name).tolist() for name in ("train", "heldout", "test")}
+    found = dedupe(dataset, DedupeConfig(), "none")
+    sides = dataset.column("split").read(np.arange(len(dataset))).numpy()
+    kept = found.of == np.arange(len(dataset))
+    assert (sides[~kept] == 3).all() and (sides[kept] < 3).all()
+    assert {name: dataset.split(name).tolist() for name in before} != before
+    names = dataset.table(["caption"])["caption"].to_pylist()
+    groups = found.groups[[names.index(name) for name in ("own-01.png", "again.webp", "encoded.jpg")]]
+    assert len(set(groups.tolist())) == 1
+    again = dedupe(dataset, DedupeConfig(), "none")
+    assert (again.of == found.of).all()
+    assert (dataset.column("split").read(np.arange(len(dataset))).numpy() == sides).all()
+
+
+def test_features_join_what_pixels_do_not(folder: Path) -> None:
+    """Of three in a row the first and the last are not alike, and yet one group."""
+    dataset = dataset_of(folder)
+    values = torch.from_numpy(np.random.default_rng(0).normal(size=(len(dataset), 64)).astype(np.float32))
+    names = dataset.table(["caption"])["caption"].to_pylist()
+    one, two, three = (names.index(f"own-{n}.png") for n in (10, 11, 12))
+    step = torch.nn.functional.normalize(values[one], dim=0)
+    aside = torch.nn.functional.normalize(values[two] - (values[two] @ step) * step, dim=0)
+    values[one], values[two], values[three] = step, step + 0.25 * aside, step + 0.52 * aside
+    bounds = dataset.bounds
+    dataset.write_column(
+        features_column("ours"),
+        {"name": "ours"},
+        lambda shard: {"values": values[bounds[shard] : bounds[shard + 1]].half()},
+    )
+    found = dedupe(dataset, DedupeConfig(cosine=0.95), "ours")
+    assert found.of[two] == one and found.of[three] == three and found.counts["nearly the same features"] == 1
+    assert found.groups[one] == found.groups[two] == found.groups[three]
+
+
+def test_hashes_are_near_for_the_same_scene_and_far_for_others() -> None:
+    def apart(one: Image.Image, other: Image.Image) -> int:
+        return int(np.bitwise_count(looks(one)[:8] ^ looks(other)[:8]).sum())
+
+    same = [apart(scene(n), Image.open(io.BytesIO(saved(scene(n), "JPEG", quality=50)))) for n in range(20)]
+    others = [apart(scene(n), scene(n + 1)) for n in range(20)]
+    assert max(same) <= 6 and min(others) > 12
+
+
+def test_a_campaign_leaves_them_out_and_shows_the_doubtful(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "mine"
+    sets = [f"data.source={folder}", "data.ingest.size=16", "data.ingest.heldout=0.2", "partition.k=2"]
+    sets += ["data.dedupe={}", "partition.encoder=efficientnet-lite0", "partition.encoder_size=64"]
+    changes = [part for one in sets for part in ("--set", one)]
+    assert command(capsys, "new", made, "--recipe", "cpu", *changes).code == 0
+    refused(command(capsys, "data", "dedupe", made), "no data set")
+    assert command(capsys, "data", "ingest", made).code == 0
+    refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.cosine=0.9"), "data embed")
+    refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.bits=9"), "bits")
+    opened = Campaign.open(made)
+    assert sum(prepare(opened).sizes) == len(opened.dataset().split("train")) < ORIGINALS
+    shown = command(capsys, "data", "show", made)
+    assert "7 left out as duplicates" in shown.out
+    with Image.open(made / "reports/duplicates.png") as sheet:
+        assert sheet.width > 12 * 64 * 0.9
+    refused(command(capsys, "data", "dedupe", made), "partitioned already")
+    assert command(capsys, "data", "audit", made).code == 0

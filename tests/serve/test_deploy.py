@@ -1,0 +1,157 @@
+"""The files of deploy/: nginx before real servers, and what the others say against what the server takes."""
+
+import base64
+import io
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+from PIL import Image
+
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.model import Model
+from atoll.serve.settings import ServeSettings
+from helpers import assembled
+from serve.process import Server
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"partition": {"k": 2}, "budget": {"samples": 320}, "monolith": False}
+    return assembled(tmp_path_factory.mktemp("deployed") / "letters", settings)
+
+
+@pytest.fixture
+def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[Server]]]:
+    """The address of nginx, and the two servers behind it."""
+    if NGINX is None:
+        pytest.skip("nginx is not installed (Debian: nginx-light)")
+    servers = [Server(folder, "--set", "queue=1000") for _ in range(2)]
+    port = free_port()
+    own = (DEPLOY / "nginx.conf").read_text().replace("127.0.0.1:8080", f"127.0.0.1:{port}")
+    for number, server in enumerate(servers):
+        own = own.replace(f"127.0.0.1:{8000 + number}", server.address.removeprefix("http://"))
+    (tmp_path / "own.conf").write_text(own)
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; worker_processes 1;\n"
+        f"events {{}}\nhttp {{ access_log off;\n"
+        f"client_body_temp_path {tmp_path}/b; proxy_temp_path {tmp_path}/p;\n"
+        f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
+        f"include {tmp_path}/own.conf; }}\n"
+    )
+    command = [
+        NGINX,
+        "-p",
+        str(tmp_path),
+        "-c",
+        str(tmp_path / "nginx.conf"),
+        "-e",
+        str(tmp_path / "error.log"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(100):
+            assert process.poll() is None, process.communicate()
+            try:
+                httpx.get(f"{address}/health")
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield address, servers
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+        for server in servers:
+            server.stop()
+
+
+@pytest.mark.slow
+def test_streams_pass_nginx_as_they_come_and_a_server_can_leave(
+    behind: tuple[str, list[Server]], folder: Path
+) -> None:
+    address, servers = behind
+    how = {"seed": 5, "steps": 6, "routing": "top-1"}
+    expected = Model.load(folder)(["1"], 1, Campaign.open(folder).config.sampling, **how).images[0]
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
+        seen = [time.monotonic()]
+        long = {"seed": 1, "steps": 250, "routing": "top-1"}
+        stream = client.images.generate(prompt="1", stream=True, partial_images=3, extra_body=long)
+        for _ in stream:
+            seen.append(time.monotonic())
+        # Held back, the first would come with the last.
+        assert len(seen) == 5 and seen[1] - seen[0] < 0.7 * (seen[4] - seen[0])
+        done, failed = list[bytes](), list[Exception]()
+
+        def ask() -> None:
+            try:
+                answer = client.images.generate(prompt="1", extra_body=how)
+                assert answer.data is not None and answer.data[0].b64_json is not None
+                done.append(base64.b64decode(answer.data[0].b64_json))
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for number, thread in enumerate(threads):
+            thread.start()
+            if number == 8:
+                assert servers[0].stop() == 0
+        for thread in threads:
+            thread.join(60)
+    assert not failed and len(done) == 24 and len({*done}) == 1
+    assert Image.open(io.BytesIO(done[0])).convert("RGB").tobytes() == expected.convert("RGB").tobytes()
+
+
+def test_kubernetes_asks_for_what_the_server_has() -> None:
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    assert (
+        service["spec"]["selector"]
+        == deployment["spec"]["selector"]["matchLabels"]
+        == pod["metadata"]["labels"]
+    )
+    (container,) = pod["spec"]["containers"]
+    args = container["args"]
+    settings = ServeSettings.of([args[n + 1] for n, word in enumerate(args) if word == "--set"])
+    assert container["ports"][0]["containerPort"] == settings.port
+    assert pod["spec"]["terminationGracePeriodSeconds"] > settings.drain + 10
+    mounts = {one["mountPath"] for one in container["volumeMounts"]}
+    assert args[0] in mounts and str(Path(args[args.index("--keys") + 1]).parent) in mounts
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in pod["spec"]["volumes"]
+    }
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_systemd_takes_the_unit_and_gives_time_to_drain(tmp_path: Path) -> None:
+    unit = (DEPLOY / "atoll.service").read_text()
+    found = re.search(r"^ExecStart=(\S+) serve .*--set (\S+)$", unit, re.MULTILINE)
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert found and stop and int(stop[1]) > ServeSettings.of([found[2]]).drain + 10
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    (tmp_path / "atoll.service").write_text(unit.replace(found[1], sys.executable))
+    done = subprocess.run([analyze, "verify", tmp_path / "atoll.service"], capture_output=True, text=True)
+    assert done.returncode == 0 and "atoll" not in done.stderr, done.stderr

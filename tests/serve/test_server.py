@@ -1,0 +1,267 @@
+"""`atoll serve` as a process, driven by the stock client of OpenAI."""
+
+import asyncio
+import base64
+import io
+import re
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
+from atoll.campaign.folder import Campaign
+from atoll.ensemble.model import Model
+from atoll.store.store import Store
+from helpers import assembled, command, refused
+from serve.process import KEY, Server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"partition": {"k": 2}, "budget": {"samples": 320}, "monolith": False}
+    made = assembled(tmp_path_factory.mktemp("served") / "letters", settings)
+    rows: list[list[str | int | float | None]] = [[0, 40, "digits"], [1, 36, None]]
+    found = Finding(title="Concepts", text="", columns=["expert", "rows", TOLD_BY], rows=rows)
+    found.write(Store.open(made), CONCEPTS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"# ours\nanother-key-of-some-length\n{KEY}\n")
+    one = Server(folder, "--keys", str(keys), "--set", "queue=2000")
+    yield one
+    assert one.stop() == 0, one.said
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def picture(entry: object) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(entry.b64_json)))  # type: ignore[attr-defined]
+
+
+def refusal(client: openai.OpenAI, **request: object) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.images.generate(**{"prompt": "1", **request})  # type: ignore[call-overload]
+    return caught.value
+
+
+def test_the_client_draws_what_the_model_draws(client: openai.OpenAI, folder: Path) -> None:
+    how = {"seed": 3, "steps": 5, "guidance": 3.0, "routing": "top-1"}
+    answer = client.images.generate(prompt="1", n=2, extra_body=how)
+    expected = Model.load(folder)(["1"], 2, Campaign.open(folder).config.sampling, **how).images
+    assert answer.data is not None and [one.number for one in answer.data] == [0, 1]  # type: ignore[attr-defined]
+    for one, image in zip(answer.data, expected, strict=True):
+        assert picture(one).convert("RGB").tobytes() == image.convert("RGB").tobytes()
+        assert one.seed == 3 and one.routing["strategy"] == "top-1"  # type: ignore[attr-defined]
+    assert answer.size == "x".join(map(str, expected[0].size))
+
+
+def test_models_are_listed_and_name_their_strategy(client: openai.OpenAI) -> None:
+    names = [model.id for model in client.models.list()]
+    assert names[0] == "ensemble" and "ensemble:top-1" in names
+    answer = client.images.generate(prompt="1", model="ensemble:top-1", extra_body={"steps": 2})
+    assert answer.data is not None and answer.data[0].routing["strategy"] == "top-1"  # type: ignore[attr-defined]
+    found = client.models.retrieve("ensemble:full")
+    assert found.id == "ensemble:full" and found.atoll["told"] == {"0": "told by digits"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
+def test_formats_and_urls(kind: str, mode: str, client: openai.OpenAI, server: Server) -> None:
+    more = {"output_format": kind, "response_format": "url", "extra_body": {"steps": 2}}
+    answer = client.images.generate(prompt="1", **more)  # type: ignore[call-overload]
+    url = answer.data[0].url
+    assert url.startswith(server.address) and httpx.get(url).status_code == 401
+    got = httpx.get(url, headers={"Authorization": f"Bearer {KEY}"})
+    assert got.headers["content-type"] == f"image/{kind}"
+    assert Image.open(io.BytesIO(got.content)).format == mode
+
+
+def test_streams_bring_partial_pictures_and_the_whole(client: openai.OpenAI) -> None:
+    how = {"seed": 3, "steps": 9}
+    stream = client.images.generate(prompt="1", stream=True, partial_images=2, extra_body=how)
+    events = list(stream)
+    names = [event.type.removeprefix("image_generation.") for event in events]
+    assert names == ["partial_image", "partial_image", "completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]  # type: ignore[union-attr]
+    whole = client.images.generate(prompt="1", extra_body=how)
+    assert whole.data is not None
+    assert picture(events[-1]).tobytes() == picture(whole.data[0]).tobytes() != picture(events[0]).tobytes()
+    with pytest.raises(openai.APIError, match="no class label"):
+        list(client.images.generate(prompt="a text", stream=True))
+
+
+def test_many_at_once(server: Server) -> None:
+    async def ask() -> list[bytes]:
+        async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY) as client:
+            how = [{"seed": seed, "steps": 3 + seed % 4} for seed in range(12)] * 2
+            answers = await asyncio.gather(
+                *(client.images.generate(prompt="1", extra_body=one) for one in how)
+            )
+            return [picture(answer.data[0]).tobytes() for answer in answers]  # type: ignore[index]
+
+    pictures = asyncio.run(ask())
+    assert pictures[:12] == pictures[12:] and len({*pictures}) == 12
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code", "param"),
+    [
+        ({"extra_body": {"stepz": 3}}, 400, "unknown_parameter", "stepz"),
+        ({"extra_body": {"steps": 0}}, 400, "invalid_value", "steps"),
+        ({"extra_body": {"steps": 100_000}}, 400, "invalid_value", "steps"),
+        ({"extra_body": {"steps": "9"}}, 400, "invalid_value", "steps"),
+        ({"extra_body": {"seed": -1}}, 400, "invalid_value", "seed"),
+        ({"extra_body": {"guidance": -1.0}}, 400, "invalid_value", "guidance"),
+        ({"extra_body": {"routing": "topp-1"}}, 400, "invalid_value", "routing"),
+        ({"extra_body": {"routing": "oracle"}}, 400, "invalid_value", "routing"),
+        ({"extra_body": {"routing": "top-9"}}, 400, "invalid_request", None),
+        ({"extra_body": {"negative": "ugly"}}, 400, "invalid_request", None),
+        ({"model": "gpt-image-1"}, 404, "model_not_found", "model"),
+        ({"model": "ensemble:topp"}, 400, "invalid_value", "routing"),
+        ({"n": 0}, 400, "invalid_value", "n"),
+        ({"n": 11}, 400, "invalid_value", "n"),
+        ({"size": "1024x1024"}, 400, "invalid_size", "size"),
+        ({"prompt": "a text"}, 400, "invalid_request", None),
+        ({"prompt": "x" * 40_000}, 400, "invalid_value", "prompt"),
+        ({"prompt": 3}, 400, "invalid_value", "prompt"),
+        ({"partial_images": 2}, 400, "invalid_value", "partial_images"),
+        ({"partial_images": 4, "stream": True}, 400, "invalid_value", "partial_images"),
+        ({"background": "transparent"}, 400, "invalid_value", "background"),
+        ({"output_format": "gif"}, 400, "invalid_value", "output_format"),
+    ],
+)
+def test_wrong_requests_are_told_once(
+    request_: dict[str, object], status: int, code: str, param: str | None, client: openai.OpenAI
+) -> None:
+    error = refusal(client, **request_)
+    assert (error.status_code, error.code, error.param) == (status, code, param), error.body
+    assert error.response.headers["x-should-retry"] == "false"
+
+
+def test_bodies_that_are_none(server: Server) -> None:
+    def post(content: bytes) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        return httpx.post(f"{server.address}/v1/images/generations", content=content, headers=headers)
+
+    for content, status in (
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"[" * 100_000, 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": "1", "seed": NaN}', 400),
+        (b" " * 300_000, 413),
+    ):
+        answer = post(content)
+        assert answer.status_code == status and answer.json()["error"]["type"] == "invalid_request_error"
+    assert (
+        httpx.get(f"{server.address}/nothing", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404
+    )
+
+
+def test_keys_and_what_is_open_without(server: Server) -> None:
+    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.address}/ready").json() == {"status": "ready"}
+    for key in ("wrong", KEY + "x", KEY[:-1]):
+        answer = httpx.get(f"{server.address}/metrics", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    text = httpx.get(f"{server.address}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    assert 'atoll_rejected_total{reason="key"}' in text and "atoll_denoise_step_seconds_count" in text
+
+
+def test_a_full_queue_says_when_to_come_again(server: Server) -> None:
+    """The stock client then waits and tries again by itself."""
+
+    async def ask() -> tuple[list[object], bytes]:
+        async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0) as client:
+            how = {"extra_body": {"steps": 100, "seed": 1}, "n": 10}
+            answers = await asyncio.gather(
+                *(client.images.generate(prompt="1", **how) for _ in range(12)),  # type: ignore[arg-type]
+                return_exceptions=True,
+            )
+            patient = client.with_options(max_retries=5)
+            answer = await patient.images.generate(prompt="1", extra_body={"steps": 2})
+            return list(answers), picture(answer.data[0]).tobytes()  # type: ignore[index]
+
+    answers, last = asyncio.run(ask())
+    full = [one for one in answers if isinstance(one, openai.RateLimitError)]
+    assert full and len(full) < 12 and last
+    for one in full:
+        assert one.code == "queue_full" and int(one.response.headers["Retry-After"]) >= 1
+        assert "x-should-retry" not in one.response.headers
+
+
+def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"prompt": "1", "steps": 250, "n": 10, "routing": "full"}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server.address}/v1/images/generations", json=body, headers=headers, timeout=0.15)
+    for _ in range(200):
+        text = httpx.get(f"{server.address}/metrics", headers=headers).text
+        if "atoll_images_waiting 0.0" in text:
+            break
+        threading.Event().wait(0.05)
+    assert "atoll_images_waiting 0.0" in text
+    left = re.findall(r"^atoll_cancelled_total{where=\"(?:queue|step)\"} (\S+)", text, re.MULTILINE)
+    assert sum(map(float, left)) >= 1
+
+
+def test_told_to_leave_it_finishes_and_goes(folder: Path) -> None:
+    """And draws the same picture after it is started again."""
+    pictures = []
+    for _ in range(2):
+        server = Server(folder, "--set", "queue=2000")
+        client, found = server.client(), list[bytes]()
+
+        def ask(client: openai.OpenAI = client, found: list[bytes] = found) -> None:
+            answer = client.images.generate(prompt="1", extra_body={"steps": 200, "seed": 4})
+            found.append(picture(answer.data[0]).tobytes())  # type: ignore[index]
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        threading.Event().wait(0.4)
+        server.process.send_signal(signal.SIGTERM)
+        asking.join(30)
+        assert server.stop() == 0
+        assert server.said[-1] == "drained" and len(found) == 1
+        pictures += found
+    assert pictures[0] == pictures[1]
+
+
+def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str, of: Path = folder, sets: Sequence[str] = ("port=0",), keys: str = "") -> None:
+        argv = [part for one in sets for part in ("--set", one)]
+        argv += ["--keys", str(tmp_path / keys)] if keys else []
+        refused(command(capsys, "serve", of, *argv), *words)
+
+    told("nothing to serve", of=tmp_path)
+    told("absent", of=tmp_path / "absent")
+    told("batch", sets=["bach=3"])
+    told("cannot listen", sets=["host=no.such.host.invalid"])
+    told("cannot be read", keys="absent")
+    (tmp_path / "short").write_text("abc\n")
+    told("16 characters", keys="short")
+    told("residency.bytes", sets=["port=0", "residency.bytes=10"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        told("cannot listen", sets=[f"port={taken.getsockname()[1]}"])
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    weights = next((other / "ensemble/experts/1").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    told("experts/1", of=other)
