@@ -265,3 +265,22 @@ def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
     content[-1] ^= 1
     weights.write_bytes(content)
     told("experts/1", of=other)
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["after its answer", "before"])
+def test_a_body_that_breaks_ends_its_connection_alone(server: Server, answered: bool) -> None:
+    host, port = server.address.removeprefix("http://").split(":")
+    head = b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said = len(server.said)
+    with socket.create_connection((host, int(port)), timeout=10) as broken:
+        if answered:
+            broken.sendall(head)
+            assert broken.recv(65_536).startswith(b"HTTP/1.1 401")
+            broken.sendall(b"zz\r\n")
+        else:
+            broken.sendall(head + b"zz\r\n")
+            assert broken.recv(65_536).startswith(b"HTTP/1.1 400")
+        while broken.recv(65_536):
+            pass
+    assert httpx.get(f"{server.address}/health").status_code == 200
+    assert not [line for line in server.said[said:] if "Traceback" in line or "Error" in line]

@@ -8,8 +8,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from atoll.base.console import say
 from atoll.base.device import own_device
@@ -128,7 +130,7 @@ def _listen_and_run(
     shown = f"[{host}]" if ":" in host else host
 
     async def run() -> None:
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(app, http=_Connection, log_level="warning", access_log=False, lifespan="off")
         server, leaving = _Server(config), asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, leaving.set)
@@ -168,3 +170,16 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are not for uvicorn, which would end before anything is drained."""
         yield
+
+
+class _Connection(H11Protocol):
+    """Against two faults of uvicorn's: where a body breaks, it answers a second time, and raises."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # whose own answer would be the second one
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
