@@ -17,15 +17,13 @@ batches of CAMPAIGN's experts.
 import argparse
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import finish, median_row, row, tiny
+from harness import finish, median_row, row, run_command, tiny
 
 from atoll.measure.seeds import unlike
 
@@ -112,13 +110,12 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
 
 def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, base: Result) -> Result:
     """Train and compare a variant, as far as that has not happened yet; what its comparison says."""
-    atoll = [sys.executable, "-m", "atoll"]
     if not (folder / "campaign.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "campaign.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     changes = [part for one in sets for part in ("--set", one)]
     for stage in (["launch"], ["compare", "--set", f"compare.threads={threads}"]):
-        subprocess.run([*atoll, stage[0], str(folder), *changes, *stage[1:]], check=True)
+        run_command(stage[0], folder, *changes, *stage[1:])
     made = json.loads((folder / "campaign.json").read_text())["config"]
     found: Result = json.loads((folder / "reports/compare.json").read_text())
     if differs := [name for name in unlike(base, found) if name not in OWN]:

@@ -12,15 +12,13 @@ on the test pictures. No person scored anything here.
 
 import argparse
 import io
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from aesthetics import SCALE, degraded
-from harness import finish, row
+from harness import finish, row, run_command
 from headline import ALONE, APART, SPLIT, TINY, Entry, Protocol, islands, single, train
 from judges import JUDGES
 from pyarrow import parquet
@@ -71,10 +69,10 @@ def run(source: Path | None, to: Path, samples: int, path: Path | None) -> None:
         for name, more in (("all rows", ()), ("the better half", ("data.weighted=true",)))
     ]
     for one in reversed(named[0]):  # the islands first, whose clusters the filter looks at
-        train(one, one.folder(to, SEED), SEED, common)
+        train(one, one.folder(to, SEED), SEED, common, alone=source is not None)
     filtered(named[0][1].folder(to, SEED), good)
     for one in named[1]:
-        train(one, one.folder(to, SEED), SEED, common)
+        train(one, one.folder(to, SEED), SEED, common, alone=source is not None)
     protocol = Protocol((1.5, 2.0, 3.0), judges=judges)
     if source is None:
         protocol = Protocol((2.0,), 24, 24, 2, judges, 1, routings=("top-1",))
@@ -99,8 +97,8 @@ def spoil(source: Path | None, to: Path, common: list[str]) -> dict[str, float]:
     if not (clean / "campaign.yaml").exists():
         place = [f"data.source={source.resolve()}"] if source else []
         sets = [*common[1:], *place, f"data.path={(to / 'data-clean').resolve()}", f"seed={SEED}"]
-        run_atoll("new", clean, "--recipe", common[0], *(part for one in sets for part in ("--set", one)))
-    run_atoll("data", "ingest", clean)
+        run_command("new", clean, "--recipe", common[0], *(part for one in sets for part in ("--set", one)))
+    run_command("data", "ingest", clean)
     dataset, random = Campaign.open(clean).dataset(), np.random.default_rng(SEED)
     training = {*dataset.split("train").tolist()}
     good, rows = dict[str, float](), []
@@ -131,14 +129,9 @@ def filtered(campaign: Path, good: dict[str, float]) -> None:
     if not dataset.has_column("weights"):
         scorer = campaign.parent / "scorer"
         how = ("--campaign", campaign, "--scale", scale, "--backbone", BACKBONE)
-        run_atoll("aesthetics", "train", labels, "--out", scorer, *how)
-        run_atoll("aesthetics", "score", campaign, "--scorer", scorer)
-        run_atoll("data", "filter", campaign, "--keep", "score >= q0.5")
-
-
-def run_atoll(*argv: str | Path) -> None:
-    """A command as a process of its own."""
-    subprocess.run([sys.executable, "-m", "atoll", *map(str, argv)], check=True)
+        run_command("aesthetics", "train", labels, "--out", scorer, *how)
+        run_command("aesthetics", "score", campaign, "--scorer", scorer)
+        run_command("data", "filter", campaign, "--keep", "score >= q0.5")
 
 
 if __name__ == "__main__":

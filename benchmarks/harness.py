@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from atoll.base.exits import ended
+from atoll.cli import atoll
 from atoll.measure.seeds import interval
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,6 +27,21 @@ TINY = [
     "compare.strategies=[once]",
 ]
 """Settings of the campaigns that `--quick` trains; their distances mean nothing."""
+
+
+def run_command(*argv: str | Path, alone: bool = True) -> None:
+    """Run one of Atoll's commands, which has to succeed.
+
+    Args:
+        argv: its words.
+        alone: as a process of its own; else within this one, for `--quick`: imports cost more than its work.
+    """
+    words = [str(word) for word in argv]
+    print(f"atoll {' '.join(words)}", flush=True)
+    if alone:
+        subprocess.run([sys.executable, "-m", "atoll", *words], check=True)
+    elif code := ended(lambda: atoll.main(words, standalone_mode=False)):
+        raise SystemExit(f"atoll {words[0]} ended with {code}")
 
 
 def row(
@@ -107,11 +124,11 @@ def tiny(folder: Path, seed: int, *own: str) -> Path:
         seed: of the campaign.
         own: further settings.
     """
-    made, atoll = folder / f"seed-{seed}", [sys.executable, "-m", "atoll"]
+    made = folder / f"seed-{seed}"
     sets = [part for one in (f"seed={seed}", *TINY, *own) for part in ("--set", one)]
-    subprocess.run([*atoll, "new", str(made), "--recipe", "quickstart", *sets], check=True)
+    run_command("new", made, "--recipe", "quickstart", *sets)
     for stage in ("launch", "compare"):
-        subprocess.run([*atoll, stage, str(made)], check=True)
+        run_command(stage, made)
     return made
 
 

@@ -17,17 +17,16 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from harness import TINY, finish, median_row, ratio_interval, row
+from harness import TINY, finish, median_row, ratio_interval, row, run_command
 from judges import JUDGES, Album, matcher
 from pyarrow import parquet
 
@@ -200,12 +199,12 @@ def quick(folder: Path, path: Path | None) -> None:
     ]
     for entry in entries:
         for seed in entry.seeds:
-            train(entry, entry.folder(folder, seed), seed, tiny)
+            train(entry, entry.folder(folder, seed), seed, tiny, alone=False)
     judge = {"Lite2": {"extractor_size": 64, "components": 8}}
     report(measured(entries, folder, Protocol((1.0, 2.0), 24, 24, 2, judge, 1)), path)
 
 
-def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
+def train(entry: Entry, folder: Path, seed: int, common: list[str], alone: bool = True) -> None:
     """Make a campaign and train all of it, as far as that has not happened yet.
 
     Args:
@@ -213,12 +212,9 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str]) -> None:
         folder: of the campaign.
         seed: of the campaign.
         common: the recipe, and settings of all campaigns.
+        alone: every command as a process of its own.
     """
-
-    def run(*argv: str) -> None:
-        print(f"{folder.name}: atoll {' '.join(argv)}", flush=True)
-        subprocess.run([sys.executable, "-m", "atoll", *argv], check=True)
-
+    run = partial(run_command, alone=alone)
     if not (folder / "campaign.yaml").exists():
         sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
         run("new", str(folder), "--recipe", common[0], *(part for one in sets for part in ("--set", one)))

@@ -11,13 +11,11 @@ apart. A second run of the first campaign measures what finished stages cost.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from harness import finish, median_row, row
+from harness import finish, median_row, row, run_command
 
 QUICK = [
     "data.ingest.glyphs.limit=1200",
@@ -71,8 +69,7 @@ def main() -> None:
 
 
 def quickstart(folder: Path, *sets: str) -> None:
-    argv = [sys.executable, "-m", "atoll", "quickstart", "--dir", str(folder)]
-    subprocess.run([*argv, *(part for s in sets for part in ("--set", s))], check=True)
+    run_command("quickstart", "--dir", folder, *(part for s in sets for part in ("--set", s)))
 
 
 if __name__ == "__main__":

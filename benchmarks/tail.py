@@ -72,7 +72,7 @@ def tiny(folder: Path) -> dict[str, tuple[Path, str]]:
         sets = (*small, *ALONE[1:], *(EVEN if weighted else ()))
         entry = Entry(f"islands{WEIGHTED * weighted}", sets, weighted=weighted)
         data = ("data.ingest.glyphs.limit=300", f"data.path={folder / 'data'}")
-        train(entry, entry.folder(folder, 0), 0, ["quickstart", *SPLIT, *data])
+        train(entry, entry.folder(folder, 0), 0, ["quickstart", *SPLIT, *data], alone=False)
         found[entry.name] = (entry.folder(folder, 0), "ensemble:top-1")
     return found
 
