@@ -1,5 +1,6 @@
 """The stages before training, in order; each knows whether it is finished."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -85,27 +86,27 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     how = config.data.dedupe or DedupeConfig()
     progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
     found = dedupe(dataset, how, config.partition.encoder, progress)
-    largest = int(np.bincount(found.groups).max())
+    largest = max(Counter(found.groups).values())
     rows: list[list[str | int | float | None]] = [
         [name, count, round(count / len(dataset), 4)] for name, count in found.counts.items()
     ]
     for name, count, share in rows:
         say(f"{name}: {count:,} rows ({share:.1%})")
     text = (
-        f"Rows that show what another row shows are left out; the largest group has {largest:,}. Pairs"
-        f" nearest to the bounds are in {PAIRS} (atoll data dedupe)."
+        f"Rows that show what another row shows are left out; the largest group, with those of its name in"
+        f" the source, has {largest:,}. Pairs nearest to the bounds are in {PAIRS} (atoll data dedupe)."
     )
     Finding(title="Duplicates", text=text, columns=["row", "rows", "share"], rows=rows).write(
         campaign.store, "duplicates"
     )
     doubtful = [np.flatnonzero(found.how == number) for number in (2, 3)]
     if largest > 0.05 * len(dataset):
-        fix = "lower data.dedupe.difference"
+        fix = "lower data.dedupe.difference, or choose a finer data.ingest.group"
         say(f"the largest group has {largest:,} rows, all on one side of the split: {fix}")
     shown = [row for part in doubtful for row in part[np.argsort(-found.distances[part])][:SHOWN].tolist()]
     if shown:
         pictures = [dataset.image(one) for row in shown for one in (row, int(found.of[row]))]
-        labels = [text for row in shown for text in (dataset.ids[row], f"{found.distances[row]:.4f}")]
+        labels = [text for row in shown for text in (dataset.ids[row], f"{found.distances[row]:.2f}")]
         scale = max(1, 64 // pictures[0].width)
         campaign.store.put(PAIRS, png(grid(pictures, 12, 4, labels=labels, scale=scale)))
         say(f"the pairs nearest to the bounds: {campaign.store.name(PAIRS)}")

@@ -223,6 +223,11 @@ class DataSet:
         values = self.column("split").read(np.arange(len(self))).numpy()
         return np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
 
+    def left_out(self) -> Rows:
+        """Row numbers that are in none of the splits, ascending: duplicates."""
+        values = self.column("split").read(np.arange(len(self))).numpy()
+        return np.flatnonzero(values == LEFT_OUT).astype(np.int64)
+
     def _reader(self, shard: int) -> ImageReader:
         if shard not in self._readers:
             entry = self.shards[shard].files.get("images")

@@ -168,7 +168,7 @@ class PartitionFile(File):
     encoder: dict[str, Any] | None
     """Name, hash and input of the vision encoder; null for `random`."""
     rows: int = Field(ge=1, le=10**12)
-    """Rows of the data set, held-out rows too."""
+    """Rows of the data set, those that are held out or left out too."""
     data: str
     """Digest of the ids of these rows, in order."""
     sizes: list[int] = Field(min_length=1)
@@ -188,8 +188,8 @@ class PartitionFile(File):
     def _agrees(self) -> Self:
         if {len(self.sizes), len(self.heldout)} != {self.k}:
             raise ValueError("sizes and heldout have not one number for each cluster")
-        if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) != self.rows:
-            raise ValueError("sizes and heldout do not add up to rows")
+        if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) > self.rows:
+            raise ValueError("sizes and heldout add up to more than rows")
         if (self.weights is None) == bool(self.masses) or len(self.masses) not in (0, self.k):
             raise ValueError("masses have not one number for each cluster")
         return self

@@ -36,7 +36,7 @@ class Partition:
 
     Attributes:
         about: sizes, and what decided them.
-        clusters: cluster number of every row, held-out rows too `(rows,)`.
+        clusters: cluster number of every row, held-out rows too `(rows,)`; -1 of rows that are left out.
         centroids: `(K, D)`, empty for `random`.
     """
 
@@ -95,6 +95,7 @@ def make(
         assert features is not None, "kmeans needs features"
         centroids = _fit(features, train, config, seed)
         clusters = _assign(features, centroids)
+    clusters[dataset.left_out()] = -1
     sizes = np.bincount(clusters[train], minlength=config.k)
     if not sizes.all():
         raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
@@ -111,7 +112,7 @@ def make(
         rows=len(dataset),
         data=dataset.id_hash,
         sizes=sizes.tolist(),
-        heldout=(np.bincount(clusters, minlength=config.k) - sizes).tolist(),
+        heldout=(np.bincount(clusters[clusters >= 0], minlength=config.k) - sizes).tolist(),
         weights=None if weights is None else sha256(weights.tobytes()),
         masses=masses.tolist(),
         warnings=imbalances(sizes.tolist()),
@@ -159,7 +160,7 @@ def load(store: Store) -> Partition:
     typed = clusters.dtype == np.int64 and centroids.dtype == np.float32
     if not typed or _hash(about, clusters, centroids) != about.hash:
         raise _damaged(store, "its files do not match the hash in partition.json")
-    counts, parts = np.bincount(clusters, minlength=about.k), (about.sizes, about.heldout)
+    counts, parts = np.bincount(clusters + 1, minlength=about.k + 1)[1:], (about.sizes, about.heldout)
     if {len(part) for part in parts} != {about.k} or not np.array_equal(np.sum(parts, axis=0), counts):
         raise _damaged(store, "the sizes in partition.json are not those of its clusters")
     return Partition(about, clusters, centroids)

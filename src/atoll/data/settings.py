@@ -155,11 +155,13 @@ class IngestConfig(SourceOptions):
 class DedupeConfig(Config):
     """Which rows show what another row shows."""
 
-    bits: int = Field(default=6, ge=0, le=7)
+    bits: int = Field(default=4, ge=0, le=7)
     """Bits of 64 in which the perceptual hashes of two pictures may differ, for a closer look at them."""
     difference: float = Field(default=0.05, ge=0, le=1)
-    """Largest difference of a pixel of their thumbnails (8 x 8), of 1 between black and white, up to which
-    they are the same. Series such as icons want less: look at `reports/duplicates.png`."""
+    """Largest difference of a colour of their thumbnails (8 x 8), of 1 between black and white, up to which
+    they are the same."""
+    detail: float = Field(default=0.1, ge=0, le=1)
+    """The same of the brightness of finer thumbnails (32 x 32), in which a smile differs from a frown."""
     cosine: float | None = Field(default=None, gt=0, le=1)
     """Cosine of the partition's features from which they are the same; without it they are not compared."""
 
