@@ -111,12 +111,21 @@ def encode(campaign: str, sets: tuple[str, ...]) -> None:
 
 @data.command()
 @CAMPAIGN
-def show(campaign: str) -> None:
-    """Rows, splits, columns and rejects of the data set."""
-    from atoll.campaign.prepare import describe
+@click.option("--page", type=LOCAL, help="HTML file to write, with pictures; it needs nothing else.")
+def show(campaign: str, page: Path | None) -> None:
+    """What the data set holds: sizes, captions, licences, splits, rejects, duplicates, columns."""
+    from atoll.base.console import Progress
+    from atoll.data.contents import contents, lines
 
-    for line in describe(_open(campaign).dataset()):
+    opened = _open(campaign)
+    found = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
+    for line in lines(found):
         say(line)
+    if page is not None:
+        from atoll.report.data_page import write_data_page
+
+        write_data_page(opened, found, page)
+        say(f"wrote {page}")
 
 
 @data.command()

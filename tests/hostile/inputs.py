@@ -562,9 +562,9 @@ for name, setting in {"activation_fn": "silu", "norm_eps": "1e-6"}.items():
         both(set_json(config, **{name: setting}), agreed(config)),
         "no network",
     )
-row("a column with a file too few", lambda arena: edit(arena / COLUMN, less_a_shard), "data show {campaign}")
-row("a column of negative shape", set_json(COLUMN, shape=[-1]), "data show {campaign}")
-row("a column of many dimensions", set_json(COLUMN, shape=[9] * 40), "data show {campaign}")
+row("a column with a file too few", lambda arena: edit(arena / COLUMN, less_a_shard), "data audit {campaign}")
+row("a column of negative shape", set_json(COLUMN, shape=[-1]), "data audit {campaign}")
+row("a column of many dimensions", set_json(COLUMN, shape=[9] * 40), "data audit {campaign}")
 row(
     "initial weights whose digest is a number",
     set_json("campaign/islands/0/expert/card.json", provenance__initial_weights=0.5),

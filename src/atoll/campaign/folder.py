@@ -108,12 +108,15 @@ class Campaign:
         """The campaign's data set; `DataError` if there is none."""
         from atoll.data.dataset import DataSet
 
+        return DataSet.open(self.data_store())
+
+    def data_store(self) -> Store:
+        """Where the campaign's data set is, or is being made; `DataError` if there is nothing."""
         path = self.config.data_path(self.store.location)
         try:
-            store = Store.open(path)
+            return Store.open(path)
         except Absent:
             raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
-        return DataSet.open(store)
 
     def clustered(self) -> "tuple[DataSet, Partition]":
         """Data set and partition; `PartitionError` if they do not belong together."""

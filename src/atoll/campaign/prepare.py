@@ -13,7 +13,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, wanted_columns
-from atoll.data.dataset import SPLITS, DataSet
+from atoll.data.contents import contents, lines
+from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
@@ -39,31 +40,10 @@ def ingest_stage(campaign: Campaign) -> DataSet:
         )
     source = open_source(named, config.data.ingest)
     store = Store.open(path, create=True)
-    manifest = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
-    for line in describe(manifest):
+    dataset = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    for line in lines(contents(store, rows=False)):
         say(line)
-    return manifest
-
-
-def describe(dataset: DataSet) -> list[str]:
-    """What a data set holds, in lines."""
-    manifest, columns = dataset.manifest, dataset.column_names()
-    size = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
-    lines = [f"{dataset.store.location}: {len(dataset):,} rows of {manifest.source.get('name')}{size}"]
-    if "split" in columns:
-        train, heldout, test = (len(dataset.split(name)) for name in SPLITS)
-        tested = f", {test:,} to test" if test else ""
-        left_out = len(dataset) - train - heldout - test
-        without = f", {left_out:,} left out as duplicates" if left_out else ""
-        lines.append(f"  {train:,} to train on, {heldout:,} held out{tested}{without}")
-    for reason, count in manifest.rejects.items():
-        lines.append(f"  {count:,} left out: {reason} (rejects.jsonl)")
-    for name in columns:
-        meta = dataset.column(name).meta
-        lines.append(
-            f"  column {name}: {meta.dtype} {meta.kind} {'x'.join(map(str, meta.shape)) or 'scalar'}"
-        )
-    return lines
+    return dataset
 
 
 def embed_stage(dataset: DataSet, encoder: str, size: int | None) -> None:

@@ -5,14 +5,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import runs_of
 from atoll.campaign.status import BAD, Observer, RunStatus
 from atoll.campaign.status_text import trouble
 from atoll.report import palette
 from atoll.report.facts import Facts, Picture, pixelated
-from atoll.report.page import environment
+from atoll.report.page import environment, write_page
 from atoll.report.sections import clusters, learning
 
 
@@ -76,12 +75,7 @@ class Dashboard:
         Raises:
             ConfigError: the file cannot be written.
         """
-        page = self.page()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(page, "utf-8", "replace")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error})", "give another --once") from None
+        write_page(path, self.page(), "--once")
 
     def _preview(self, facts: Facts, run: RunStatus, folder: str) -> tuple[RunStatus, int, Picture] | None:
         """A run, and the step and picture of its newest preview."""

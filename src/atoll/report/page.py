@@ -1,6 +1,7 @@
 """The report of a campaign: one self-contained HTML page, and its figures as JSON."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -8,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atoll.base import text as numbers
-from atoll.base.errors import PartitionError
+from atoll.base.errors import ConfigError, PartitionError
 from atoll.report import charts, palette, text
 from atoll.report.facts import Facts
 from atoll.report.sections import (
@@ -70,6 +71,19 @@ def write_report(store: Store) -> str:
     store.put_json(Summary.PLACE, summary(facts).to_json())
     store.put(PAGE, render(facts).encode("utf-8", "replace"))
     return store.name(PAGE)
+
+
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page to a file that an option of the command names.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, "utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error})", f"give another {option}") from None
 
 
 def render(facts: Facts) -> str:

@@ -1,0 +1,72 @@
+"""The page of a data set: hostile captions are texts, rejects are seen again, damage is told."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from atoll.data.contents import Tally
+from atoll.report.data_page import bars
+from helpers import command, refused
+
+HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
+
+
+@pytest.fixture
+def campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for n in range(20):
+        picture = Image.new("RGB", (20 + n, 30), (12 * n, 200, 90))
+        picture.putpixel((n, n), (0, 0, 0))
+        picture.save(root / f"{n:02d}.png")
+    shutil.copy(root / "00.png", root / "again.png")
+    (root / "bad.png").write_bytes(b"none")
+    names = sorted(path.name for path in root.iterdir())
+    texts = {"00.png": HOSTILE, "03.png": " "}
+    lines = [json.dumps({"file_name": name, "text": texts.get(name, "a plate")}) for name in names]
+    (root / "metadata.jsonl").write_text("\n".join(lines))
+    made = tmp_path / "mine"
+    sets = [f"data.source={root}", "data.ingest.size=16", "data.ingest.heldout=0.2", "data.ingest.mode=rgb"]
+    assert command(capsys, "new", made, *(part for one in sets for part in ("--set", one))).code == 0
+    refused(command(capsys, "data", "show", made), "no data set")
+    assert command(capsys, "data", "ingest", made).code == 0
+    return made
+
+
+def test_a_page_shows_rows_rejects_and_duplicates(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = campaign / "reports/data.html"
+    assert command(capsys, "data", "show", campaign, "--page", page).code == 0
+    text = page.read_text()
+    assert "Nobody has looked for any" in text and "atoll data embed" not in text
+    assert command(capsys, "data", "dedupe", campaign).code == 0
+    shown = command(capsys, "data", "show", campaign, "--page", page)
+    assert "\x1b" not in shown.out and "\u202e" not in shown.out
+    text = page.read_text()
+    assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "\x1b" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "left out, on the right" in text and "Nearest to the bounds" in text
+    # Of the two rejects one is a picture without a caption, which the source still has.
+    rejects = text[text.index('id="rejects"') : text.index('id="duplicates"')]
+    assert rejects.count("<img") == 1 and rejects.count(">none<") == 1 and "03.png" in rejects
+    assert text.count("<img") > 20
+
+
+def test_damage_is_told_on_the_page(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = campaign / "data/images/00000.tar"
+    images.write_bytes(images.read_bytes()[:4000])
+    (campaign / "data/columns/split/00000.safetensors").write_bytes(b"none")
+    page = campaign / "data.html"
+    assert command(capsys, "data", "show", campaign, "--page", page).code == 0
+    text = page.read_text()
+    assert "no pictures that can be read" in text and "damaged" in text
+    refused(command(capsys, "data", "show", campaign, "--page", campaign / "data"), "give another --page")
+
+
+def test_bars_are_numbers_or_ranges() -> None:
+    few, wide = Tally({1: 4, 3: 1}), Tally(dict.fromkeys(range(1, 2000), 1))
+    assert [(one.name, one.height) for one in bars(few)] == [("1: 4 rows", 1.0), ("3: 1 rows", 0.5)]
+    ranges = bars(wide, most=10)
+    assert len(ranges) == 10 and ranges[-1].height == 1 and ranges[0].height < 0.2
