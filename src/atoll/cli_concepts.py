@@ -158,7 +158,12 @@ def evaluate(
 
 @click.command("filter")
 @CAMPAIGN
-@click.option("--keep", multiple=True, required=True, help="Such as 'score >= q0.5'; all must hold.")
+@click.option(
+    "--keep",
+    multiple=True,
+    required=True,
+    help="Such as 'score >= q0.5' or 'licence in (MIT, Apache-2.0)'; all must hold.",
+)
 @click.option("--per-cluster", is_flag=True, help="Take quantiles within each cluster.")
 @click.option("--protect", type=LOCAL, help="Text file of concepts whose rows are kept whatever they score.")
 @click.option("--allow-sensitive", "sensitive", is_flag=True, help="Allow scores that describe a person.")
@@ -173,7 +178,7 @@ def filter_rows(
     times: bool,
     dry_run: bool,
 ) -> None:
-    """Draw only rows that score well, by weights of 1 and 0: nothing is removed."""
+    """Draw only rows that score well or have the right licence, by weights: nothing is removed."""
     from atoll.campaign.folder import Campaign
     from atoll.curate.filter import filter_stage
 

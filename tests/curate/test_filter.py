@@ -161,3 +161,23 @@ def test_scores_that_do_not_fit_are_refused(
 def test_a_finding_is_a_table(tmp_path: Path):
     with pytest.raises(ValueError, match="another number of cells"):
         Finding(title="t", text="x", columns=["a", "b"], rows=[["1"]])
+
+
+def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, capsys: pytest.CaptureFixture[str]):
+    """A licence, a source, or any other text; commas between texts, and `not in` for all others."""
+    dataset = Campaign.open(campaign).dataset()
+    groups = dataset.table(["group"])["group"].to_pylist()
+    train = dataset.split("train")
+    one, other = sorted({groups[row] for row in train})[:2]
+    chosen = [groups[row] in (one, other) for row in train]
+    argv = ["data", "filter", campaign, "--keep"]
+    assert command(capsys, *argv, f"group in ({one}, {other})").code == 0
+    assert weights_of(Campaign.open(campaign).dataset())[train].astype(bool).tolist() == chosen
+    assert command(capsys, *argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
+    assert weights_of(Campaign.open(campaign).dataset())[train].astype(bool).tolist() == [
+        not c for c in chosen
+    ]
+    refused(command(capsys, *argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
+    refused(command(capsys, *argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
+    refused(command(capsys, *argv, "group in ()"), "is no condition")
+    refused(command(capsys, *argv, f"group in ({one}) extra"), "is no condition")

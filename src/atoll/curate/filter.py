@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from atoll.base.console import say
@@ -30,6 +32,7 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*(.+?)\s*(>=|<=|>|<)\s*(q?)([0-9.eE+-]+)\s*")
+NAMED = re.compile(r"\s*(\S+)\s+(not\s+)?in\s*\((.+)\)\s*")
 OF_ROWS = ("width", "height")
 MOST = 12
 """Concepts whose loss is shown."""
@@ -59,7 +62,7 @@ class Condition:
             name, compare, quantile, value = found.groups() if found else ("", "", "", "")
             condition = cls(name, compare, float(value), bool(quantile))
         except ValueError:
-            fix = "write for example 'score >= q0.5' or 'width >= 64'"
+            fix = "write for example 'score >= q0.5', 'width >= 64' or 'licence in (MIT, Apache-2.0)'"
             raise ConfigError(f"--keep {text!r} is no condition", fix) from None
         if condition.quantile and not 0 <= condition.value <= 1:
             raise ConfigError(f"--keep {text!r}: a quantile of {value}", "give one from 0 to 1")
@@ -72,6 +75,48 @@ class Condition:
             bound = np.quantile(values[rows], self.value) if self.quantile and len(rows) else self.value
             kept[rows] = COMPARED[self.compare](values[rows], np.float32(bound))
         return kept
+
+
+@dataclass(frozen=True)
+class Named:
+    """`NAME in (A, B)`: rows are kept whose text in a column is one of these, or with `not in` none of these.
+
+    Attributes:
+        name: a column of texts of `rows/*.parquet`, such as `licence`.
+        values: the texts.
+        among: whether it must be one of them.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    among: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Named | None":
+        """A condition as it is written; None where it is of another kind."""
+        found = NAMED.fullmatch(text)
+        if found is None:
+            return None
+        values = tuple(value.strip() for value in found[3].split(","))
+        return cls(found[1], values, among=found[2] is None)
+
+    def holds(self, dataset: DataSet) -> B1:
+        """Of all rows `(rows,)`.
+
+        Raises:
+            ConfigError: there is no such column of texts, or a text of none of its rows.
+        """
+        texts = [one.name for one in dataset.shard_table(0).schema if pa.types.is_string(one.type)]
+        if self.name not in texts:
+            raise ConfigError(f"rows have no {self.name!r}", f"they have {', '.join(texts)}")
+        values = dataset.table([self.name])[self.name]
+        there = pc.unique(values).to_pylist()
+        for value in self.values:
+            if value not in there:
+                some = ", ".join(str(one)[:40] for one in there[:12])
+                raise ConfigError(f"no row has the {self.name} {value!r}", f"there are {some}")
+        kept: B1 = pc.is_in(values, pa.array(self.values)).to_numpy()
+        return kept if self.among else ~kept
 
 
 def filter_stage(
@@ -98,7 +143,7 @@ def filter_stage(
         ConfigError: a condition that is none, or that keeps no row.
         DataError: scores, clusters or concepts are missing.
     """
-    dataset, conditions = campaign.dataset(), [Condition.parse(text) for text in keep]
+    dataset, conditions = campaign.dataset(), [Named.parse(text) or Condition.parse(text) for text in keep]
     train = dataset.split("train")
     clustered = campaign.store.exists("partition/partition.json") or per_cluster
     partition = campaign.clustered()[1] if clustered else None
@@ -108,6 +153,9 @@ def filter_stage(
     chosen = np.zeros(len(dataset), dtype=bool)
     chosen[train] = True
     for condition in conditions:
+        if isinstance(condition, Named):
+            chosen &= condition.holds(dataset)
+            continue
         values = _values(dataset, condition.name, sensitive)
         chosen &= condition.holds(values, homes if per_cluster else [train])
     vocabulary = vocabulary_of(campaign) if protect or campaign.store.exists(Vocabulary.PLACE) else None
