@@ -187,16 +187,16 @@ def _look_at_rows(found: Contents, progress: Progress | None) -> None:
     for shard in range(len(dataset.shards)):
         try:
             table = dataset.shard_table(shard)
-            captions = table["caption"].to_pylist()
-        except (AtollError, KeyError) as error:
-            found.problems.append(str(error))
+            captions = table["caption"].cast(pa.string()).fill_null("").to_pylist()
+            labels.update(table["label"].drop_null().unique().to_pylist())
+            _measure(found, table)
+        except (AtollError, KeyError, pa.ArrowException) as error:
+            found.problems.append(f"shard {shard}: {error}")
             continue
         hashes.append(np.array([_hash(text) for text in captions], np.uint64))
         frequent.update(captions)
         if len(frequent) > 2 * COUNTED:
             frequent = Counter(dict(frequent.most_common(COUNTED)))
-        _measure(found, table)
-        labels.update(table["label"].drop_null().unique().to_pylist())
         for name, tally, usual in (("licence", found.licences, licence), ("source", found.sources, "")):
             if usual or name in table.column_names:
                 values = table[name].to_pylist() if name in table.column_names else [usual] * len(table)
@@ -211,11 +211,12 @@ def _look_at_rows(found: Contents, progress: Progress | None) -> None:
 
 
 def _measure(found: Contents, table: pa.Table) -> None:
-    width, height = (table[name].to_numpy() for name in ("width", "height"))
+    width, height = (table[name].fill_null(0).to_numpy() for name in ("width", "height"))
     found.widths.add(width)
     found.heights.add(height)
     found.aspects.add(np.round(width / np.maximum(height, 1), 2))
-    found.words.add(pc.list_value_length(pc.utf8_split_whitespace(table["caption"])).to_numpy())
+    words = pc.list_value_length(pc.utf8_split_whitespace(table["caption"].fill_null("")))
+    found.words.add(words.to_numpy())
 
 
 def _hash(text: str) -> int:
