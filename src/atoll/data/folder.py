@@ -233,12 +233,6 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
     return rows
 
 
-def _text(value: str | None) -> str | bytes | None:
-    if value is None or clean(value) == value:
-        return value
-    return value.encode("utf-8", "surrogateescape")
-
-
 def _stat(path: Path) -> list[int]:
     try:
         state = path.stat()

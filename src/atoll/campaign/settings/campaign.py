@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
@@ -49,6 +49,17 @@ class DataConfig(Config):
     weighted: bool = False
     """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
     router alike, so the weights are part of the partition's hash."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """Say of several sources which key of which one is wrong."""
+        if not isinstance(value, Mapping):
+            return value
+        trees = {
+            str(n): one.model_dump() if isinstance(one, SourceConfig) else one for n, one in value.items()
+        }
+        return {name: SourceConfig.parse(tree, f"data.source.{name}") for name, tree in trees.items()}
 
 
 class BudgetConfig(Config):
