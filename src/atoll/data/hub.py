@@ -6,7 +6,7 @@ prepares them in its cache first. What holds code or pickle is refused before it
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -214,15 +214,15 @@ def _builder(name: Name, commit: str | None) -> Any:
         raise DataError(what, "check its name, its revision and its layout") from None
 
 
-def _hub_files(place: str, urls: Iterable[str]) -> Files:
+def _hub_files(place: str, urls: Sequence[str]) -> Files:
     """Files of a repository at a commit, by their paths in it."""
     from huggingface_hub import HfFileSystem
 
     base, system = f"datasets/{place}", HfFileSystem()
+    foreign = next((url for url in urls if not url.startswith(f"{PREFIX}{base}/")), None)
+    if foreign is not None:  # also a folder of this machine that has the repository's name
+        raise DataError(f"{place} leads to a file of elsewhere: {foreign}", "give that place as the source")
     names = [url.removeprefix(f"{PREFIX}{base}/") for url in urls]
-    foreign = next((name for name in names if name.startswith(PREFIX)), None)
-    if foreign is not None:
-        raise DataError(f"{place} names a file of elsewhere: {foreign}", "give that place as the source")
     states = {}
     for name in names:
         about = _asked(lambda name=name: system.info(f"{base}/{name}"), f"{place}/{name}")  # type: ignore[misc]
