@@ -16,7 +16,7 @@ from atoll.store.ranges import BUFFER
 from atoll.store.store import Store
 
 State = tuple[int, str]
-KINDS = (".parquet", ".tar")
+ENDINGS = (".parquet", ".tar")
 """How the names of files end that a URL can name; other URLs name folders."""
 MOST_NAMES = 100_000
 """Names that braces may stand for."""
@@ -62,7 +62,7 @@ def find_files(location: str | Path, suffix: str) -> Files:
     text = str(location)
     folder, _, last = text.rpartition("/")
     if is_url(text):
-        named = last.endswith(KINDS)
+        named = last.endswith(ENDINGS)
         store = Store.open(folder if named else text)
         found = store.states()
         wanted = _expanded(last) if named else None

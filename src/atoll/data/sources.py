@@ -12,7 +12,7 @@ from typing import Any
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.plain import expanded
-from atoll.data.files import find_files
+from atoll.data.files import ENDINGS, find_files
 from atoll.data.folder import SUFFIXES, FolderSource
 from atoll.data.formats import Reject
 from atoll.data.glyphs import GlyphSource
@@ -50,9 +50,10 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
         return GlyphSource(options.glyphs)
     if str(text).startswith(PREFIX):
         return open_hub(str(text), options)
-    if not str(text):
-        raise DataError("there is no source ''", f"give `glyphs`, {KINDS}")
     path = text if is_url(text) else expanded(text)
+    is_there = isinstance(path, str) or path.exists() or path.name.endswith(ENDINGS)
+    if not str(text) or not is_there:
+        raise DataError(f"there is no source {str(text)!r}", f"give `glyphs`, {KINDS}")
     parquet = find_files(path, ".parquet")
     if parquet.states:
         return ParquetSource(parquet, options)
