@@ -564,7 +564,7 @@ def tar(*members: tuple[str, bytes], cut: int = 0, **options: bytes) -> Forge:
 TAR = "data ingest {fresh} --set data.source={inside}/source.tar --set data.ingest.size=8"
 SAMPLES = [(f"{n}.{end}", data) for n in range(4) for end, data in (("png", pixels(n)), ("txt", b"x"))]
 BESIDE = [(f"../../../beside.{end}", data) for end, data in (("png", pixels(9)), ("txt", b"x"))]
-row("tar: cut", tar(*SAMPLES, cut=10_240), TAR, "source.tar is cut off or damaged")
+row("tar: cut", tar(*SAMPLES, cut=2_048), TAR, "source.tar is cut off or damaged")
 row("tar: cut within a picture", tar(*SAMPLES, cut=9_000), TAR, "source.tar is cut off or damaged")
 row("tar: names that climb", tar(*SAMPLES, *BESIDE), TAR)
 row("tar: a link to a file of this machine", tar(*SAMPLES, ("4.txt", b""), type=tarfile.SYMTYPE), TAR)
@@ -573,7 +573,10 @@ row(
     "tar: pickle", tar(*SAMPLES, ("0.pkl", b"\x80\x04cos\nsystem\n.")), TAR + " --set data.ingest.caption=txt"
 )
 row(
-    "tar: headers of terabytes", bytes_of("source.tar", HUGE.tobuf()), TAR, "source.tar is cut off or damaged"
+    "tar: headers of terabytes",
+    bytes_of("source.tar", HUGE.tobuf(tarfile.GNU_FORMAT)),
+    TAR,
+    "source.tar is cut off or damaged",
 )
 row("tar: zeros", bytes_of("source.tar", bytes(10_240)), TAR, "hold no samples")
 PIPE = "data ingest {fresh} --set"
@@ -582,7 +585,6 @@ row("a hub without a revision", nothing, PIPE + " data.source=hf://datasets/a/b"
 row("a hub that climbs", nothing, PIPE + " data.source=hf:///../../nowhere", "there is no folder")
 row("a pattern of many files", nothing, PIPE + " data.source={source}/{{0..999999999}}.tar", "files")
 row("a source of that name", nothing, PIPE + " data.source.source.x=1", "data.source")
-row("sources that climb", nothing, PIPE + " data.source={{../x: {{source: glyphs}}}}", "data.source")
 
 
 def twice(arena: Arena) -> None:
