@@ -208,7 +208,7 @@ def test_the_order_and_names_of_sources_count_and_their_weights_do_not(tmp_path:
 
 
 def test_settings_that_came_later_change_nothing_at_their_defaults(tmp_path: Path, store: Store) -> None:
-    """Neither the identity of a data set nor whether a campaign takes one whose manifest does not name them."""
+    """Neither the identity of a data set nor whether a campaign takes one whose manifest lacks them."""
     earlier = IngestConfig().model_dump(exclude={"licence_column", "captions", "image", "test"})
     assert IngestConfig().plain() == earlier
     assert IngestConfig().plain(keep=("test",)) == {**earlier, "test": 0.0}
