@@ -181,9 +181,6 @@ class SourceConfig(RowOptions):
     """How often its rows are drawn, beside 1. Unequal weights become the column `weights`."""
 
 
-Sources = dict[str, SourceConfig]
-
-
 def check_names(sources: Mapping[str, object]) -> None:
     """Refuse names of sources that could not begin a row's id; `ConfigError`."""
     if not sources:

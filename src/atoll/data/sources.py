@@ -118,15 +118,12 @@ class SeveralSources:
                     )
 
 
-def open_sources(
-    named: str | Mapping[str, SourceConfig], options: SourceOptions, checked: bool = True
-) -> Source:
+def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions) -> Source:
     """Open the source or the several sources of a campaign, and look at the first rows of each.
 
     Args:
         named: as `open_source` takes it, or settings by name, which stand in for the options' columns.
         options: of a single source; those of glyphs count for several too.
-        checked: whether the first rows are looked at.
 
     Raises:
         DataError: as `open_source`; none of a source's first rows can be used, or one has several captions
@@ -137,7 +134,7 @@ def open_sources(
     else:
         check_names(named)
         sources = {name: open_source(one.source, _options(one, options)) for name, one in named.items()}
-    for name, source in sources.items() if checked else ():
+    for name, source in sources.items():
         _check_first(f"data.source.{name}" if name else "data.ingest", source)
     return sources[""] if isinstance(named, str) else SeveralSources(sources)
 
