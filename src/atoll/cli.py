@@ -69,7 +69,7 @@ def data() -> None:
 @CAMPAIGN
 @SETS
 def ingest(campaign: str, sets: tuple[str, ...]) -> None:
-    """Turn data.source (glyphs, a folder with captions, parquet) into the data set at data.path."""
+    """Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path."""
     from atoll.campaign.prepare import ingest_stage
 
     ingest_stage(_open(campaign, sets))

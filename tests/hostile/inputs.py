@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ DEEP = b"[" * 100_000
 DIGITS = b"1" * 5_000
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LOAD = ("pipeline",)
+HUGE = tarfile.TarInfo("x")
+HUGE.type, HUGE.size = tarfile.XHDTYPE, 2**40
 
 Forge = Callable[[Arena], None]
 
@@ -533,6 +536,55 @@ row(
     PARQUET,
     "caption",
 )
+
+
+def pixels(value: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8), (value, 0, 0)).save(data, "PNG")
+    return data.getvalue()
+
+
+def tar(*members: tuple[str, bytes], cut: int = 0, **options: bytes) -> Forge:
+    """A tar in place of the source, less its last bytes; `type` is that of its last member."""
+
+    def forge(arena: Arena) -> None:
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as file:
+            for name, content in members:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                if (name, content) == members[-1] and options:
+                    info.type, info.linkname = options["type"], "/etc/hostname"
+                file.addfile(info, io.BytesIO(content))
+        replace(arena / "source.tar", data.getvalue()[: len(data.getvalue()) - cut])
+
+    return forge
+
+
+TAR = "data ingest {fresh} --set data.source={inside}/source.tar --set data.ingest.size=8"
+SAMPLES = [(f"{n}.{end}", data) for n in range(4) for end, data in (("png", pixels(n)), ("txt", b"x"))]
+BESIDE = [(f"../../../beside.{end}", data) for end, data in (("png", pixels(9)), ("txt", b"x"))]
+row("tar: cut", tar(*SAMPLES, cut=2_048), TAR, "source.tar is cut off or damaged")
+row("tar: cut within a picture", tar(*SAMPLES, cut=9_000), TAR, "source.tar is cut off or damaged")
+row("tar: names that climb", tar(*SAMPLES, *BESIDE), TAR)
+row("tar: a link to a file of this machine", tar(*SAMPLES, ("4.txt", b""), type=tarfile.SYMTYPE), TAR)
+row("tar: a device", tar(*SAMPLES, ("4.png", b""), type=tarfile.CHRTYPE), TAR)
+row(
+    "tar: pickle", tar(*SAMPLES, ("0.pkl", b"\x80\x04cos\nsystem\n.")), TAR + " --set data.ingest.caption=txt"
+)
+row(
+    "tar: headers of terabytes",
+    bytes_of("source.tar", HUGE.tobuf(tarfile.GNU_FORMAT)),
+    TAR,
+    "source.tar is cut off or damaged",
+)
+row("tar: zeros", bytes_of("source.tar", bytes(10_240)), TAR, "hold no samples")
+PIPE = "data ingest {fresh} --set"
+row("a source that is a command", nothing, PIPE + " data.source=pipe:touch${{IFS}}{inside}/x", "no source")
+row("a hub without a revision", nothing, PIPE + " data.source=hf://datasets/a/b", "names no revision")
+row("a hub that climbs", nothing, PIPE + " data.source=hf:///../../nowhere", "there is no folder")
+row("a pattern of many files", nothing, PIPE + " data.source={source}/{{0..999999999}}.tar", "files")
+row("a source of that name", nothing, PIPE + " data.source.source.x=1", "data.source")
 
 
 def twice(arena: Arena) -> None:

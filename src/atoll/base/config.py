@@ -1,9 +1,10 @@
 """Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from atoll.base.errors import ConfigError, nearest
 
@@ -25,6 +26,17 @@ class Config(BaseModel):
         except ValidationError as error:
             raise _explain(cls, error, where) from None
 
+    def plain(self, keep: Collection[str] = ()) -> dict[str, Any]:
+        """Plain data without the fields that came `later` and are at their default; `keep` excepts some."""
+        tree = self.model_dump()
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Config):
+                tree[name] = value.plain()
+            if _has_mark(field, "later") and name not in keep and value == field.get_default():
+                del tree[name]
+        return tree
+
 
 def renamed(names: Mapping[str, str]) -> Callable[[Any], Any]:
     """A validator that reads settings under the names they had in earlier versions, by old name."""
@@ -42,10 +54,18 @@ def loose(**options: Any) -> Any:
     return Field(json_schema_extra={"loose": True}, **options)
 
 
+def later(**options: Any) -> Any:
+    """Mark a field that earlier versions had not: at its default it changes no identity; else as `Field`."""
+    return Field(json_schema_extra={"later": True}, **options)
+
+
 def loose_fields(model: type[BaseModel]) -> tuple[str, ...]:
     """Names of the fields that are marked as `loose`."""
-    marks = {name: field.json_schema_extra for name, field in model.model_fields.items()}
-    return tuple(name for name, mark in marks.items() if isinstance(mark, dict) and mark.get("loose"))
+    return tuple(name for name, field in model.model_fields.items() if _has_mark(field, "loose"))
+
+
+def _has_mark(field: FieldInfo, mark: str) -> bool:
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get(mark))
 
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:

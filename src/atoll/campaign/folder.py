@@ -185,12 +185,14 @@ def _names_a_path(assignment: str) -> bool:
     key, _, text = assignment.partition("=")
     if key.strip().endswith("network.init"):  # `scratch` and hub names are none
         return expanded(text).is_dir()
-    return key in ("data.path", "data.source")
+    one_of_several = key.startswith("data.source.") and key.endswith(".source")
+    return key in ("data.path", "data.source") or one_of_several
 
 
 def _absolute(assignment: str) -> str:
     key, _, text = assignment.partition("=")
-    if text in ("glyphs", "null", "") or is_url(text):
+    several = text.lstrip().startswith("{") and ":" in text  # {NAME: {source: ...}}, which is no pattern
+    if text in ("glyphs", "null", "") or is_url(text) or several:
         return assignment
     return f"{key}={yaml.safe_dump(str(expanded(text).absolute()), width=10**6).splitlines()[0]}"
 

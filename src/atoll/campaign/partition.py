@@ -17,7 +17,7 @@ from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
 from atoll.data.samples import WEIGHTS, data_shape, weights_of
-from atoll.data.settings import features_column
+from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
 from atoll.networks.checkpoint import compare
 from atoll.networks.families import family, parameter_count
@@ -95,11 +95,13 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
 def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
     ingested, config = dataset.manifest.config, campaign.config
-    if config.data.source is not None and ingested and ingested != config.data.ingest.model_dump(mode="json"):
-        fix = "put data.ingest back, or choose another data.path"
-        raise DataError(
-            f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
-        )
+    if config.data.source is not None and ingested:
+        settings = IngestConfig.parse(ingested, dataset.store.name("manifest.json"))  # perhaps older
+        if settings != config.data.ingest:
+            fix = "put data.ingest back, or choose another data.path"
+            raise DataError(
+                f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
+            )
     wanted = wanted_columns(config)
     for name, producer in wanted.items():
         if not made_by(dataset, name, producer):

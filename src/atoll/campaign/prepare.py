@@ -19,8 +19,9 @@ from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
+from atoll.data.samples import weigh_sources
 from atoll.data.settings import DedupeConfig, features_column
-from atoll.data.sources import open_source
+from atoll.data.sources import open_sources
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
@@ -38,9 +39,11 @@ def ingest_stage(campaign: Campaign) -> DataSet:
         raise DataError(
             f"{path} is not a data set and data.source is not set", "set it: --set data.source=FOLDER"
         )
-    source = open_source(named, config.data.ingest)
+    source = open_sources(named, config.data.ingest)
     store = Store.open(path, create=True)
     dataset = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    if isinstance(named, dict) and config.data.weighted:
+        weigh_sources(dataset, {name: one.weight for name, one in named.items()})
     for line in lines(contents(store, rows=False)):
         say(line)
     return dataset
@@ -113,7 +116,8 @@ def prepare(campaign: Campaign) -> Partition:
         return make_islands(campaign)
     check_checkpoints(config, store.location)
     named = config.source(store.location)
-    here = named is not None and (named == "glyphs" or Path(named).exists())
+    sources = [named] if isinstance(named, str) else [one.source for one in (named or {}).values()]
+    here = bool(sources) and all(one == "glyphs" or Path(one).exists() for one in sources)
     if here or not campaign.has_dataset():
         ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()

@@ -21,11 +21,11 @@ from atoll.curate.aesthetics.stages import MEAN, scores_of
 from atoll.curate.audit import read_lines, vocabulary_of
 from atoll.curate.counts import hits_of
 from atoll.curate.image_hits import COLUMN as IMAGE
-from atoll.curate.rebalance import chunks, write_weights
+from atoll.curate.rebalance import chunks
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.dataset import DataSet
-from atoll.data.samples import WEIGHTS, weights_of
+from atoll.data.samples import WEIGHTS, weights_of, write_weights
 
 B1 = NDArray[np.bool_]
 F32 = NDArray[np.float32]

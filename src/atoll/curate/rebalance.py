@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from atoll.base.console import say
@@ -19,9 +18,8 @@ from atoll.curate.audit import vocabulary_of
 from atoll.curate.counts import CHUNK, hits_of
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.data.columns import Column
-from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
-from atoll.data.samples import WEIGHTS
+from atoll.data.samples import write_weights
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -139,12 +137,3 @@ def predicted(weights: F32, train: I64, partition: Partition | None, t: float) -
         for number, (mass, size) in enumerate(zip(masses, partition.sizes, strict=True)):
             lines.append(f"  expert {number}: {mass:,.0f} of {size:,} rows ({mass / size:.1%})")
     return lines
-
-
-def write_weights(dataset: DataSet, weights: F32, producer: dict[str, object]) -> None:
-    """Write the column that `data.weighted=true` draws by."""
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": torch.from_numpy(weights[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())}
-
-    dataset.write_column(WEIGHTS, producer, compute)

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from posixpath import join
 from typing import Any
@@ -35,6 +35,15 @@ ROWS = pa.schema(
     ]
 )
 """Columns of `rows/*.parquet`; width and height are those of the source picture."""
+OPTIONAL = pa.schema(
+    [
+        ("source", pa.string()),
+        ("licence", pa.string()),
+        ("captions", pa.list_(pa.string())),
+    ]
+)
+"""Columns that follow them where source or settings ask for them: which of several sources a row comes from,
+its licence, and all its captions, of which the first is `caption`."""
 SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
 LEFT_OUT = 3
@@ -242,8 +251,13 @@ class DataSet:
         return self._readers[shard]
 
 
+def row_schema(names: Collection[str]) -> pa.Schema:
+    """`ROWS` and those of `OPTIONAL` that are named."""
+    return pa.schema([*ROWS, *(field for field in OPTIONAL if field.name in names)])
+
+
 def to_parquet(table: pa.Table) -> bytes:
     """Parquet bytes of rows; the same rows give the same bytes under one version of pyarrow."""
     sink = io.BytesIO()
-    pq.write_table(table.cast(ROWS).combine_chunks(), sink, compression="zstd")
+    pq.write_table(table.cast(row_schema(table.column_names)).combine_chunks(), sink, compression="zstd")
     return sink.getvalue()

@@ -73,6 +73,8 @@ def _flat(image: Image.Image) -> Image.Image:
     """RGB or L."""
     if image.mode.startswith(("I", "F")):
         return _from_deep(image)
+    if image.mode == "LAB":  # Pillow turns it into other colours
+        raise BadImageError("unreadable", "Lab colours")
     if image.has_transparency_data:
         colour = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")

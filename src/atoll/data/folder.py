@@ -70,8 +70,8 @@ class FolderSource:
         state = [[entry.key, _stat(entry.path), *_caption_state(entry)] for entry in entries]
         return {
             "name": clean(f"folder {self.folder.name}"),
-            "fingerprint": digest([state, self.options.columns()]),
-            "licence": self.options.licence,
+            "fingerprint": digest([state, self.options.state()]),
+            **self.options.described(),
         }
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
@@ -93,7 +93,8 @@ class FolderSource:
             return Reject(entry.key, "caption is not UTF-8")
         except OSError as error:
             return Reject(entry.key, "unreadable", error.strerror or str(error))
-        return to_record({"text": caption}, RowOptions(caption="text"), entry.key, image, entry.key)
+        options = RowOptions(caption="text", captions=self.options.captions)
+        return to_record({"text": caption}, options, entry.key, image, entry.key)
 
     def _check(self, path: Path) -> int:
         """Size of a file of the folder; a pipe may never end, a link may lead to secrets."""
@@ -110,9 +111,9 @@ class FolderSource:
         return path.read_bytes()
 
     def _from_texts(self, images: list[Path]) -> list[_Entry | Reject]:
-        if self.options.group or self.options.label or self.options.id:
+        if self.options.group or self.options.label or self.options.id or self.options.licence_column:
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
-            raise DataError(what, "leave out group, label and id")
+            raise DataError(what, "leave out group, label, id and licence_column")
         captioned = {path for path in images if path.with_suffix(".txt").exists()}
         if not captioned:
             what = f"{self.folder} holds {len(images)} images but no captions"
@@ -230,12 +231,6 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
     finally:
         csv.field_size_limit(before)
     return rows
-
-
-def _text(value: str | None) -> str | bytes | None:
-    if value is None or clean(value) == value:
-        return value
-    return value.encode("utf-8", "surrogateescape")
 
 
 def _stat(path: Path) -> list[int]:

@@ -70,8 +70,9 @@ class Manifest(DataFile):
     identity: str
     """Digest of source and settings. A folder of another one is never overwritten."""
     source: dict[str, Any]
-    """`name`, `fingerprint` (changes when any row does) and `licence`; of a part also `subset` and `rows`
-    (what it was cut from), of a union also `union` (identities of the parts)."""
+    """`name`, `fingerprint` (changes when any row does) and `licence`; `columns` (optional ones of the rows),
+    `commit` (of the hub) and `sources` (by name, of several) where there are any; of a part also `subset` and
+    `rows` (what it was cut from), of a union also `union` (identities of the parts)."""
     config: dict[str, Any] = Field(default_factory=dict)
     """The settings of the ingest; empty for subsets and unions."""
     size: int | None = None

@@ -25,7 +25,7 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
 from atoll.base.rng import seed_of
 from atoll.data.columns import Progress
-from atoll.data.dataset import LEFT_OUT, ROWS, DataSet, to_parquet
+from atoll.data.dataset import LEFT_OUT, DataSet, row_schema, to_parquet
 from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
@@ -55,13 +55,12 @@ def ingest(
     """
     store.sweep(prefix)
     about = source.describe()
-    settings = config.model_dump(exclude=None if config.test else {"test"})  # earlier versions had none
-    identity = digest({"source": about["fingerprint"], "config": settings, "schema": 1})
+    identity = digest({"source": about["fingerprint"], "config": config.plain(), "schema": 1})
     finished = DataSet.find(store, prefix, identity, "another source or with other settings")
     if finished is not None:
         _remove_notes(store, prefix)
         return finished
-    job = _Job(source, store, prefix, config, identity)
+    job = _Job(source, store, prefix, config, identity, row_schema(about.get("columns", [])))
     count, size = len(source), config.shard_rows
     for number in range(-(-count // size)):
         job.shard(number)
@@ -74,9 +73,16 @@ class _Job:
     """An ingest on its way."""
 
     def __init__(
-        self, source: Source, store: Store, prefix: str, config: IngestConfig, identity: str
+        self,
+        source: Source,
+        store: Store,
+        prefix: str,
+        config: IngestConfig,
+        identity: str,
+        schema: pa.Schema,
     ) -> None:
         self.source, self.store, self.prefix, self.config = source, store, prefix, config
+        self.schema = schema
         self.identity = identity
         self.mode = self._begin()
         self.shards: list[ShardNote] = []
@@ -122,17 +128,19 @@ class _Job:
                 rows.append(row)
         files = {}
         if rows:
-            table = to_parquet(pa.Table.from_pylist(rows, ROWS))
+            table = to_parquet(pa.Table.from_pylist(rows, self.schema))
             files["images"] = write_file(self.store, self.prefix, f"images/{number:05d}.tar", writer.close())
             files["rows"] = write_file(self.store, self.prefix, f"rows/{number:05d}.parquet", table)
         return ShardNote(identity=self.identity, rows=len(rows), files=files, rejects=rejects)
 
     def _row(self, record: Record, writer: ImageWriter) -> dict[str, Any] | Reject:
         """Add one record to the shard; its row, or why there is none."""
-        name, caption = safe_id(record.id), clean_caption(record.caption)
-        if caption is None:
+        name = safe_id(record.id)
+        cleaned = [clean_caption(one) for one in record.captions or (record.caption,)]
+        captions = [one for one in cleaned if one]
+        if None in cleaned:
             return Reject(record.key, "caption is not UTF-8")
-        if not caption:
+        if not captions:
             return Reject(record.key, "empty caption")
         if name in self.ids:
             return Reject(record.key, "duplicate id", record.id)
@@ -154,9 +162,15 @@ class _Job:
             "sha256": source_hash,
             "group": clean(record.group) if record.group is not None else source_hash,
         }
+        optional = {
+            "source": record.source,
+            "licence": None if record.licence is None else clean(record.licence),
+            "captions": captions,
+        }
+        fields |= {name: value for name, value in optional.items() if name in self.schema.names}
         data = png(picture.convert("L" if self.mode == "gray" else "RGB"))
-        writer.add(name, data, caption, fields)
-        return {**fields, "caption": caption}
+        writer.add(name, data, captions[0], fields)
+        return {**fields, "caption": captions[0]}
 
     def finish(self, about: dict[str, Any]) -> DataSet:
         """Write the rejects, the split and the manifest, and remove the notes."""
@@ -185,7 +199,7 @@ class _Job:
         manifest = Manifest(
             **{"source": {}, **fields},
             identity=self.identity,
-            config=self.config.model_dump(),
+            config=self.config.plain(keep=("test",)),
             size=self.config.size,
             mode=self.mode,
             rows=sum(note.rows for note in notes),

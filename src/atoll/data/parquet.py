@@ -1,7 +1,9 @@
 """A source: parquet files in Hugging Face's image layout, read a few rows at a time."""
 
 import hashlib
+import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +13,40 @@ import pyarrow.parquet as pq
 
 from atoll.base.errors import DataError, first_line
 from atoll.base.hashing import digest
+from atoll.data.files import Files
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
 
 _BATCH = 32
 """Rows that are in memory at a time."""
+_BUFFER = 2**20
+"""Bytes of a column that are read at a time."""
 
 
 class ParquetSource:
-    """The rows of one parquet file, or of all parquet files below a folder in the order of their paths.
+    """The rows of parquet files, in the order of the files' names.
 
-    A picture is a struct with `bytes`, or a binary column named `image`.
+    A picture is a struct with `bytes`, or a binary column named `image`. Of remote files footers and the row
+    groups that are asked for are read, and nothing is kept on disk.
 
     Raises:
         DataError: there is no parquet file, one cannot be read, or one lacks a column.
     """
 
-    def __init__(self, path: Path, options: RowOptions | None = None) -> None:
-        if not path.exists():
-            raise DataError(f"there is no {path}", "check the path")
-        self.path = path
-        self.files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-        if not self.files:
-            raise DataError(f"{path} holds no parquet files", "give a parquet file or a folder of them")
-        columns, self._images, counts = [], [], []
-        for file in self.files:
-            reader = _open(file)
-            columns.append((str(file), reader.schema_arrow.names))
-            self._images.append(_image_column(reader.schema_arrow, file))
-            counts.append(reader.metadata.num_rows)
-        self.options = (options or RowOptions()).resolve(columns)
+    def __init__(self, files: Files, options: RowOptions | None = None) -> None:
+        if not files.states:
+            raise DataError(f"{files.root} holds no parquet files", "give a parquet file or a folder of them")
+        self.files, options = files, options or RowOptions()
+        columns, self._images, counts, self._footers = [], [], [], []
+        for name in files.states:
+            with _opened(files, name) as reader:
+                schema = reader.schema_arrow
+                columns.append((files.where(name), schema.names))
+                self._images.append(_image_column(schema, files.where(name), options.image))
+                counts.append(reader.metadata.num_rows)
+            self._footers.append(_footer_hash(files, name))
+        self.options = options.resolve(columns)
         self._starts = np.cumsum([0, *counts]).tolist()
 
     def __len__(self) -> int:
@@ -49,35 +54,36 @@ class ParquetSource:
 
     def describe(self) -> dict[str, Any]:
         """Name, fingerprint (sizes and footers of the files, the columns' names) and licence."""
-        content = [[file.name, file.stat().st_size, _footer_hash(file)] for file in self.files]
+        content = [
+            [Path(name).name, size, footer]
+            for (name, (size, _)), footer in zip(self.files.states.items(), self._footers, strict=True)
+        ]
+        named = Path(self.files.root if self.files.is_whole else next(iter(self.files.states))).name
         return {
-            "name": clean(f"parquet {self.path.name}"),
-            "fingerprint": digest([content, self.options.columns()]),
-            "licence": self.options.licence,
+            "name": clean(f"parquet {named}"),
+            "fingerprint": digest([content, self.options.state()]),
+            **self.options.described(),
         }
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The rows of some positions."""
-        for number, file in enumerate(self.files):
+        for number, name in enumerate(self.files.states):
             first, last = self._starts[number], self._starts[number + 1]
             low, high = max(start, first) - first, min(stop, last) - first
             if low < high:
-                yield from self._file(file, self._images[number], low, high)
+                yield from self._file(name, self._images[number], low, high)
 
-    def _file(self, file: Path, image: str, low: int, high: int) -> Iterator[Record | Reject]:
-        place = clean(file.relative_to(self.path).as_posix() if self.path != file else file.name)
-        names = [name for name in self.options.columns() if name is not None]
-        reader = _open(file)
+    def _file(self, name: str, image: str, low: int, high: int) -> Iterator[Record | Reject]:
+        place, names = clean(name), [column for column in self.options.columns() if column is not None]
         try:
-            for row, values in _rows(reader, [image, *names], low, high):
-                picture = values.pop(image)
-                data = picture.get("bytes") if isinstance(picture, dict) else picture
-                yield to_record(values, self.options, f"{place}, row {row}", data, f"{place}-{row:08d}")
+            with _opened(self.files, name) as reader:
+                for row, values in _rows(reader, [image, *names], low, high):
+                    picture = values.pop(image)
+                    data = picture.get("bytes") if isinstance(picture, dict) else picture
+                    yield to_record(values, self.options, f"{place}, row {row}", data, f"{place}-{row:08d}")
         except (pa.ArrowException, OSError) as error:
-            what = f"cannot read {file}, rows {low} to {high}: {first_line(error)}"
+            what = f"cannot read {self.files.where(name)}, rows {low} to {high}: {first_line(error)}"
             raise DataError(what, "the file is damaged: fetch it again") from None
-        finally:
-            reader.close()
 
 
 def _rows(
@@ -88,7 +94,8 @@ def _rows(
     starts = np.cumsum([0, *counts]).tolist()
     groups = [group for group in range(len(counts)) if starts[group] < high and low < starts[group + 1]]
     row = starts[groups[0]]
-    for batch in reader.iter_batches(_BATCH, row_groups=groups, columns=names):
+    # Without Arrow's threads: they may hold a file of Python's when Python ends, which aborts the process.
+    for batch in reader.iter_batches(_BATCH, row_groups=groups, columns=names, use_threads=False):
         columns = {name: _values(batch.column(name)) for name in names}
         for index in range(batch.num_rows):
             if low <= row < high:
@@ -116,21 +123,23 @@ def _value(scalar: pa.Scalar) -> Any:
         return None
 
 
-def _open(file: Path) -> pq.ParquetFile:
-    try:
-        # Without pre-buffering, and with a small buffer, a row group is streamed and not held whole.
-        reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
-        names = reader.schema_arrow.names
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        what = f"{file} is not a readable parquet file: {first_line(error)}"
-        raise DataError(what, "fetch it again") from None
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{file} has two columns {twice!r}", "rename one of them")
-    return reader
+@contextmanager
+def _opened(files: Files, name: str) -> Iterator[pq.ParquetFile]:
+    with files.open(name, _BUFFER) as file:
+        try:
+            # Without pre-buffering, and with a small buffer, a row group is streamed and not held whole.
+            reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER)
+            names = reader.schema_arrow.names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            what = f"{files.where(name)} is not a readable parquet file: {first_line(error)}"
+            raise DataError(what, "fetch it again") from None
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{files.where(name)} has two columns {twice!r}", "rename one of them")
+        yield reader
 
 
-def _image_column(schema: pa.Schema, file: Path) -> str:
+def _image_column(schema: pa.Schema, file: str, named: str | None) -> str:
     types = {field.name: field.type for field in schema}
     binary = [name for name, kind in types.items() if kind in (pa.binary(), pa.large_binary())]
     structs = [
@@ -138,18 +147,21 @@ def _image_column(schema: pa.Schema, file: Path) -> str:
         for name, kind in types.items()
         if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     ]
-    if "image" in structs + binary:
+    if named is not None and named in structs + binary:
+        return named
+    if named is None and "image" in structs + binary:
         return "image"
-    if len(structs) == 1:
+    if named is None and len(structs) == 1:
         return str(structs[0])
-    what = f"{file} has the columns {', '.join(schema.names)}, but no single one with pictures"
-    raise DataError(what, "name the one with pictures `image`: a struct with `bytes`, or binary")
+    lack = "no single one with pictures" if named is None else f"{named!r} holds no pictures"
+    what = f"{file} has the columns {', '.join(schema.names)}, but {lack}"
+    raise DataError(what, "name with `image` the one with pictures: a struct with `bytes`, or binary")
 
 
-def _footer_hash(file: Path) -> str:
+def _footer_hash(files: Files, name: str) -> str:
     """Hash of a parquet file's footer: schema, counts, and size and place of every column chunk."""
-    with file.open("rb") as stream:
-        stream.seek(-8, 2)
+    with files.open(name, _BUFFER) as stream:
+        stream.seek(-8, io.SEEK_END)
         length = int.from_bytes(stream.read(4), "little")
-        stream.seek(-8 - length, 2)
+        stream.seek(-8 - length, io.SEEK_END)
         return hashlib.sha256(stream.read(length)).hexdigest()

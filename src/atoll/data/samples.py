@@ -1,6 +1,8 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +93,24 @@ def weights_of(dataset: DataSet) -> NDArray[np.float32]:
         what = f"column {WEIGHTS!r} of {dataset.store.location} holds a weight that is negative or no number"
         raise DataError(what, "write it again: atoll concepts rebalance")
     return weights
+
+
+def write_weights(dataset: DataSet, weights: NDArray[np.float32], producer: dict[str, Any]) -> None:
+    """Write the column that `data.weighted=true` draws by."""
+
+    def compute(shard: int) -> dict[str, Tensor]:
+        return {"values": torch.from_numpy(weights[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())}
+
+    dataset.write_column(WEIGHTS, producer, compute)
+
+
+def weigh_sources(dataset: DataSet, weights: Mapping[str, float]) -> None:
+    """Write the weights of several sources' rows, by name, unless others were written since."""
+    if dataset.has_column(WEIGHTS) and dataset.column(WEIGHTS).meta.producer.get("name") != "sources":
+        return
+    names = dataset.table(["source"]).column("source").to_pylist()
+    values = np.array([weights[name] for name in names], dtype=np.float32)
+    write_weights(dataset, values, {"name": "sources", "weights": dict(weights)})
 
 
 def read_labels(dataset: DataSet) -> Tensor:

@@ -1,16 +1,17 @@
 """How a data set is made and cut, as settings. Imports nothing that reads pictures or numbers."""
 
-from collections.abc import Sequence
-from typing import Literal, Self
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from atoll.base.config import Config
+from atoll.base.config import Config, later
 from atoll.base.errors import ConfigError, DataError, nearest
 
 ConditionKind = Literal["text", "class", "none"]
-CAPTIONS = ("text", "caption", "prompt")
-"""Names of the caption's column, where none is given; the first that is there counts."""
+CAPTIONS = ("text", "caption", "prompt", "txt")
+"""Names of the caption's column, where none is given; the first that is there counts. `txt` is a tar's."""
 FACES = {
     "DejaVuSans": "sans",
     "DejaVuSans-Bold": "sans bold",
@@ -70,10 +71,29 @@ class RowOptions(Config):
     """Column of the id; without it the place in the source is the id."""
     licence: str = "not stated"
     """Licence of the data, written into the manifest."""
+    licence_column: str | None = later(default=None)
+    """Column of a row's own licence; with it every row tells its licence. An empty one is `licence`."""
+    captions: bool = later(default=False)
+    """Whether a row may have several captions: a list of strings, or the lines of a text. All are kept
+    in the column `captions`, and the first is the caption."""
+    image: str | None = later(default=None)
+    """Column of the picture, of a tar the ending of its files; needed where there are several."""
 
     def columns(self) -> list[str | None]:
-        """Names of the columns of caption, group, label and id."""
-        return [self.caption, self.group, self.label, self.id]
+        """Names of the columns of caption, group, label and id, and those that came later and are set."""
+        added = [self.licence_column] if self.licence_column else []
+        return [self.caption, self.group, self.label, self.id, *added]
+
+    def state(self) -> list[str | bool | None]:
+        """What rows depend on beside the files."""
+        added = [f"captions {self.captions}, image {self.image}"] if self.captions or self.image else []
+        return [*self.columns(), *added]
+
+    def described(self) -> dict[str, Any]:
+        """What a source says of these settings: its licence, and the optional columns that they ask for."""
+        asked = {"licence": self.licence_column is not None, "captions": self.captions}
+        columns = [name for name, is_asked in asked.items() if is_asked]
+        return {"licence": self.licence, **({"columns": columns} if columns else {})}
 
     def resolve(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
         """The same with the caption's column filled in, for tables (name and columns) that are read alike.
@@ -138,7 +158,7 @@ class IngestConfig(SourceOptions):
     """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the groups that is held out from training; at least one group unless it is 0."""
-    test: float = Field(default=0.0, ge=0.0, lt=1.0)
+    test: float = later(default=0.0, ge=0.0, lt=1.0)
     """Share of the groups that is kept for the last measurement, on which nothing is chosen."""
     shard_rows: int = Field(default=1024, ge=1)
     """Positions of the source that one shard takes up."""
@@ -150,6 +170,24 @@ class IngestConfig(SourceOptions):
         if self.heldout + self.test >= 1:
             raise ConfigError("data.ingest: heldout and test leave nothing to train on", "lower them")
         return self
+
+
+class SourceConfig(RowOptions):
+    """One of several sources of a data set."""
+
+    source: str
+    """As `data.source` names a single one; relative too."""
+    weight: float = Field(default=1.0, ge=0)
+    """How often its rows are drawn, beside 1. Unequal weights become the column `weights`."""
+
+
+def check_names(sources: Mapping[str, object]) -> None:
+    """Refuse names of sources that could not begin a row's id; `ConfigError`."""
+    if not sources:
+        raise ConfigError("data.source names no source", "write NAME: {source: FOLDER}")
+    for name in sources:
+        if not re.fullmatch("[A-Za-z0-9_]{1,32}", name):
+            raise ConfigError(f"data.source: {name!r} cannot name a source", "use letters, digits and '_'")
 
 
 class DedupeConfig(Config):

@@ -24,7 +24,7 @@ from atoll.data.duplicates import COLUMN
 from atoll.data.formats import Reject
 from atoll.data.formats import clean as clean_key
 from atoll.data.records import Record
-from atoll.data.sources import open_source
+from atoll.data.sources import open_sources
 from atoll.report.facts import Facts, Picture, pixelated
 from atoll.report.page import environment, write_page
 from atoll.report.text import clean
@@ -162,7 +162,7 @@ def _found_again(campaign: Campaign, keys: set[str]) -> Iterator[tuple[str, Pict
     if not keys or named is None or named == "glyphs":
         return
     try:
-        source = open_source(named, campaign.config.data.ingest)
+        source = open_sources(named, campaign.config.data.ingest)
         for item in source.records(0, min(len(source), SEARCHED)):
             if isinstance(item, Record) and clean_key(item.key) in keys and isinstance(item.image, bytes):
                 with suppress(BadImageError):

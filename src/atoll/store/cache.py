@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,11 @@ def _is_whole(path: Path, meta: Any) -> bool:
 
 
 def _place(meta: Any, url: str) -> Path:
+    return place(url, [meta["e_tag"], meta["size"], meta["last_modified"].timestamp()])
+
+
+def place(url: str, content: Sequence[Any]) -> Path:
+    """Where a copy of a file, or what was found in it, is kept; `content` changes whenever the file does."""
     where = [_PROCESS] if url.startswith("memory://") else [os.environ.get(name, "") for name in _ENDPOINTS]
-    content = [meta["e_tag"], meta["size"], meta["last_modified"].timestamp()]
     name = hashlib.sha256(repr([*where, url, *content]).encode()).hexdigest()
     return folder() / name[:2] / f"{name[2:34]}-{Path(url).name}"

@@ -13,22 +13,21 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
 from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError, first_line
 from atoll.base.plain import LARGEST, read_json
-from atoll.store import cache, local
+from atoll.store import cache, local, ranges
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
 
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
 COPIED_AT_ONCE = 5 * 2**30
 """Bytes that S3 copies in one request; larger objects go through this machine, part by part."""
 PART = 64 * 2**20
-_PAUSES = (0.1, 0.5)  # seconds before a list is asked for again
 _Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
 
@@ -234,8 +233,12 @@ class Store:
 
     def list(self, prefix: str = "") -> list[str]:
         """Keys of all objects below a folder, sorted."""
+        return [*self.states(prefix)]
+
+    def states(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """Bytes and entity tag (or time of change) of all objects below a folder, by key, sorted."""
         full, cut = self._full(prefix), len(self._prefix) + 1 if self._prefix else 0
-        for pause in (*_PAUSES, None):  # obstore asks again for what was refused, not for half a list
+        for pause in (*ranges.PAUSES, None):  # obstore asks again for what was refused, not for half a list
             try:
                 items = [item for chunk in obstore.list(self._objects, full or None) for item in chunk]
                 break
@@ -243,7 +246,10 @@ class Store:
                 if pause is None or self.local is not None:
                     raise _failed(f"cannot list {self.name(prefix)}", error) from None
                 time.sleep(pause)
-        return sorted(item["path"][cut:] for item in items)
+        return {
+            item["path"][cut:]: (int(item["size"]), str(item["e_tag"] or item["last_modified"]))
+            for item in sorted(items, key=lambda item: str(item["path"]))
+        }
 
     def delete(self, *keys: str) -> None:
         """Remove objects; missing ones are passed over."""
@@ -275,6 +281,32 @@ class Store:
             return cache.fetch(self._objects, self._full(key), self.name(key))
         except _Failure as error:
             raise self._unread(key, error) from None
+
+    def reader(self, key: str, state: tuple[int, str], buffer: int = ranges.BUFFER) -> BinaryIO:
+        """A remote object as a seekable file, read by ranges.
+
+        Args:
+            key: of the object.
+            state: as `states` gave it; an object that changed since is refused.
+            buffer: bytes that are asked for at once.
+
+        Raises:
+            Damaged: while it is read: the object changed.
+            StoreError: while it is read: it is gone, or the store does not answer.
+        """
+        size, tag = state
+
+        def fetch(start: int, stop: int) -> bytes:
+            options: Any = {"range": (start, stop), "if_match": tag}
+            try:
+                return bytes(obstore.get(self._objects, self._full(key), options=options).bytes())
+            except PreconditionError:
+                fix = "run the command again"
+                raise Damaged(f"{self.name(key)} changed while it was read", fix) from None
+            except _Failure as error:
+                raise self._unread(key, error) from None
+
+        return ranges.reader(fetch, size, buffer)
 
     def get_json(self, key: str) -> Any:
         """Plain data from a JSON object; `StoreError` if it is missing or is not JSON."""

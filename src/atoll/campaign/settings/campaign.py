@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
@@ -11,7 +11,14 @@ from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrainConfig
-from atoll.data.settings import ConditionKind, DedupeConfig, IngestConfig, PartitionConfig
+from atoll.data.settings import (
+    ConditionKind,
+    DedupeConfig,
+    IngestConfig,
+    PartitionConfig,
+    SourceConfig,
+    check_names,
+)
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
@@ -26,8 +33,9 @@ class DataConfig(Config):
 
     path: str
     """Folder of the data set; relative to the folder of campaign.yaml."""
-    source: str | None = None
-    """What to ingest if `path` is empty: `glyphs`, a folder with captions, or parquet; relative too."""
+    source: str | dict[str, SourceConfig] | None = None
+    """What to ingest if `path` is empty: `glyphs`, a folder with captions, parquet or tar files, a data set
+    of the hub, or several of them by name; relative too."""
     ingest: IngestConfig = IngestConfig()
     """Size, split and shards."""
     dedupe: DedupeConfig | None = None
@@ -41,6 +49,17 @@ class DataConfig(Config):
     weighted: bool = False
     """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
     router alike, so the weights are part of the partition's hash."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """Say of several sources which key of which one is wrong."""
+        if not isinstance(value, Mapping):
+            return value
+        trees = {
+            str(n): one.model_dump() if isinstance(one, SourceConfig) else one for n, one in value.items()
+        }
+        return {name: SourceConfig.parse(tree, f"data.source.{name}") for name, tree in trees.items()}
 
 
 class BudgetConfig(Config):
@@ -189,6 +208,7 @@ class CampaignConfig(Config):
                 f"pictures of {self.data.ingest.size} px do not divide into patches of {self.router.patch}",
                 "change router.patch",
             )
+        self._check_sources()
         self._check_pretrain()
         if self.student is not None:
             self._check_student(self.student)
@@ -197,6 +217,15 @@ class CampaignConfig(Config):
             for name in names or ():
                 Routing.named(name)
         return self
+
+    def _check_sources(self) -> None:
+        if isinstance(self.data.source, dict):
+            check_names(self.data.source)
+            if len({one.weight for one in self.data.source.values()}) > 1 and not self.data.weighted:
+                raise ConfigError(
+                    "data.source: the weights differ, but rows are drawn without weights",
+                    "set data.weighted=true, or leave out the weights",
+                )
 
     def _check_pretrain(self) -> None:
         shared = self.budget.pretrain + self.router.share
@@ -277,10 +306,17 @@ class CampaignConfig(Config):
         """The data set's folder or URL, for a campaign at this folder or URL."""
         return resolve(campaign, self.data.path)
 
-    def source(self, campaign: str) -> str | None:
-        """What to ingest, for a campaign at this folder or URL: `glyphs`, an absolute path or a URL."""
+    def source(self, campaign: str) -> str | dict[str, SourceConfig] | None:
+        """What to ingest, for a campaign at this folder or URL: `glyphs`, absolute paths or URLs."""
         named = self.data.source
-        return named if named is None or named == "glyphs" else resolve(campaign, named)
+        if isinstance(named, dict):
+            places = {name: _resolved(campaign, one.source) for name, one in named.items()}
+            return {n: one.model_copy(update={"source": places[n]}) for n, one in named.items()}
+        return named if named is None else _resolved(campaign, named)
+
+
+def _resolved(campaign: str, source: str) -> str:
+    return source if source == "glyphs" else resolve(campaign, source)
 
 
 UNFROZEN = loose_fields(CampaignConfig)

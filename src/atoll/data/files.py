@@ -1,0 +1,145 @@
+"""The files of a source, by name: on this machine's disk, in an object store, or wherever they are opened."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import BinaryIO
+
+from atoll.base.errors import DataError
+from atoll.store.location import is_url
+from atoll.store.ranges import BUFFER
+from atoll.store.store import Store
+
+State = tuple[int, str]
+ENDINGS = (".parquet", ".tar")
+"""How the names of files end that a URL can name; other URLs name folders."""
+MOST_NAMES = 100_000
+"""Names that braces may stand for."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Some files below a folder or URL.
+
+    Attributes:
+        root: the folder or URL.
+        states: of every file its bytes, and what changes whenever the file does; in the order of names.
+        opener: opens a file by name, for reads of about so many bytes at a time.
+        is_whole: whether they are all of the folder, and not one file or those of a pattern.
+    """
+
+    root: str
+    states: dict[str, State]
+    opener: Callable[[str, int], BinaryIO]
+    is_whole: bool = True
+
+    def open(self, name: str, buffer: int = BUFFER) -> BinaryIO:
+        """A file, seekable; `DataError` or `StoreError` if it is gone or another one than it was."""
+        return self.opener(name, buffer)
+
+    def where(self, name: str) -> str:
+        """The whole name of a file, for messages."""
+        return f"{self.root.rstrip('/')}/{name}"
+
+
+def find_files(location: str | Path, suffix: str) -> Files:
+    """The files of one kind that a location names, hidden ones left out; there may be none.
+
+    Args:
+        location: a file, a folder, or a pattern of files: `{00..99}` and `{a,b}` name files that all have to
+            be there, `*`, `?` and `[ab]` stand for whatever is there. On this machine or by URL.
+        suffix: the end of their names.
+
+    Raises:
+        DataError: there is nothing at all, or a file that a pattern names is missing.
+        StoreError: the store cannot be read.
+    """
+    text = str(location)
+    folder, _, last = text.rpartition("/")
+    if is_url(text):
+        named = last.endswith(ENDINGS)
+        store = Store.open(folder if named else text)
+        found = store.states()
+        wanted = _expanded(last) if named else None
+        names = _chosen(store.location, [*found], wanted, suffix)
+        states = {name: found[name] for name in names}
+        return Files(store.location, states, partial(_open_remote, store, states), not named)
+    path = Path(text)
+    if not path.is_dir():
+        wanted = [path.name] if path.exists() else _expanded(path.name)
+        if not path.parent.is_dir():
+            raise DataError(f"there is no {path}", "check the path")
+        path, names = path.parent, [one.name for one in path.parent.iterdir()]
+    else:
+        wanted, names = None, [one.relative_to(path).as_posix() for one in path.rglob(f"*{suffix}")]
+    names = [name for name in _chosen(str(path), names, wanted, suffix) if (path / name).is_file()]
+    states = {name: _state(path / name) for name in names}
+    return Files(str(path), states, partial(_open_local, path, states), wanted is None)
+
+
+def listed_files(paths: Sequence[str]) -> Files:
+    """Files of this machine by their paths."""
+    root = Path(os.path.commonpath([Path(path).absolute().parent for path in paths]))
+    names = [Path(path).absolute().relative_to(root).as_posix() for path in paths]
+    states = {name: _state(root / name) for name in names}
+    return Files(str(root), states, partial(_open_local, root, states))
+
+
+def _open_remote(store: Store, states: Mapping[str, State], name: str, buffer: int) -> BinaryIO:
+    return store.reader(name, states[name], buffer)
+
+
+def _open_local(root: Path, states: Mapping[str, State], name: str, _: int) -> BinaryIO:
+    try:
+        if _state(root / name) != states[name]:
+            raise DataError(f"{root / name} changed while it was read", "run the command again")
+        return (root / name).open("rb")
+    except OSError as error:
+        raise DataError(f"cannot read {root / name}: {error.strerror}", "check it") from None
+
+
+def _chosen(root: str, names: list[str], wanted: list[str] | None, suffix: str) -> list[str]:
+    """Names of this suffix in order: all but hidden ones, or those that are wanted."""
+    names = sorted((name for name in names if name.endswith(suffix)), key=lambda name: name.split("/"))
+    if wanted is None:
+        return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    chosen: dict[str, None] = {}
+    for pattern in wanted:
+        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not found and pattern.endswith(suffix):
+            raise DataError(f"{root} holds no {pattern}", "fetch it, or name only what is there")
+        chosen.update(dict.fromkeys(found))
+    return [*chosen]
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Braces written out: `{00..12}` by number, as wide as its first bound, and `{a,b}` by name."""
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [[part] if number % 2 == 0 else [*_alternatives(part)] for number, part in enumerate(parts)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > MOST_NAMES:
+        raise DataError(f"{pattern} names {count:,} files", "give their folder, or use '*'")
+    return ["".join(names) for names in product(*choices)]
+
+
+def _alternatives(text: str) -> Iterator[str]:
+    bounds = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text)
+    if bounds is None:
+        yield from text.split(",")
+        return
+    first, last = int(bounds[1]), int(bounds[2])
+    if last - first >= MOST_NAMES:
+        raise DataError(f"{{{text}}} names {last - first + 1:,} files", "give their folder, or use '*'")
+    yield from (f"{number:0{len(bounds[1])}d}" for number in range(first, last + 1))
+
+
+def _state(path: Path) -> State:
+    state = path.stat()
+    return state.st_size, str(state.st_mtime_ns)
