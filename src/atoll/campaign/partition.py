@@ -14,7 +14,10 @@ from atoll.campaign.initial import Checkpoints, start_of
 from atoll.campaign.runs import Run, experts_of, made_by, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
+from atoll.data.cluster_map import cluster_map
+from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
 from atoll.data.samples import WEIGHTS, data_shape, weights_of
 from atoll.data.settings import features_column
@@ -45,8 +48,7 @@ def make_islands(campaign: Campaign) -> Partition:
         return partition
     dataset = campaign.dataset()
     columns = _columns(campaign, dataset)
-    name = features_column(config.partition.encoder)
-    features = dataset.column(name) if config.partition.method == "kmeans" else None
+    features = features_of(campaign, dataset)
     weights = weights_of(dataset) if config.data.weighted else None
     partition = partitions.make(dataset, features, config.partition, config.seed, weights)
     shape = data_shape(dataset, config.condition)
@@ -55,15 +57,23 @@ def make_islands(campaign: Campaign) -> Partition:
 
     plans, parts = _Plans(campaign, partition, shape, Checkpoints(store.location)), []
     for number in range(partition.k):
-        rows = (partition.clusters == number).nonzero()[0]
         run = Run("expert", number)
-        parts.append(write_subset(dataset, rows, store, f"{run.folder}/data", columns))
+        parts.append(write_subset(dataset, partition.rows(number), store, f"{run.folder}/data", columns))
         plans.write(run, partition.sizes[number], budget.experts[number])
     for role, share in budget.whole().items():
         plans.write_whole(role, parts, columns, share)
+    found = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
+    store.put_json(ClusterMap.PLACE, found.to_json())
     partitions.save(partition, store, dataset)
     _tell(partition, budget)
     return partition
+
+
+def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
+    """Features that rows are clustered by, or, for other methods, that the clusters are looked at with."""
+    config = campaign.config.partition
+    name = features_column(config.encoder)
+    return dataset.column(name) if config.method == "kmeans" or dataset.has_column(name) else None
 
 
 def _add_student(campaign: Campaign, partition: Partition) -> None:
@@ -202,6 +212,9 @@ def _tell(partition: Partition, budget: Budget) -> None:
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
     for warning in partition.about.warnings:
         say(f"  warning: {warning}")
+    if (inertia := partition.about.inertia) is not None:
+        cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""
+        say(f"  inertia {inertia.clusters:.4g}, of random clusters {inertia.random:.4g}{cost}")
     if budget.pretrain:
         share = budget.pretrain
         say(f"  shared pretraining: {share.steps:,} steps of {share.batch} on all rows, before the experts")
