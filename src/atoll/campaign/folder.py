@@ -17,6 +17,7 @@ from atoll.base.version import code_version
 from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
 from atoll.campaign.settings.train import StudentConfig, TrainConfig
+from atoll.data.formats import PartitionFile
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
 
@@ -105,7 +106,7 @@ class Campaign:
             self.store.create_json(STUDENT, FrozenStudent(code=code_version(), student=settings).to_json())
 
     def dataset(self) -> "DataSet":
-        """The campaign's data set; `DataError` if there is none."""
+        """The campaign's data set, its splits without rows that have left; `DataError` if there is none."""
         from atoll.data.dataset import DataSet
 
         path = self.config.data_path(self.store.location)
@@ -113,7 +114,10 @@ class Campaign:
             store = Store.open(path)
         except Absent:
             raise DataError(f"there is no data set at {path}", "make it: atoll data ingest") from None
-        return DataSet.open(store)
+        dataset = DataSet.open(store)
+        if self.store.exists(PartitionFile.PLACE):
+            dataset.opted_out = PartitionFile.read(self.store, PartitionFile.PLACE).opted_out
+        return dataset
 
     def clustered(self) -> "tuple[DataSet, Partition]":
         """Data set and partition; `PartitionError` if they do not belong together."""

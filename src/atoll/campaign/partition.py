@@ -47,7 +47,7 @@ def make_islands(campaign: Campaign) -> Partition:
             _add_student(campaign, partition)
         return partition
     dataset = campaign.dataset()
-    columns = _columns(campaign, dataset)
+    columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)
     weights = weights_of(dataset) if config.data.weighted else None
     partition = partitions.make(dataset, features, config.partition, config.seed, weights)
@@ -102,8 +102,8 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
     return network
 
 
-def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
-    """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
+def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
+    """Name the columns that an island needs; refuses data made with other settings than the campaign's."""
     ingested, config = dataset.manifest.config, campaign.config
     if config.data.source is not None and ingested and ingested != config.data.ingest.model_dump(mode="json"):
         fix = "put data.ingest back, or choose another data.path"
@@ -122,8 +122,8 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     return [n for n in ("latents", "split", "text", *drawn_by) if n in wanted or n in ("split", WEIGHTS)]
 
 
-def _write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
-    """The `clusters` column of a data set made of the islands' shards in order."""
+def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
+    """Write the `clusters` column of a data set made of the islands' shards in order."""
     numbers = [k for k, part in enumerate(parts) for _ in part.shards]
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ class _Plans:
                 check_data(network.family, producer, self.shape.classes, network.patch)
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
-        _write_clusters(whole, parts, self.partition)
+        write_clusters(whole, parts, self.partition)
         self.write(Run(role), sum(self.partition.sizes), share)
 
     def write(self, run: Run, rows: int, share: Share) -> None:

@@ -51,8 +51,8 @@ class Limits:
         """No limits: every cluster may hold anything."""
         return cls(np.zeros(k), np.ones(k))
 
-    def check(self, masses: NDArray[Any]) -> None:
-        """Refuse masses `(K,)` out of the limits.
+    def check(self, masses: NDArray[Any], row: float = 0.0) -> None:
+        """Refuse masses `(K,)` that are out of the limits by more than that of one `row`.
 
         Raises:
             PartitionError: so many rows are alike, or of one value, that they cannot be divided so.
@@ -60,7 +60,7 @@ class Limits:
         shares = masses / masses.sum()
         over = np.maximum(self.low - shares, shares - self.high)
         worst = int(over.argmax())
-        if over[worst] > 1e-9:
+        if over[worst] > 1e-9 + row / masses.sum():
             asked = f"{self.low[worst]:.2%} to {self.high[worst]:.2%}"
             raise PartitionError(
                 f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}: rows that are alike, or of"
@@ -98,7 +98,8 @@ def balanced(
     distances = np.ascontiguousarray(squared_distances(features, centroids).T)
     prices = set_prices(distances, masses, limits, prices, rounds=50)
     final = (prices - prices.min()).astype(np.float32)
-    limits.check(np.bincount(nearest_centroid(features, centroids, final), masses, len(final)))
+    held = np.bincount(nearest_centroid(features, centroids, final), masses, len(final))
+    limits.check(held, float(masses.max()))
     return centroids, final
 
 

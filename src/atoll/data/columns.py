@@ -87,7 +87,7 @@ class Column:
             block = rows[start : start + size]
             yield block, self.read(block)
             last = int(np.searchsorted(self.bounds, block[-1], side="right")) - 1
-            self._mapped = {shard: kept for shard, kept in self._mapped.items() if shard >= last}
+            self._mapped = {last: self._mapped[last]}
 
     def read_ragged(self, rows: ArrayLike, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Sequences of a ragged column for any row numbers `(n,)`, padded with zeros.

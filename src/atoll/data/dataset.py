@@ -48,6 +48,8 @@ class DataSet:
         self.store, self.prefix, self.manifest = store, prefix, manifest
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
+        self.opted_out: Sequence[int] = ()
+        """Rows that are in no split any more; see `PartitionFile`."""
         self._columns: dict[str, Column] = {}
         self._readers: dict[int, ImageReader] = {}
 
@@ -226,7 +228,8 @@ class DataSet:
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
         values = self.column("split").read(np.arange(len(self))).numpy()
-        return np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
+        rows = np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
+        return np.setdiff1d(rows, np.array(self.opted_out, np.int64)) if len(self.opted_out) else rows
 
     def _reader(self, shard: int) -> ImageReader:
         if shard not in self._readers:

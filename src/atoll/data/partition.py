@@ -73,6 +73,10 @@ class Partition:
         """Rows of a cluster, but for those that left."""
         return np.setdiff1d(np.flatnonzero(self.clusters == number), self.about.opted_out)
 
+    def nearest(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Clusters of normalised features `(N, D)`."""
+        return cluster.nearest_centroid(features, self.centroids, self.prices)
+
     def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
         """Clusters of any rows by what decided this cut `(rows,)`.
 
@@ -90,7 +94,9 @@ class Partition:
         clusters = clusters_by(values, about.values)
         if (clusters < 0).any():
             new, counts = np.unique(values[clusters < 0], return_counts=True)
-            shown = ", ".join(f"{v!r} ({n:,} rows)" for v, n in zip(new[:5], counts[:5], strict=True))
+            shown = ", ".join(
+                f"{v!r} ({n:,} rows)" for v, n in zip(new[:5].tolist(), counts[:5].tolist(), strict=True)
+            )
             what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shown}"
             raise PartitionError(what, "leave these rows out, or start a new campaign")
         return clusters
