@@ -21,10 +21,11 @@ from harness import finish, median_row, row
 
 from atoll.curate.frequency import fit, slope
 from atoll.curate.text_hits import Finder
-from atoll.curate.vocabulary import Vocabulary, words_of
+from atoll.curate.vocabulary import Vocabulary
 from atoll.data.glyphs import GlyphSource
 from atoll.data.records import Record
 from atoll.data.settings import GlyphOptions
+from atoll.data.words import words_of
 
 FIGURES = [
     ("cc3m", "image", "RN50", 0.9751, 7.110),

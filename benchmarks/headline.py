@@ -32,7 +32,8 @@ from pyarrow import parquet
 
 import atoll
 from atoll.campaign.folder import Campaign
-from atoll.curate.vocabulary import nouns, words_of
+from atoll.curate.vocabulary import nouns
+from atoll.data.words import words_of
 from atoll.measure.departure import generation_of
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)

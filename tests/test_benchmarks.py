@@ -413,3 +413,21 @@ def test_the_rate_that_a_server_carries_is_found(
     assert 7.3 / 1.06 <= rate <= 7.3 and all((one["p99"] == 0.1) is (one["rate"] <= 7.3) for one in tried)
     some = serving.requests(50, 3)
     assert some == serving.requests(50, 3) and len({one["routing"] for one in some}) == 3
+
+
+def test_the_partition_benchmark_measures_what_peers_measure(bench: Bench, tmp_path: Path) -> None:
+    """Every contestant ends near the inertia of 8 clusters, in a process of its own."""
+    partition = bench("partition")
+    partition.write_features(tmp_path / "data", 3000, 16)
+    everybody = partition.contestants(sys.executable)
+    found = {
+        name: partition.measure(tmp_path / "data", tmp_path, everybody[name], 32)
+        for name in ("Atoll", "faiss, all rows")
+    }
+    inertias = [one["inertia"] for one in found.values()]
+    assert min(inertias) > 0.2 and max(inertias) < 1.1 * min(inertias)
+    assert all(1e8 < one["peak"] < 2e9 for one in found.values())
+    ours = found["Atoll"]
+    lines = {(line["case"], line["metric"]): line for line in partition.table(found, (ours, ours, 10))}
+    assert lines["Atoll", "peak memory"]["met"] is True
+    assert lines["Atoll", "inertia / best"]["value"] == pytest.approx(inertias[0] / min(inertias))

@@ -145,12 +145,29 @@ def audit(campaign: str) -> None:
 
 @atoll.command()
 @CAMPAIGN
+@click.option("--assign", metavar="DATASET", help="Give the rows of another data set to the same clusters.")
+@click.option("--opt-out", type=LOCAL, metavar="FILE", help="Take rows out, by id or SHA-256, one a line.")
+@click.option("--retrain", is_flag=True, help="With --opt-out: remove what was trained on these rows.")
 @SETS
-def partition(campaign: str, sets: tuple[str, ...]) -> None:
-    """Cut the data set into clusters and write the islands' data sets."""
-    from atoll.campaign.partition import make_islands
+def partition(
+    campaign: str, assign: str | None, opt_out: Path | None, retrain: bool, sets: tuple[str, ...]
+) -> None:
+    """Cut the data set into clusters and write the islands' data sets; or change who is in them."""
+    opened = _open(campaign, sets)
+    if (retrain and opt_out is None) or (assign is not None and opt_out is not None):
+        raise AtollError("--retrain goes with --opt-out, and --opt-out without --assign", "give one")
+    if assign is not None:
+        from atoll.campaign.newcomers import assign_stage
 
-    make_islands(_open(campaign, sets))
+        assign_stage(opened, assign)
+    elif opt_out is not None:
+        from atoll.campaign.opt_out import opt_out_stage
+
+        opt_out_stage(opened, opt_out, retrain)
+    else:
+        from atoll.campaign.partition import make_islands
+
+        make_islands(opened)
 
 
 @atoll.command()

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from atoll.campaign.folder import Campaign
-from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
+from atoll.curate.counts import ConceptCounts, count, evenness, shape
 from atoll.curate.image_hits import FLOOR
 from atoll.curate.text_hits import COLUMN, Finder
-from atoll.curate.vocabulary import Vocabulary, words_of
+from atoll.curate.vocabulary import Vocabulary
+from atoll.data.words import telling, words_of
 from atoll.encoders.extractors import ClipEncoder, extractor
 from helpers import command, partitioned, refused
 from helpers_extractors import save_clip

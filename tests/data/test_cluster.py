@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import PartitionError
+from atoll.data import cluster
 from atoll.data.cluster import fit, nearest_centroid, normalise
 
 
@@ -88,3 +89,34 @@ def test_normalise() -> None:
     scaled = normalise(values)
     np.testing.assert_allclose(scaled, [[0.6, 0.8], [0, 0], [1, 0]], rtol=1e-6)
     assert scaled.dtype == np.float32
+
+
+def test_many_rows_are_fitted_on_samples_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 64 rows for each fine centroid: as good, and decided by the seed, whatever the threads."""
+    import faiss
+
+    draws = np.random.default_rng(0)
+    middles = draws.normal(size=(200, 12))
+    shares = draws.pareto(1.2, 200) + 0.1
+    chosen = draws.choice(200, 12_000, p=shares / shares.sum())
+    features = normalise(middles[chosen] + 0.5 * draws.normal(size=(12_000, 12)))
+    whole = fit(features, 4, 32, 0)
+    monkeypatch.setattr(cluster, "LEAST_FINE", 32)
+    threads = faiss.omp_get_max_threads()
+    found = [fit(features, 4, 32, 0)]
+    for count in (1, 2):
+        faiss.omp_set_num_threads(count)
+        found.append(fit(features, 4, 32, 0))
+    faiss.omp_set_num_threads(threads)
+    assert not np.array_equal(found[0], whole) and all(np.array_equal(one, found[0]) for one in found)
+
+    def inertia(centroids: np.ndarray) -> float:
+        return float(((features - centroids[nearest_centroid(features, centroids)]) ** 2).sum(1).mean())
+
+    assert inertia(found[0]) < 1.01 * inertia(whole)
+
+
+def test_starts_are_well_spread() -> None:
+    features, label = blobs(8, 400)
+    starts = cluster.spread_starts(features, 8, 0)
+    assert len({int(label[(features == start).all(1).argmax()]) for start in starts}) == 8

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.base.errors import PartitionError
+from atoll.base.errors import AtollError, PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
@@ -144,7 +144,8 @@ def test_damage_is_told_in_one_line(
     with pytest.raises(PartitionError, match="do not match the hash"):
         partitions.load(store)
     store.put(key, tensors)
-    needed = [name for name in fields if weighted or name not in ("weights", "masses")]
+    later = {"column", "values", "capacities", "inertia", "opted_out", "revision"}
+    needed = [n for n in fields if n not in later and (weighted or n not in ("weights", "masses"))]
     changed = {name: {k: v for k, v in fields.items() if k != name} for name in needed}
     changed |= {f"other {name}": {**fields, name: 5} for name in fields if name != "warnings"}
     first, *others = fields["sizes"]
@@ -177,3 +178,90 @@ def test_contact_sheets_show_training_pictures_of_their_cluster(dataset: DataSet
 
     with Image.open(io.BytesIO(sheets[0])) as sheet:
         assert sheet.width > 12 * 48
+
+
+@pytest.mark.parametrize("limits", [{}, {"capacities": (3, 2, 1), "tolerance": 0.05}])
+def test_neither_shards_nor_blocks_decide(
+    dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, object]
+) -> None:
+    config = PartitionConfig(k=3, fine=3, **limits)  # type: ignore[arg-type]
+    first = make(dataset, features(dataset), config, 0)
+    assert (len(first.prices) > 0) == bool(limits)
+    columns = ["split", "features"]
+    other = write_subset(dataset, range(ROWS), Store.open(tmp_path / "o", create=True), "", columns, 17)
+    monkeypatch.setattr(partitions, "_CHUNK", 7)
+    again = make(other, other.column("features"), config, 0)
+    assert np.array_equal(again.clusters, first.clusters) and again.sizes == first.sizes
+    assert len(other.column("features")._mapped) == 1  # shards that lie behind are let go
+    assert np.array_equal(first.assign(other, other.column("features")), first.clusters)
+    store = Store.open(tmp_path / "campaign", create=True)
+    partitions.save(first, store, dataset)
+    assert np.array_equal(partitions.load(store).prices, first.prices)
+
+
+def test_fewer_rows_than_fine_centroids_and_no_numbers(dataset: DataSet) -> None:
+    assert make(dataset, features(dataset), PartitionConfig(k=3, fine=100_000), 0).k == 3
+    change = np.zeros((ROWS, 8))
+    change[dataset.split("train")[3], 2] = np.nan
+    with pytest.raises(PartitionError, match="NaN or infinity"):
+        make(dataset, features(dataset, change, "broken"), KMEANS, 0)
+
+
+def by(column: str, k: int, **more: object) -> PartitionConfig:
+    return PartitionConfig(method="column", column=column, k=k, **more)  # type: ignore[arg-type]
+
+
+def numbers(dataset: DataSet, values: np.ndarray) -> None:
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        return {"values": torch.from_numpy(values[dataset.bounds[shard] : dataset.bounds[shard + 1]])}
+
+    dataset.write_column("owner", {"name": "test", "of": values.tolist()}, compute)
+
+
+def test_rows_of_one_value_stay_together(dataset: DataSet) -> None:
+    owners = np.random.default_rng(0).integers(0, 10, ROWS)
+    owners[:10] = range(10)
+    numbers(dataset, owners)
+    made = make(dataset, None, by("owner", 3), 0)
+    assert sorted(int(v) for names in made.about.values for v in names) == list(range(10))
+    assert all(str(o) in made.about.values[c] for o, c in zip(owners, made.clusters, strict=True))
+    assert made.sizes == sorted(made.sizes, reverse=True) and made.sizes[0] < 1.3 * made.sizes[-1]
+    assert "several values each: 0 (" in made.about.warnings[0] and len(made.centroids) == 0
+    assert np.array_equal(made.assign(dataset, None), made.clusters)
+    wide = make(dataset, None, by("owner", 2, capacities=(1, 3), tolerance=0.2), 0)
+    assert wide.sizes[1] == pytest.approx(3 * wide.sizes[0], rel=0.4)
+    with pytest.raises(PartitionError, match=r"would hold .* of one value, stay together"):
+        make(dataset, None, by("owner", 2, capacities=(1, 8), tolerance=0.01), 0)
+    numbers(dataset, owners + (np.arange(ROWS) == 5) * 90)
+    with pytest.raises(PartitionError, match=r"1 values of owner are in no cluster: '9\d' \(1 rows\)"):
+        made.assign(dataset, None)
+
+
+def test_as_many_values_as_clusters_are_their_numbers(dataset: DataSet) -> None:
+    values = np.arange(ROWS) % 12
+    numbers(dataset, values)
+    assert np.array_equal(make(dataset, None, by("owner", 12), 0).clusters, values)  # 10 is not before 2
+    groups = make(dataset, None, by("group", 5), 0)
+    assert len(groups.about.values) == 5 and sum(map(len, groups.about.values)) > 5
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (by("owner", 13), "owner has 12 values among the training rows for K = 13 clusters: lower"),
+        (by("ovner", 3), "has no column 'ovner'.*owner"),
+        (by("features", 3), "holds no whole number for each row"),
+        (PartitionConfig(method="label", k=9), "label has 8 values among the training rows for K = 9"),
+    ],
+)
+def test_columns_that_do_not_decide(dataset: DataSet, config: PartitionConfig, what: str) -> None:
+    numbers(dataset, np.arange(ROWS) % 12)
+    features(dataset)
+    with pytest.raises(AtollError, match=what):
+        make(dataset, None, config, 0)
+
+
+def test_random_clusters_in_proportion(dataset: DataSet) -> None:
+    made = make(dataset, None, RANDOM.model_copy(update={"capacities": (8, 1, 1), "tolerance": 0.9}), 0)
+    assert made.sizes[0] > 3 * max(made.sizes[1:])
+    assert np.array_equal(made.assign(dataset, None), made.clusters)

@@ -17,6 +17,7 @@ from atoll.base.version import code_version
 from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
 from atoll.campaign.settings.train import StudentConfig, TrainConfig
+from atoll.data.formats import PartitionFile
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
 
@@ -105,10 +106,13 @@ class Campaign:
             self.store.create_json(STUDENT, FrozenStudent(code=code_version(), student=settings).to_json())
 
     def dataset(self) -> "DataSet":
-        """The campaign's data set; `DataError` if there is none."""
+        """The campaign's data set, its splits without rows that have left; `DataError` if there is none."""
         from atoll.data.dataset import DataSet
 
-        return DataSet.open(self.data_store())
+        dataset = DataSet.open(self.data_store())
+        if self.store.exists(PartitionFile.PLACE):
+            dataset.opted_out = PartitionFile.read(self.store, PartitionFile.PLACE).opted_out
+        return dataset
 
     def data_store(self) -> Store:
         """Where the campaign's data set is, or is being made; `DataError` if there is nothing."""

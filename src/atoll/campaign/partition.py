@@ -14,7 +14,10 @@ from atoll.campaign.initial import Checkpoints, start_of
 from atoll.campaign.runs import Run, experts_of, made_by, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
+from atoll.data.cluster_map import cluster_map
+from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
 from atoll.data.samples import WEIGHTS, data_shape, weights_of
 from atoll.data.settings import IngestConfig, features_column
@@ -44,9 +47,8 @@ def make_islands(campaign: Campaign) -> Partition:
             _add_student(campaign, partition)
         return partition
     dataset = campaign.dataset()
-    columns = _columns(campaign, dataset)
-    name = features_column(config.partition.encoder)
-    features = dataset.column(name) if config.partition.method == "kmeans" else None
+    columns = island_columns(campaign, dataset)
+    features = features_of(campaign, dataset)
     weights = weights_of(dataset) if config.data.weighted else None
     partition = partitions.make(dataset, features, config.partition, config.seed, weights)
     shape = data_shape(dataset, config.condition)
@@ -55,15 +57,23 @@ def make_islands(campaign: Campaign) -> Partition:
 
     plans, parts = _Plans(campaign, partition, shape, Checkpoints(store.location)), []
     for number in range(partition.k):
-        rows = (partition.clusters == number).nonzero()[0]
         run = Run("expert", number)
-        parts.append(write_subset(dataset, rows, store, f"{run.folder}/data", columns))
+        parts.append(write_subset(dataset, partition.rows(number), store, f"{run.folder}/data", columns))
         plans.write(run, partition.sizes[number], budget.experts[number])
     for role, share in budget.whole().items():
         plans.write_whole(role, parts, columns, share)
+    found = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
+    store.put_json(ClusterMap.PLACE, found.to_json())
     partitions.save(partition, store, dataset)
     _tell(partition, budget)
     return partition
+
+
+def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
+    """Features that rows are clustered by, or, for other methods, that the clusters are looked at with."""
+    config = campaign.config.partition
+    name = features_column(config.encoder)
+    return dataset.column(name) if config.method == "kmeans" or dataset.has_column(name) else None
 
 
 def _add_student(campaign: Campaign, partition: Partition) -> None:
@@ -92,8 +102,8 @@ def initial_router(campaign: Campaign, shape: DataShape) -> Router:
     return network
 
 
-def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
-    """Columns that an island needs; refuses data that was made with other settings than the campaign's."""
+def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
+    """Name the columns that an island needs; refuses data made with other settings than the campaign's."""
     ingested, config = dataset.manifest.config, campaign.config
     if config.data.source is not None and ingested:
         settings = IngestConfig.parse(ingested, dataset.store.name("manifest.json"))  # perhaps older
@@ -114,8 +124,8 @@ def _columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     return [n for n in ("latents", "split", "text", *drawn_by) if n in wanted or n in ("split", WEIGHTS)]
 
 
-def _write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
-    """The `clusters` column of a data set made of the islands' shards in order."""
+def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
+    """Write the `clusters` column of a data set made of the islands' shards in order."""
     numbers = [k for k, part in enumerate(parts) for _ in part.shards]
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
@@ -146,7 +156,7 @@ class _Plans:
                 check_data(network.family, producer, self.shape.classes, network.patch)
             self.campaign.freeze_student()
         whole = union(self.campaign.store, f"{role}/data", parts, columns)
-        _write_clusters(whole, parts, self.partition)
+        write_clusters(whole, parts, self.partition)
         self.write(Run(role), sum(self.partition.sizes), share)
 
     def write(self, run: Run, rows: int, share: Share) -> None:
@@ -204,6 +214,9 @@ def _tell(partition: Partition, budget: Budget) -> None:
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
     for warning in partition.about.warnings:
         say(f"  warning: {warning}")
+    if (inertia := partition.about.inertia) is not None:
+        cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""
+        say(f"  inertia {inertia.clusters:.4g}, of random clusters {inertia.random:.4g}{cost}")
     if budget.pretrain:
         share = budget.pretrain
         say(f"  shared pretraining: {share.steps:,} steps of {share.batch} on all rows, before the experts")

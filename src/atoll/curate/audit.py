@@ -14,9 +14,10 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate import image_hits, text_hits
-from atoll.curate.counts import ConceptCounts, count, evenness, shape, telling
+from atoll.curate.counts import ConceptCounts, count, evenness, shape
 from atoll.curate.vocabulary import Match, Vocabulary
 from atoll.data.settings import features_column
+from atoll.data.words import telling
 from atoll.store.store import Store
 
 COUNTS = ConceptCounts.PLACE

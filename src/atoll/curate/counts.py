@@ -209,14 +209,3 @@ def evenness(table: I64, rows: I64) -> F64:
         parts = np.where(share > 0, share * np.log(share / prior), 0.0)
     even: F64 = 1 - parts.sum(1) / -np.log(prior[prior > 0].min())
     return even
-
-
-def telling(table: I64, rows: I64, most: int = 5, least: int = 5) -> list[list[int]]:
-    """Of every cluster the concepts that tell it from the others: by the z score of their share in it."""
-    prior = rows / max(1, rows.sum())
-    totals = table.sum(1, keepdims=True)
-    expected = totals * prior
-    scores = (table - expected) / np.sqrt(np.maximum(expected * (1 - prior), 1e-9))
-    scores[(table < least) | (table <= expected)] = -np.inf
-    best = np.argsort(-scores, axis=0, kind="stable")[:most]
-    return [[int(n) for n in best[:, k] if scores[n, k] > 0] for k in range(table.shape[1])]

@@ -12,7 +12,7 @@ from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.format import File
 from atoll.curate.frequency import Estimate, Fit, fit
 from atoll.curate.image_hits import read_table
-from atoll.curate.vocabulary import words_of
+from atoll.data.words import words_of
 from atoll.store.store import Store
 
 Values = dict[tuple[str, ...], float]

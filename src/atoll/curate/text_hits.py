@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from atoll.base.errors import ConfigError
-from atoll.curate.vocabulary import Vocabulary, words_of
+from atoll.curate.vocabulary import Vocabulary
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet
+from atoll.data.words import words_of
 
 COLUMN = "concepts-text"
 

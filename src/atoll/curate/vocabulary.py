@@ -1,6 +1,5 @@
 """Concepts by number, and the words that stand for them."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
@@ -10,28 +9,12 @@ from typing import Any, Literal
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
+from atoll.data.words import NO_NOUNS, words_of
 
 Match = Literal["phrase", "words"]
-WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 MOST_FORMS = 256
 """Ways to write one concept, beyond which only its last word is inflected."""
 LONGEST = 200
-_SMALL_WORDS = (
-    "a about above after against along an and any are as at be before behind below between both but "
-    "by can could do does down during each either every for from had has have he her hers him his how "
-    "i if in into is it its me might mine must my neither no nor not of off on onto or our out over "
-    "per shall she should so some such than that the their them then there these they this those "
-    "through to toward under until up upon us was we were what when where which while who whom whose "
-    "why will with within without would yes you your"
-)
-NO_NOUNS = frozenset(_SMALL_WORDS.split())
-"""English words that the dictionary does not know as other kinds of words."""
-
-
-def words_of(text: str) -> list[str]:
-    """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
-    found = WORD.findall(text.casefold())
-    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in found]
 
 
 class Vocabulary(File):

@@ -1,7 +1,7 @@
 """Two-level k-means (MoDE, arXiv 2404.16030): many fine centroids, then K coarse ones, then assignment.
 
-The fine step sees a seeded sample of the features, so its cost does not grow with the data set; the
-assignment streams. faiss does the k-means.
+The fine step sees a seeded sample of the features, so neither its time nor its memory grows with the data
+set; the assignment streams. faiss does the k-means. Clusters may be held to shares of the rows: `prices`.
 """
 
 import numpy as np
@@ -11,7 +11,14 @@ from atoll.base.errors import PartitionError
 from atoll.base.rng import seed_of
 
 Features = NDArray[np.float32]
+LEAST_FINE = 1024  # fewer fine centroids than these are founded on no fewer rows
 POINTS_PER_CENTROID = 39  # under this faiss warns that centroids are poorly founded
+WHOLE, SAMPLE = 64, 256
+"""Rows for each fine centroid: up to the first all iterations see all rows; beyond the second more rows would
+change the inertia by less than 1 / SAMPLE, as a centroid is then the mean of so many."""
+STEPS = ((8, 0), (16, 4), (WHOLE, 5), (SAMPLE, 3))
+"""Rows for each fine centroid and iterations on them, where all rows are too many; the first are starts."""
+MOST_STARTS = 16_384  # rows whose distances from each other are in memory: 1 GiB
 
 
 def fit(features: Features, k: int, fine: int, seed: int) -> Features:
@@ -36,16 +43,40 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
         )
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
     # Starts are random: the best of several counts where its clusters are the final ones.
-    centroids = _kmeans(features, fine, seed_of(seed, "fine"), redo=1 if fine > k else 8)
+    many = fine > k and len(features) > WHOLE * max(fine, LEAST_FINE)
+    if many:
+        centroids = _nested(features, fine, seed_of(seed, "fine"))
+    else:
+        centroids = _kmeans(features, fine, seed_of(seed, "fine"), redo=1 if fine > k else 8)
     if fine > k:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
+    if many:  # fine centroids count alike, whatever their rows
+        centroids = _kmeans(features, k, seed_of(seed, "rows"), 1, 10, centroids)
     sizes = np.bincount(nearest_centroid(features, centroids), minlength=k)
     return centroids[np.argsort(-sizes, kind="stable")]
 
 
-def nearest_centroid(features: Features, centroids: Features) -> NDArray[np.int64]:
-    """Number of the nearest centroid `(N,)` in Euclidean distance; the lower number wins a tie."""
-    distances = (centroids**2).sum(1)[None] - 2.0 * features @ centroids.T
+def sample_rows(fine: int) -> int:
+    """Most rows that `fine` centroids are fitted on."""
+    return SAMPLE * max(fine, LEAST_FINE)
+
+
+def squared_distances(features: Features, centroids: Features) -> Features:
+    """Squared Euclidean distances `(N, K)`, but for what all of a row have in common: its own length."""
+    distances: Features = (centroids**2).sum(1)[None] - 2.0 * features @ centroids.T
+    return distances
+
+
+def nearest_centroid(
+    features: Features, centroids: Features, prices: Features | None = None
+) -> NDArray[np.int64]:
+    """Number of the nearest centroid `(N,)` in Euclidean distance; the lower number wins a tie.
+
+    Prices `(K,)` are added to the squared distances.
+    """
+    distances = squared_distances(features, centroids)
+    if prices is not None and len(prices):
+        distances += prices
     numbers: NDArray[np.int64] = distances.argmin(1).astype(np.int64)
     return numbers
 
@@ -57,7 +88,45 @@ def normalise(features: NDArray[np.floating]) -> Features:
     return scaled
 
 
-def _kmeans(features: Features, k: int, seed: int, redo: int) -> Features:
+def _nested(features: Features, fine: int, seed: int) -> Features:
+    """Fine centroids of many rows: well spread starts, then k-means on ever more of the rows."""
+    order, centroids = np.random.default_rng(seed).permutation(len(features)), None
+    for rows, iterations in STEPS:
+        some = features[order[: rows * fine]] if rows * fine < len(features) else features
+        if iterations:
+            centroids = _kmeans(some, fine, seed, 1, iterations, centroids)
+        elif len(some) <= MOST_STARTS:  # else starts are drawn from all alike
+            centroids = spread_starts(some, fine, seed)
+    assert centroids is not None
+    return centroids
+
+
+def spread_starts(features: Features, k: int, seed: int, trials: int = 8) -> Features:
+    """Greedy k-means++: of some rows, drawn by their squared distance, each time the one that helps most.
+
+    faiss draws one where this tries several; from such starts the inertia ends some per cent lower.
+    """
+    draws, lengths = np.random.default_rng(seed), (features**2).sum(1)
+    distances = features @ features.T
+    distances *= -2
+    distances += lengths
+    distances += lengths[:, None]
+    chosen = [int(draws.integers(len(features)))]
+    nearest = distances[chosen[0]].clip(min=0)
+    for _ in range(k - 1):
+        reach = np.cumsum(nearest, dtype=np.float64)
+        tried = np.searchsorted(reach, draws.random(trials) * reach[-1]).clip(max=len(features) - 1)
+        left = np.minimum(nearest, distances[tried])
+        best = int(left.sum(1).argmin())
+        nearest = left[best].clip(min=0)
+        chosen.append(int(tried[best]))
+    starts: Features = features[chosen]
+    return starts
+
+
+def _kmeans(
+    features: Features, k: int, seed: int, redo: int, iterations: int = 25, starts: Features | None = None
+) -> Features:
     import faiss
 
     points = np.ascontiguousarray(features, dtype=np.float32)
@@ -65,13 +134,13 @@ def _kmeans(features: Features, k: int, seed: int, redo: int) -> Features:
     kmeans = faiss.Kmeans(
         points.shape[1],
         k,
-        niter=25,
+        niter=iterations,
         nredo=redo,
         seed=seed % 2**31,
         min_points_per_centroid=1,
         max_points_per_centroid=quiet + 1,
     )
-    kmeans.train(points)
+    kmeans.train(points, init_centroids=starts)
     centroids: Features = np.array(kmeans.centroids, dtype=np.float32)
     if not np.isfinite(centroids).all():
         raise PartitionError("k-means did not converge to finite centroids", "check the features column")

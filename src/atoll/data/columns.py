@@ -78,6 +78,17 @@ class Column:
             out[torch.from_numpy(where)] = _pick(mapped.values, local)
         return out
 
+    def blocks(self, rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
+        """Row numbers and values of ascending rows, so many at a time; shards that lie behind are unmapped.
+
+        Memory does not grow with rows or shards: pages of mapped files count as a process's own.
+        """
+        for start in range(0, len(rows), size):
+            block = rows[start : start + size]
+            yield block, self.read(block)
+            last = int(np.searchsorted(self.bounds, block[-1], side="right")) - 1
+            self._mapped = {last: self._mapped[last]}
+
     def read_ragged(self, rows: ArrayLike, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Sequences of a ragged column for any row numbers `(n,)`, padded with zeros.
 

@@ -57,6 +57,8 @@ class DataSet:
         self.store, self.prefix, self.manifest = store, prefix, manifest
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
+        self.opted_out: Sequence[int] = ()
+        """Rows that are in no split any more; see `PartitionFile`."""
         self._columns: dict[str, Column] = {}
         self._readers: dict[int, ImageReader] = {}
 
@@ -114,6 +116,11 @@ class DataSet:
             name = self.store.name(join(self.prefix, self.shards[shard].files["rows"].path))
             fix = "it is damaged: write the data set again"
             raise DataError(f"{name} is not readable parquet ({first_line(error)[:200]})", fix) from None
+
+    def row_columns(self) -> list[str]:
+        """Names of the columns of rows."""
+        names: list[str] = self.shard_table(0).column_names
+        return names
 
     def take(self, rows: ArrayLike) -> pa.Table:
         """Rows by number, in order; only the shards that hold them are read, each once."""
@@ -230,7 +237,8 @@ class DataSet:
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
         values = self.column("split").read(np.arange(len(self))).numpy()
-        return np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
+        rows = np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
+        return np.setdiff1d(rows, np.array(self.opted_out, np.int64)) if len(self.opted_out) else rows
 
     def left_out(self) -> Rows:
         """Row numbers that are in none of the splits, ascending: duplicates."""

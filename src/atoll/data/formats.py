@@ -154,13 +154,24 @@ class ShardNote(DataFile):
         return note if note.identity == identity and whole else None
 
 
+class Inertia(Config):
+    """Mean squared distance of training rows to the centroid of their cluster, of features of unit length."""
+
+    clusters: float
+    """Of this cut."""
+    random: float
+    """Of random clusters: the variance of all rows."""
+    free: float | None = None
+    """Of the same clusters, were they held to no shares; null where they are not."""
+
+
 class PartitionFile(File):
     """`partition.json`: how the data set was cut, written when all else of the partition lies there."""
 
     FORMAT, PLACE, ERROR = "atoll/partition", "partition/partition.json", PartitionError
     KEEPS, REMEDY = "schema", "restore it from a copy, or start a new campaign"  # the version is hashed
 
-    method: Literal["kmeans", "random"]
+    method: Literal["kmeans", "random", "label", "column"]
     """How rows were given to clusters."""
     k: int = Field(ge=1, le=4096)
     """Number of clusters."""
@@ -172,6 +183,12 @@ class PartitionFile(File):
     """Rows of the data set, those that are held out or left out too."""
     data: str
     """Digest of the ids of these rows, in order."""
+    column: str | None = None
+    """Whose values decided; null unless the method is `column`."""
+    values: list[list[str]] = []
+    """The values of labels or the column, for each cluster; empty for other methods."""
+    capacities: list[float] = []
+    """What each cluster was to hold, in proportion; empty where that was left open."""
     sizes: list[int] = Field(min_length=1)
     """Training rows of each cluster."""
     heldout: list[int]
@@ -182,15 +199,38 @@ class PartitionFile(File):
     """Sum of these weights over the training rows of each cluster; empty where all are alike."""
     warnings: list[str]
     """What is odd about the balance."""
+    inertia: Inertia | None = None
+    """How close rows are to their centroids; null where there are none."""
+    opted_out: list[int] = []
+    """Numbers of rows that left after the cut. Clusters and hash stay, so that other experts keep theirs."""
+    revision: str | None = None
+    """Digest of the hash and the rows that left; null while none has."""
     hash: str
-    """Digest of clusters, centroids and the fields above, but for sizes, masses and warnings."""
+    """Digest of clusters, centroids and what decided them: not of sizes, masses and the like."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if {len(self.sizes), len(self.heldout)} != {self.k}:
             raise ValueError("sizes and heldout have not one number for each cluster")
-        if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) > self.rows:
+        held = sum(self.sizes) + sum(self.heldout) + len(self.opted_out)
+        if min(*self.sizes, *self.heldout) < 0 or held > self.rows:
             raise ValueError("sizes and heldout add up to more than rows")
+        if self.revision != (digest([self.hash, self.opted_out]) if self.opted_out else None):
+            raise ValueError("revision is not that of the rows that left")
         if (self.weights is None) == bool(self.masses) or len(self.masses) not in (0, self.k):
             raise ValueError("masses have not one number for each cluster")
         return self
+
+
+class ClusterMap(File):
+    """`map.json`: some training rows as points of a plane, and the words that tell each cluster."""
+
+    FORMAT, PLACE, ERROR = "atoll/cluster-map", "partition/map.json", PartitionError
+    REMEDY = "remove the file: the report does without"
+
+    points: list[tuple[float, float, int]]
+    """Two coordinates and the cluster of each, along the directions in which centroids differ most."""
+    explained: float
+    """Part of the variance between the centroids that lies in this plane."""
+    words: list[list[str]]
+    """Words of captions that are commoner in a cluster than elsewhere, the most telling first."""

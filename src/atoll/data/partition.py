@@ -16,10 +16,13 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
 from atoll.base.rng import generator, seed_of
 from atoll.data import cluster
+from atoll.data.balance import Limits, balanced
+from atoll.data.cluster_map import inertia_of
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
 from atoll.data.settings import PartitionConfig
+from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
 
 FILE = "partition/partition.json"
@@ -36,13 +39,16 @@ class Partition:
 
     Attributes:
         about: sizes, and what decided them.
-        clusters: cluster number of every row, held-out rows too `(rows,)`; -1 of rows that are left out.
-        centroids: `(K, D)`, empty for `random`.
+        clusters: cluster number of every row, held-out rows and those that left too `(rows,)`; -1 of rows
+            that are left out.
+        centroids: `(K, D)`, empty unless the method is `kmeans`.
+        prices: added to squared distances `(K,)`, empty unless clusters are held to shares.
     """
 
     about: PartitionFile
     clusters: NDArray[np.int64]
     centroids: NDArray[np.float32]
+    prices: NDArray[np.float32]
 
     @property
     def k(self) -> int:
@@ -63,6 +69,38 @@ class Partition:
     def hash(self) -> str:
         """Digest of clusters, centroids and what decided them."""
         return self.about.hash
+
+    def rows(self, number: int) -> NDArray[np.int64]:
+        """Rows of a cluster, but for those that left."""
+        return np.setdiff1d(np.flatnonzero(self.clusters == number), self.about.opted_out)
+
+    def nearest(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Clusters of normalised features `(N, D)`."""
+        return cluster.nearest_centroid(features, self.centroids, self.prices)
+
+    def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
+        """Clusters of any rows by what decided this cut `(rows,)`.
+
+        Raises:
+            DataError: a row has no value, or the data set lacks the column.
+            PartitionError: a row has a value that no cluster has.
+        """
+        about = self.about
+        if about.method == "kmeans":
+            assert features is not None, "kmeans needs features"
+            return _nearest(features, self.centroids, self.prices)
+        if about.method == "random":
+            return _random(dataset.ids, about.seed, about.k, about.capacities)
+        values = values_of(dataset, about.column or "label")
+        clusters = clusters_by(values, about.values)
+        if (clusters < 0).any():
+            new, counts = np.unique(values[clusters < 0], return_counts=True)
+            shown = ", ".join(
+                f"{v!r} ({n:,} rows)" for v, n in zip(new[:5].tolist(), counts[:5].tolist(), strict=True)
+            )
+            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shown}"
+            raise PartitionError(what, "leave these rows out, or start a new campaign")
+        return clusters
 
 
 def make(
@@ -88,44 +126,60 @@ def make(
     if config.k > len(train):
         what = f"K = {config.k} clusters for {len(train)} training rows"
         raise PartitionError(what, "choose 1 <= partition.k <= rows")
-    if config.method == "random":
-        clusters = np.array([seed_of(seed, "cluster/" + row) % config.k for row in dataset.ids])
-        centroids = np.empty((0, 0), dtype=np.float32)
-    else:
+    clustered, limits, values = config.method == "kmeans", Limits.of(config), list[list[str]]()
+    masses = np.zeros(len(dataset))
+    masses[train] = 1 if weights is None else weights[train]
+    centroids = free = np.empty((0, 0), dtype=np.float32)
+    prices = np.empty(0, dtype=np.float32)
+    if clustered:
         assert features is not None, "kmeans needs features"
-        centroids = _fit(features, train, config, seed)
-        clusters = _assign(features, centroids)
+        rows, sample = _sample(features, train, config, seed)
+        centroids = cluster.fit(sample, config.k, config.fine, seed)
+        if limits is not None:
+            free, _ = balanced(sample, masses[rows], centroids, Limits.none(config.k))
+            centroids, prices = balanced(sample, masses[rows], free, limits)
+        clusters = _nearest(features, centroids, prices)
+    elif config.method == "random":
+        clusters = _random(dataset.ids, seed, config.k, config.capacities or ())
+    else:
+        found = values_of(dataset, config.column or "label")
+        values = merge(found, masses, config)
+        clusters = clusters_by(found, values)
     clusters[dataset.left_out()] = -1
     sizes = np.bincount(clusters[train], minlength=config.k)
     if not sizes.all():
         raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
-    masses = np.bincount(clusters[train], weights[train], config.k) if weights is not None else np.empty(0)
-    if not masses.all():
-        raise PartitionError(
-            f"no row of cluster {masses.argmin()} has any weight", "give it some, or lower K"
-        )
+    held = np.bincount(clusters[train], masses[train], config.k)
+    if not held.all():
+        raise PartitionError(f"no row of cluster {held.argmin()} has any weight", "give it some, or lower K")
+    if limits is not None and not clustered:
+        limits.check(held)
     about = PartitionFile(
         method=config.method,
         k=config.k,
         seed=seed,
-        encoder=features.meta.producer if features is not None else None,
+        encoder=features.meta.producer if features is not None and clustered else None,
         rows=len(dataset),
         data=dataset.id_hash,
+        column=config.column,
+        values=values,
+        capacities=list(config.capacities or ()),
         sizes=sizes.tolist(),
-        heldout=(np.bincount(clusters[clusters >= 0], minlength=config.k) - sizes).tolist(),
+        heldout=(rows_in(clusters, config.k) - sizes).tolist(),
         weights=None if weights is None else sha256(weights.tobytes()),
-        masses=masses.tolist(),
-        warnings=imbalances(sizes.tolist()),
+        masses=[] if weights is None else held.tolist(),
+        warnings=[*imbalances(sizes.tolist(), config.capacities), *_merged(values)],
+        inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
     )
-    whole = about.model_copy(update={"hash": _hash(about, clusters, centroids)})
-    return Partition(whole, clusters, centroids)
+    whole = about.model_copy(update={"hash": _hash(about, clusters, centroids, prices)})
+    return Partition(whole, clusters, centroids, prices)
 
 
-def imbalances(sizes: list[int]) -> list[str]:
-    """What is odd about training rows per cluster."""
-    total, warnings = sum(sizes), []
-    for number, size in enumerate(sizes):
+def imbalances(sizes: list[int], capacities: Sequence[float] | None = None) -> list[str]:
+    """What is odd about training rows per cluster; nothing where capacities asked for it."""
+    total, warnings = sum(sizes), list[str]()
+    for number, size in enumerate(sizes if capacities is None else ()):
         if len(sizes) > 2 and size > CATCH_ALL * total:
             warnings.append(f"cluster {number} holds {size / total:.0%} of the rows: a catch-all")
         if size * len(sizes) * 10 < total:
@@ -138,6 +192,7 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
     for number in range(partition.k):
         store.put(f"partition/sheets/{number}.png", contact_sheet(partition, dataset, number))
     arrays = {"clusters": partition.clusters, "centroids": partition.centroids}
+    arrays |= {"prices": partition.prices} if len(partition.prices) else {}
     store.put(TENSORS, save_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}))
     store.put_json(FILE, partition.about.to_json())
 
@@ -153,32 +208,46 @@ def load(store: Store) -> Partition:
     try:
         tensors = load_tensors(store.get(TENSORS))
         clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
+        prices = tensors["prices"].numpy() if "prices" in tensors else np.empty(0, np.float32)
     except KeyError as error:
         raise _damaged(store, f"{error} is missing") from None
     except (SafetensorError, TypeError):  # TypeError: a type that numpy lacks
         raise _damaged(store, "centroids.safetensors cannot be read") from None
-    typed = clusters.dtype == np.int64 and centroids.dtype == np.float32
-    if not typed or _hash(about, clusters, centroids) != about.hash:
+    typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}
+    if not typed or _hash(about, clusters, centroids, prices) != about.hash:
         raise _damaged(store, "its files do not match the hash in partition.json")
-    counts, parts = np.bincount(clusters + 1, minlength=about.k + 1)[1:], (about.sizes, about.heldout)
+    if not set(about.opted_out) <= set(range(len(clusters))):
+        raise _damaged(store, "rows that it has not left it")
+    counts, parts = rows_in(np.delete(clusters, about.opted_out), about.k), (about.sizes, about.heldout)
     if {len(part) for part in parts} != {about.k} or not np.array_equal(np.sum(parts, axis=0), counts):
         raise _damaged(store, "the sizes in partition.json are not those of its clusters")
-    return Partition(about, clusters, centroids)
+    return Partition(about, clusters, centroids, prices)
+
+
+def rows_in(clusters: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """Rows of each cluster `(K,)`, without those that are in none."""
+    return np.bincount(clusters[clusters >= 0], minlength=k)
 
 
 def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: int = 60) -> bytes:
     """A PNG of some training pictures of one cluster, chosen by a seed."""
-    train = dataset.split("train")
-    rows = train[partition.clusters[train] == number]
+    rows = np.intersect1d(dataset.split("train"), partition.rows(number))
     shuffled = torch.randperm(len(rows), generator=generator(0, "sheet", number))[:cells].numpy()
     pictures = [dataset.image(int(row)) for row in np.sort(rows[shuffled])]
     return png(grid(pictures, columns=12, scale=max(1, 48 // pictures[0].width)))
 
 
-def _hash(about: PartitionFile, clusters: NDArray[np.int64], centroids: NDArray[np.float32]) -> str:
+def _hash(
+    about: PartitionFile,
+    clusters: NDArray[np.int64],
+    centroids: NDArray[np.float32],
+    prices: NDArray[np.float32],
+) -> str:
     decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
     decided |= {"weights": about.weights} if about.weights else {}
+    decided |= {"column": about.column, "values": about.values} if about.values else {}
     arrays = {"clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())}
+    arrays |= {"prices": sha256(prices.tobytes())} if len(prices) else {}
     return digest({**decided, **arrays})
 
 
@@ -187,22 +256,43 @@ def _damaged(store: Store, why: str) -> PartitionError:
     return PartitionError(what, "restore it from a copy, or start a new campaign")
 
 
-def _fit(
+def _sample(
     features: Column, train: NDArray[np.int64], config: PartitionConfig, seed: int
-) -> NDArray[np.float32]:
-    rows = train
-    if len(train) > config.fit_rows:
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Training rows that the k-means is fitted on, ascending, and their features."""
+    rows, most = train, min(config.fit_rows, cluster.sample_rows(config.fine))
+    if len(train) > most:
         shuffled = torch.randperm(len(train), generator=generator(seed, "fit"))
-        rows = np.sort(train[shuffled[: config.fit_rows].numpy()])
-    sample = cluster.normalise(features.read(rows).numpy())
-    return cluster.fit(sample, config.k, config.fine, seed)
+        rows = np.sort(train[shuffled[:most].numpy()])
+    sample, start = np.empty((len(rows), *features.meta.shape), dtype=np.float32), 0
+    for block, values in features.blocks(rows, _CHUNK):
+        sample[start : start + len(block)] = cluster.normalise(values.float().numpy())
+        start += len(block)
+    return rows, sample
 
 
-def _assign(features: Column, centroids: NDArray[np.float32]) -> NDArray[np.int64]:
+def _nearest(
+    features: Column, centroids: NDArray[np.float32], prices: NDArray[np.float32]
+) -> NDArray[np.int64]:
     """Cluster of every row; memory does not grow with the features."""
     numbers = np.empty(len(features), dtype=np.int64)
-    for start in range(0, len(numbers), _CHUNK):
-        rows = np.arange(start, min(start + _CHUNK, len(numbers)))
-        values = cluster.normalise(features.read(rows).float().numpy())
-        numbers[rows] = cluster.nearest_centroid(values, centroids)
+    for rows, values in features.blocks(np.arange(len(features)), _CHUNK):
+        numbers[rows] = cluster.nearest_centroid(cluster.normalise(values.float().numpy()), centroids, prices)
     return numbers
+
+
+def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) -> NDArray[np.int64]:
+    """Clusters by a hash of the ids, alike or in proportion."""
+    draws = (seed_of(seed, "cluster/" + row) for row in ids)
+    if not capacities:
+        return np.array([draw % k for draw in draws])
+    ends = np.cumsum(capacities) / np.sum(capacities)
+    places = np.array([draw / 2**63 for draw in draws])
+    return np.searchsorted(ends[:-1], places, "right").astype(np.int64)
+
+
+def _merged(values: list[list[str]]) -> list[str]:
+    """Which clusters hold rows of several values."""
+    several = [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]
+    shown = ", ".join(several[:8]) + (", …" if len(several) > 8 else "")
+    return [f"clusters hold several values each: {shown}"] if several else []

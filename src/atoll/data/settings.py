@@ -207,8 +207,11 @@ class DedupeConfig(Config):
 class PartitionConfig(Config):
     """How the data set is cut into clusters."""
 
-    method: Literal["kmeans", "random"] = "kmeans"
-    """`kmeans` on features, or `random` as the comparison."""
+    method: Literal["kmeans", "random", "label", "column"] = "kmeans"
+    """`kmeans` on features, by class `label`, by the values of a `column`, or `random` as the comparison."""
+    column: str | None = None
+    """For `column`: one of the rows, of words or whole numbers, such as `source` or `licence`, or one of the
+    data set, such as `clusters`. Rows of one value stay together; more values than clusters are merged."""
     k: int = Field(default=8, ge=1, le=4096)
     """Number of clusters, and of experts."""
     fine: int = Field(default=1024, ge=1)
@@ -218,7 +221,23 @@ class PartitionConfig(Config):
     encoder_size: int | None = None
     """Side in pixels that the encoder sees; its own default if not set."""
     fit_rows: int = Field(default=1_000_000, ge=1)
-    """Most rows that the k-means is fitted on; the rest is assigned."""
+    """Most rows that the k-means is fitted on, of 256 for each fine centroid; the rest is assigned."""
+    capacities: tuple[float, ...] | None = None
+    """What each cluster shall hold, in proportion, such as `[8, 8, 4, 2]` for islands of so many GPUs."""
+    tolerance: float = Field(default=0.02, gt=0, lt=1)
+    """By how much of it a cluster may miss its part of `capacities`."""
+    max_share: float | None = Field(default=None, gt=0, le=1)
+    """Largest part of the training rows that a cluster may hold."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if (self.column is not None) != (self.method == "column"):
+            raise ValueError("column goes with method=column, which needs one")
+        if self.capacities is not None and (len(self.capacities) != self.k or min(self.capacities) <= 0):
+            raise ValueError(f"capacities are not one positive number for each of k={self.k} clusters")
+        if self.max_share is not None and self.max_share * self.k < 1:
+            raise ValueError(f"max_share={self.max_share:g} of k={self.k} clusters does not hold all rows")
+        return self
 
 
 def _listed(names: Sequence[str]) -> str:

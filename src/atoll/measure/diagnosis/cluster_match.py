@@ -27,6 +27,7 @@ def landing(
     heldout: NDArray[np.floating],
     clusters: NDArray[np.int64],
     centroids: Features,
+    prices: Features | None = None,
 ) -> Table:
     """Samples by the expert that served them most, beside held-out pictures of its cluster; `all` first.
 
@@ -41,10 +42,11 @@ def landing(
         heldout: features of held-out pictures `(M, D)`; none are fine.
         clusters: of the held-out pictures `(M,)`.
         centroids: of the partition `(K, D)`.
+        prices: of the partition `(K,)`, where it has any.
     """
     k = len(centroids)
     served, share = leaders(weights), weights.mean(0)
-    landed = nearest_centroid(normalise(features), centroids) == served
+    landed = nearest_centroid(normalise(features), centroids, prices) == served
     samples, real = Means(k, (3,)), Means(k, (2,))
     samples.add(_columns(landed, *_distances(features, centroids, share)), torch.from_numpy(served))
     if len(heldout):

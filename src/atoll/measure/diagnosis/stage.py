@@ -252,8 +252,8 @@ class _Diagnosis:
             pictures = [p for part in numbers for p in model.pictures(one.latents[part], part.tolist())]
             features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
             if own_space:
-                clusters = self.partition.clusters[heldout]
-                landings[name] = landing(features, weights, real, clusters, self.partition.centroids)
+                cut, clusters = self.partition, self.partition.clusters[heldout]
+                landings[name] = landing(features, weights, real, clusters, cut.centroids, cut.prices)
             if first and len(heldout):
                 copies = self._copies(encoder, features, real, leaders(weights))
                 tables, facts = self._told(copies, encoder, pictures)

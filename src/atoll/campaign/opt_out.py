@@ -1,0 +1,161 @@
+"""Rows that must leave a campaign after its partition: their islands are written again, and no others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from atoll.base.console import say
+from atoll.base.errors import DataError, PartitionError
+from atoll.base.hashing import digest
+from atoll.campaign.folder import Campaign
+from atoll.campaign.partition import features_of, island_columns, write_clusters
+from atoll.campaign.runs import Run, experts_of
+from atoll.campaign.settings.train import RunPlan
+from atoll.data import partition as partitions
+from atoll.data.cluster_map import cluster_map
+from atoll.data.dataset import DataSet
+from atoll.data.formats import ClusterMap, PartitionFile
+from atoll.data.partition import Partition
+from atoll.data.samples import weights_of
+from atoll.data.subsets import union, write_subset
+
+WHOLE = ("router", "monolith", "pretrain", "student")
+I64 = NDArray[np.int64]
+
+
+def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list[int]:
+    """Take rows out of their islands' data, for good.
+
+    The cut and its hash stay, so that the experts of other islands stay what they are; `revision` tells that
+    rows left. The data set itself is not changed. Killed and called again with the same list it goes on.
+
+    Args:
+        campaign: partitioned.
+        path: text file with an id, or the SHA-256 of a source picture, a line.
+        retrain: whether to remove what was trained on these rows, which is refused otherwise.
+
+    Returns:
+        Numbers of the islands that were written again.
+
+    Raises:
+        DataError: the list cannot be read.
+        PartitionError: something was trained on the rows, or an island would be left without any to train on.
+    """
+    store = campaign.store
+    dataset, partition = campaign.clustered()
+    named = _named(dataset, _lines(path))
+    leaving = np.setdiff1d(named, partition.about.opted_out)
+    say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} have left before")
+    if not len(leaving):
+        return []
+    changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
+    changed = [number for number in changed if number >= 0]  # a duplicate is on no island
+    after = _without(dataset, partition, leaving)
+    whole = [Run(role) for role in WHOLE if store.exists(Run(role).plan)]
+    seeded = Run("pretrain") in whole  # every expert started from what was learned from these rows
+    learners = [*(run for run in experts_of(after.k) if seeded or run.expert in changed), *whole]
+    _forget(campaign, learners, retrain)
+
+    dataset.opted_out = after.about.opted_out
+    columns, parts = island_columns(campaign, dataset), list[DataSet]()
+    for number, run in enumerate(experts_of(after.k)):
+        folder = f"{run.folder}/data"
+        if number in changed:
+            store.delete(*store.list(folder))
+            write_subset(dataset, after.rows(number), store, folder, columns)
+            _count(campaign, run, after.sizes[number])
+            store.put(f"partition/sheets/{number}.png", partitions.contact_sheet(after, dataset, number))
+        parts.append(DataSet.open(store, folder))
+    for run in whole:
+        store.delete(*store.list(f"{run.folder}/data"))
+        write_clusters(union(store, f"{run.folder}/data", parts, columns), parts, after)
+        _count(campaign, run, sum(after.sizes))
+    features = features_of(campaign, dataset)
+    found = cluster_map(dataset, features, after.clusters, after.centroids, after.k)
+    store.put_json(ClusterMap.PLACE, found.to_json())
+    store.put_json(PartitionFile.PLACE, after.about.to_json())
+    _tell(after, leaving, changed)
+    return changed
+
+
+def _lines(path: Path) -> set[str]:
+    try:
+        return {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
+    except (OSError, UnicodeDecodeError):
+        fix = "give a text file of UTF-8 with an id or a SHA-256 a line"
+        raise DataError(f"{path} cannot be read", fix) from None
+
+
+def _named(dataset: DataSet, lines: set[str]) -> I64:
+    """Numbers of the rows whose id or digest of the source is among the lines, ascending."""
+    wanted, found = pa.array(sorted(lines), pa.string()), list[I64]()
+    for shard in range(len(dataset.shards)):
+        table = dataset.shard_table(shard, ["id", "sha256"])
+        hit = pc.or_kleene(*(pc.is_in(table.column(name), wanted) for name in ("id", "sha256")))
+        found.append(np.flatnonzero(hit.to_numpy()) + int(dataset.bounds[shard]))
+    return np.concatenate(found)
+
+
+def _without(dataset: DataSet, partition: Partition, leaving: I64) -> Partition:
+    """The partition whose rows these are no more; `PartitionError` where a cluster would lose all."""
+    about, clusters = partition.about, partition.clusters
+    gone = np.union1d(about.opted_out, leaving).astype(np.int64)
+    train = np.setdiff1d(dataset.split("train"), gone)
+    sizes = np.bincount(clusters[train], minlength=about.k)
+    masses = weights_of(dataset)[train] if about.weights is not None else np.ones(len(train))
+    held = np.bincount(clusters[train], masses, about.k)
+    if not held.all():
+        what = f"island {held.argmin()} would be left without rows to train on"
+        raise PartitionError(what, "start a new campaign with a smaller partition.k")
+    heldout = partitions.rows_in(np.delete(clusters, gone), about.k) - sizes
+    changes = {
+        "sizes": sizes.tolist(),
+        "heldout": heldout.tolist(),
+        "masses": held.tolist() if about.weights is not None else [],
+        "opted_out": gone.tolist(),
+        "revision": digest([about.hash, gone.tolist()]),
+    }
+    whole = PartitionFile.of_json({**about.to_json(), **changes}, "the partition")
+    return Partition(whole, clusters, partition.centroids, partition.prices)
+
+
+def _forget(campaign: Campaign, learners: Sequence[Run], retrain: bool) -> None:
+    """Remove what was trained on rows that leave; refused unless it is asked for."""
+    store, keys = campaign.store, _learned(campaign, learners)
+    if not keys:
+        return
+    names = ", ".join(run.name for run in learners if any(key.startswith(f"{run.folder}/") for key in keys))
+    if not retrain:
+        what = f"{names} learned from rows that leave"
+        raise PartitionError(what, "add --retrain to remove what was trained, and train it again")
+    store.delete(*keys)
+    say(f"removed, to be trained again: {names}; reports are of what was there before")
+
+
+def _learned(campaign: Campaign, learners: Sequence[Run]) -> list[str]:
+    """Objects that hold what these runs learned, and the ensemble if any of them is in it."""
+    store, keys = campaign.store, list[str]()
+    for run in learners:
+        plan = RunPlan.read(store, run.plan)
+        taken = ["init"] if plan.init in ("pretrain", "experts") else []
+        keys += [key for part in ("run", "expert", *taken) for key in store.list(f"{run.folder}/{part}")]
+    return keys + store.list("ensemble") if keys else []
+
+
+def _count(campaign: Campaign, run: Run, rows: int) -> None:
+    """Write the number of training rows into a run's plan; steps and all else stay."""
+    plan = RunPlan.read(campaign.store, run.plan).model_copy(update={"rows": rows})
+    campaign.store.put_json(run.plan, plan.to_json())
+
+
+def _tell(after: Partition, leaving: I64, changed: list[int]) -> None:
+    counts = np.bincount(after.clusters[leaving], minlength=after.k)
+    written = ", ".join(f"{number} ({counts[number]:,} rows)" for number in changed)
+    kept = ", ".join(str(number) for number in range(after.k) if number not in changed) or "none"
+    say(f"{len(leaving):,} rows have left: islands {written} are written again; unchanged: {kept}")
+    say(f"  partition {after.hash[:12]} stays, revision {str(after.about.revision)[:12]}")
+    say("  the data set still holds the rows: take them from its source, too")

@@ -1,0 +1,115 @@
+"""How clusters lie: the inertia against random ones, a map of some rows, and the words that tell them."""
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.data.cluster import Features, nearest_centroid, normalise
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
+from atoll.data.formats import ClusterMap, Inertia
+from atoll.data.words import NO_NOUNS, telling, words_of
+
+ROWS, POINTS, SHARDS = 65_536, 1500, 64
+"""Most training rows that the inertia is taken of, points of a map, and shards whose captions are read."""
+WORDS, LEAST = 6, 5
+"""Words of a cluster, and captions that such a word stands in."""
+I64 = NDArray[np.int64]
+
+
+def inertia_of(features: Column, train: I64, clusters: I64, centroids: Features, free: Features) -> Inertia:
+    """Measure how close training rows, at most `ROWS` of them, are to the middles of their clusters.
+
+    Args:
+        features: of all rows.
+        train: numbers of training rows.
+        clusters: of all rows.
+        centroids: `(K, D)`, or empty: then the middles are the means.
+        free: centroids that the clusters would have without limits, or empty.
+    """
+    rows, values = _some(features, train, ROWS)
+    owners = clusters[rows]
+    middles = centroids if len(centroids) else _means(values, owners, int(clusters.max()) + 1)
+    nearest = free[nearest_centroid(values, free)] if len(free) else values
+    return Inertia(
+        clusters=_mean_square(values - middles[owners]),
+        random=_mean_square(values - values.mean(0)),
+        free=_mean_square(values - nearest) if len(free) else None,
+    )
+
+
+def cluster_map(
+    dataset: DataSet, features: Column | None, clusters: I64, centroids: Features, k: int
+) -> ClusterMap:
+    """Draw training rows on the plane in which the clusters' middles differ most, and find telling words.
+
+    Args:
+        dataset: with a split and captions.
+        features: that rows are placed by; without them there are no points.
+        clusters: of all rows.
+        centroids: `(K, D)`, or empty: then the middles are the means.
+        k: number of clusters.
+    """
+    train, points, explained = dataset.split("train"), list[tuple[float, float, int]](), 0.0
+    if features is not None:
+        rows, values = _some(features, train, POINTS)
+        middles = centroids if len(centroids) else _means(values, clusters[rows], k)
+        axes, explained = _plane(middles, values)
+        places = ((values - middles.mean(0)) @ axes.T).round(4)
+        points = [(float(x), float(y), int(c)) for (x, y), c in zip(places, clusters[rows], strict=True)]
+    return ClusterMap(points=points, explained=explained, words=_words(dataset, train, clusters, k))
+
+
+def _plane(middles: Features, values: Features) -> tuple[Features, float]:
+    """Two directions `(2, D)`, first those in which middles differ, and the part of that variance in them."""
+    _, scales, directions = np.linalg.svd(middles - middles.mean(0), full_matrices=False)
+    kept = directions[: min(2, len(middles) - 1)]
+    if len(kept) < 2:  # two middles lie on a line, one on a point: the rows tell the rest
+        rest = values - values.mean(0)
+        rest = rest - rest @ kept.T @ kept
+        kept = np.concatenate([kept, np.linalg.svd(rest, full_matrices=False)[2][: 2 - len(kept)]])
+    axes = np.zeros((2, middles.shape[1]), np.float32)
+    axes[: len(kept)] = kept
+    # A direction is as good as its opposite: its largest entry is positive.
+    axes *= np.sign(np.take_along_axis(axes, np.abs(axes).argmax(1)[:, None], 1))
+    whole = float((scales**2).sum())
+    return axes, min(1.0, float((scales[:2] ** 2).sum()) / whole) if whole > 0 else 1.0
+
+
+def _words(dataset: DataSet, train: I64, clusters: I64, k: int) -> list[list[str]]:
+    chosen = np.unique(np.linspace(0, len(dataset.shards) - 1, SHARDS).astype(np.int64))
+    counts, rows, trained = (
+        [Counter[str]() for _ in range(k)],
+        np.zeros(k, np.int64),
+        np.zeros(len(dataset), bool),
+    )
+    trained[train] = True
+    for shard in chosen.tolist():
+        captions = dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()
+        for row, caption in enumerate(captions, int(dataset.bounds[shard])):
+            if trained[row]:
+                rows[clusters[row]] += 1
+                counts[clusters[row]].update(set(words_of(caption or "")) - NO_NOUNS)
+    words = sorted({word for one in counts for word, count in one.items() if count >= LEAST})
+    if not words:
+        return [[] for _ in range(k)]
+    table = np.array([[one[word] for one in counts] for word in words])
+    return [[words[n] for n in best] for best in telling(table, rows, WORDS, LEAST)]
+
+
+def _some(features: Column, train: I64, most: int) -> tuple[I64, Features]:
+    """Training rows, evenly spread, and their features of unit length."""
+    rows = train[np.linspace(0, len(train) - 1, min(len(train), most)).astype(np.int64)]
+    parts = [normalise(values.float().numpy()) for _, values in features.blocks(rows, 8192)]
+    return rows, np.concatenate(parts)
+
+
+def _means(values: Features, owners: I64, k: int) -> Features:
+    """Means of the clusters; of those without a row, that of all."""
+    means = [values[owners == n].mean(0) if (owners == n).any() else values.mean(0) for n in range(k)]
+    return np.array(means, dtype=np.float32)
+
+
+def _mean_square(differences: Features) -> float:
+    return float(np.square(differences).sum(1, dtype=np.float64).mean())

@@ -1,0 +1,129 @@
+"""What happens to a partition later: new rows are given to its clusters, and rows opt out of it."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.base.errors import DataError, PartitionError
+from atoll.campaign import opt_out
+from atoll.campaign.finding import findings
+from atoll.campaign.folder import Campaign
+from atoll.campaign.newcomers import assign_stage
+from atoll.campaign.opt_out import opt_out_stage
+from atoll.campaign.runs import read_partition
+from atoll.data import partition as partitions
+from atoll.data.dataset import DataSet
+from atoll.store.store import Store
+from atoll.train.run import train_run
+from helpers import partitioned
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Digest of every file by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def listed(campaign: Campaign, folder: Path, island: int) -> tuple[Path, list[int]]:
+    """A list of two rows of an island, one by its id and one by the digest of its source."""
+    dataset, partition = campaign.clustered()
+    rows = [int(row) for row in partition.rows(island)[:2]]
+    names = [dataset.ids[rows[0]], dataset.take([rows[1]])["sha256"][0].as_py(), "nobody", ""]
+    path = folder / "leaving.txt"
+    path.write_text("\n".join(names))
+    return path, rows
+
+
+def test_only_the_islands_of_rows_that_leave_are_written_again(tmp_path: Path) -> None:
+    campaign = partitioned(tmp_path / "c")
+    path, rows = listed(campaign, tmp_path, 1)
+    before, old = digests(tmp_path / "c"), partitions.load(campaign.store)
+    assert opt_out_stage(campaign, path) == [1]
+    after, new = digests(tmp_path / "c"), partitions.load(campaign.store)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert not any(name.startswith(("islands/0", "data/")) for name in changed)
+    assert {"islands/1/data/manifest.json", "islands/1/island.json", "router/island.json"} <= changed
+    assert new.hash == old.hash and new.about.revision != old.about.revision is None
+    assert new.about.opted_out == rows and not set(rows) & set(new.rows(1).tolist())
+    assert sum(new.sizes) + sum(new.about.heldout) == new.about.rows - 2
+    assert read_partition(campaign.store).sizes == new.sizes  # the runs' plans agree
+    island = DataSet.open(campaign.store, "islands/1/data")
+    dataset = Campaign.open(tmp_path / "c").dataset()
+    assert not {dataset.ids[row] for row in rows} & set(island.ids)
+    assert not set(rows) & {int(row) for name in ("train", "heldout") for row in dataset.split(name)}
+    assert opt_out_stage(campaign, path) == [] and digests(tmp_path / "c") == after
+    train_run(Campaign.open(tmp_path / "c"), "expert", 1)
+    fields = campaign.store.get_json(partitions.FILE)
+    campaign.store.put_json(partitions.FILE, {**fields, "opted_out": rows[:1]})
+    with pytest.raises(PartitionError, match="not what Atoll writes"):
+        partitions.load(campaign.store)
+
+
+def test_what_was_trained_on_them_goes_only_when_asked(tmp_path: Path) -> None:
+    campaign = partitioned(tmp_path / "c")
+    for number in (0, 1):
+        train_run(campaign, "expert", number)
+    path, _ = listed(campaign, tmp_path, 0)
+    before = digests(tmp_path / "c")
+    with pytest.raises(PartitionError, match="expert 0 learned from rows that leave: add --retrain"):
+        opt_out_stage(campaign, path)
+    assert digests(tmp_path / "c") == before
+    opt_out_stage(campaign, path, retrain=True)
+    assert not campaign.store.list("islands/0/expert") and not campaign.store.list("islands/0/run")
+    assert campaign.store.list("islands/1/expert")
+
+
+def test_opting_out_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed = (partitioned(tmp_path / name) for name in ("whole", "killed"))
+    path, _ = listed(whole, tmp_path, 0)
+    opt_out_stage(whole, path)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("write_subset", "union", "cluster_map"):
+        with monkeypatch.context() as patch:
+            patch.setattr(opt_out, place, die)
+            with pytest.raises(KeyboardInterrupt):
+                opt_out_stage(killed, path)
+    opt_out_stage(killed, path)
+    one, other = digests(tmp_path / "whole"), digests(tmp_path / "killed")
+    assert {n for n in one if one[n] != other.get(n)} <= {"campaign.yaml", "campaign.json"}
+    assert one.keys() == other.keys()
+
+
+def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
+    campaign = partitioned(tmp_path / "c")
+    with pytest.raises(DataError, match="cannot be read"):
+        opt_out_stage(campaign, tmp_path / "none.txt")
+    dataset = campaign.dataset()
+    path = tmp_path / "all.txt"
+    path.write_text("\n".join(dataset.ids))
+    with pytest.raises(PartitionError, match="would be left without rows to train on"):
+        opt_out_stage(campaign, path)
+    with pytest.raises(DataError, match="there is no data set at"):
+        assign_stage(campaign, str(tmp_path / "nothing"))
+
+
+def test_new_rows_get_the_clusters_that_they_would_have_had(tmp_path: Path) -> None:
+    campaign = partitioned(tmp_path / "c")
+    other = {"data": {"ingest": {"glyphs": {"limit": 100}}}}
+    more = partitioned(tmp_path / "more", other).dataset()
+    before = digests(tmp_path / "c")
+    clusters = assign_stage(campaign, more.store.location)
+    own = dict(zip(campaign.dataset().ids, partitions.load(campaign.store).clusters.tolist(), strict=True))
+    both = [(own[name], int(c)) for name, c in zip(more.ids, clusters, strict=True) if name in own]
+    assert len(both) > 20 and all(a == b for a, b in both)
+    column = DataSet.open(Store.open(more.store.location)).column("clusters")
+    assert column.read(range(len(more))).tolist() == clusters.tolist()
+    (found,) = findings(campaign.store)
+    assert [row[1] for row in found.rows][-1] == len(more) == sum(int(row[1] or 0) for row in found.rows[:-1])
+    after = digests(tmp_path / "c")
+    assert {n for n in after if after[n] != before.get(n)} == {"reports/findings/new-rows.json"}
+    # A campaign on the new rows with an island for each cluster.
+    by = {"method": "column", "column": "clusters", "k": 2}
+    own_data = {"path": more.store.location, **other["data"]}
+    following = partitioned(tmp_path / "next", {"partition": by, "data": own_data})
+    assert partitions.load(following.store).clusters.tolist() == clusters.tolist()
