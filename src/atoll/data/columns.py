@@ -246,8 +246,9 @@ def _kept_shard(
         entry = old.shards[number]
         if is_whole(store, folder, entry):
             return entry
-    note = ShardNote.find(store, folder, f"{number:05d}.json", identity)
-    return None if note is None else note.files["values"]
+    note = ShardNote.find(store, f"{folder}/{number:05d}.json", identity)
+    whole = note is not None and is_whole(store, folder, note.files["values"])
+    return note.files["values"] if note is not None and whole else None
 
 
 def _write_shard(

@@ -21,7 +21,7 @@ from atoll.data.images import ImageReader
 from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
 
-MANIFEST = "manifest.json"
+MANIFEST, REJECTS = "manifest.json", "rejects.jsonl"
 ROWS = pa.schema(
     [
         ("id", pa.string()),

@@ -25,8 +25,8 @@ from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.columns import Column, Progress, Rows
 from atoll.data.dataset import DataSet
-from atoll.data.ingest import write_split
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
+from atoll.data.split import write_split
 
 LOOKS, COLUMN = "looks", "duplicate_of"
 HOW = ("kept", "same file", "nearly the same pixels", "nearly the same features")
