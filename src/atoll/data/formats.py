@@ -144,6 +144,8 @@ class ShardNote(DataFile):
     """Ids of those that were rejected for their picture; where an earlier shard has the id, that is why."""
     taken: list[str] = []
     """Ids that are rejected because an earlier shard has them, as was found when all shards were there."""
+    form: tuple[str, list[int], int] | None = None
+    """Of a column: type and shape of its values, and the longest sequence."""
 
     @classmethod
     def find(cls, store: Store, key: str, identity: str) -> Self | None:

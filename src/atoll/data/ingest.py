@@ -31,7 +31,7 @@ from atoll.data.images import ImageWriter, safe_id
 from atoll.data.records import Record, Source
 from atoll.data.settings import IngestConfig
 from atoll.data.split import write_split
-from atoll.data.workers import work_together
+from atoll.data.workers import Stage, work_together
 from atoll.store.lease import LeaseConfig
 from atoll.store.manifest import FileEntry, write_once
 from atoll.store.store import Absent, Conflict, Store
@@ -75,7 +75,7 @@ def ingest(
     return dataset
 
 
-class _Ingest:
+class _Ingest(Stage[DataSet]):
     """An ingest on its way, as a stage that several processes may work at.
 
     A shard knows of no other, so ids that repeat across shards are settled when all are there: of the rows of
@@ -92,12 +92,11 @@ class _Ingest:
         about: dict[str, Any],
         progress: Progress | None,
     ) -> None:
-        self.source, self.store, self.folder, self.config = source, store, prefix, config
-        self.identity, self.about, self.progress = identity, about, progress
-        self.count = -(-len(source) // config.shard_rows)
+        count = -(-len(source) // config.shard_rows)
+        super().__init__(store, prefix, join(prefix, "rows"), [identity] * count)
+        self.source, self.config, self.identity = source, config, identity
+        self.about, self.progress = about, progress
         self.mode: Mode = "rgb"
-        self.written: dict[int, ShardNote] = {}
-        self.broken: set[int] = set()
 
     def begin(self) -> None:
         """Take possession of the folder, and find the mode of the pictures."""
@@ -122,48 +121,21 @@ class _Ingest:
         """The finished data set."""
         return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
-    def missing(self) -> list[int]:
-        """Numbers of the shards that have no note, or whose files are not what it says."""
-        keys = set(self.store.list(join(self.folder, "rows")))
-        return [n for n in range(self.count) if n in self.broken or self._key(n) not in keys]
-
-    def is_missing(self, number: int) -> bool:
-        """Whether a shard is still one of those."""
-        return number in self.broken or not self.store.exists(self._key(number))
-
     def report(self, left: int) -> None:
         """Tell how many positions are done."""
         if self.progress is not None:
             total = len(self.source)
-            self.progress(min((self.count - left) * self.config.shard_rows, total), total)
+            self.progress(min((len(self.identities) - left) * self.config.shard_rows, total), total)
 
-    def write(self, number: int) -> None:
-        """Write a shard, unless somebody has done so meanwhile."""
-        seen = self._note(number)
+    def owns(self) -> bool:
+        """Whether the folder is still this ingest's."""
+        return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
 
-        def untouched() -> bool:
-            note = IngestNote.read(self.store, join(self.folder, _NOTE))
-            return note.identity == self.identity and self._note(number) == seen
-
-        try:
-            note = self._made(number, seen.taken if seen else [], untouched)
-        except Absent:  # the note of the ingest is gone: it was finished elsewhere
-            return
-        self.broken.discard(number)
-        if note is None:
-            return
-        try:
-            if seen is not None:
-                raise Conflict(self._key(number))
-            self.store.create_json(self._key(number), note.to_json())
-        except Conflict:
-            if self._note(number) != seen:
-                return
-            self.store.put_json(self._key(number), note.to_json())
-        self.written[number] = note
+    def make(self, number: int, seen: ShardNote | None, untouched: Callable[[], bool]) -> ShardNote | None:
+        """Write the files of a shard, over others only if it is `untouched`; None if it is not."""
+        return self._made(number, seen.taken if seen else [], untouched)
 
     def _made(self, number: int, taken: Sequence[str], may_replace: Callable[[], bool]) -> ShardNote | None:
-        """Write the files of a shard; None if there are others that must not be replaced."""
         rows: list[dict[str, Any]] = []
         rejects: list[Reject] = []
         convert = _Converter(self.config, self.mode, taken)
@@ -194,22 +166,8 @@ class _Ingest:
             taken=list(taken),
         )
 
-    def _key(self, number: int) -> str:
-        return join(self.folder, f"rows/{number:05d}.json")
-
-    def _note(self, number: int) -> ShardNote | None:
-        return ShardNote.find(self.store, self._key(number), self.identity)
-
-    def finish(self) -> DataSet | None:
+    def put_together(self, notes: list[ShardNote]) -> DataSet | None:
         """Settle the ids, write the rejects, the split and the manifest."""
-        found = [self._note(number) for number in range(self.count)]
-        notes = [note for note in found if note is not None]
-        for number, note in enumerate(found):
-            known = note is not None and note == self.written.get(number)
-            if not known and (note is None or not note.is_there(self.store, self.folder)):
-                self.broken.add(number)
-        if self.broken:
-            return None
         self._settle(notes)
         rejects = [reject for note in notes for reject in note.rejects]
         filled = [note for note in notes if note.rows]
@@ -246,11 +204,11 @@ class _Ingest:
             some = [one for one, chosen in zip([*ids, *note.tried], suspect, strict=True) if chosen]
             if taken := sorted(seen.intersection(some)):
                 # First the note: should this process end, whoever finds torn files knows what they hold.
-                self.store.put_json(self._key(number), note.model_copy(update={"taken": taken}).to_json())
+                self.store.put_json(self.key(number), note.model_copy(update={"taken": taken}).to_json())
                 made = self._made(number, taken, lambda: True)
                 assert made is not None
                 notes[number] = made
-                self.store.put_json(self._key(number), made.to_json())
+                self.store.put_json(self.key(number), made.to_json())
             seen.update({*some}.intersection(ids))
 
     def _ids(self, note: ShardNote) -> list[str]:

@@ -5,44 +5,108 @@ nothing is missing one of them finishes, and all have the result.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from posixpath import join
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from atoll.base.rng import seed_of
+from atoll.data.formats import ShardNote
 from atoll.store.claims import Claims
 from atoll.store.lease import LeaseConfig
-from atoll.store.store import Store
+from atoll.store.store import Absent, Conflict, Store
 
-Result = TypeVar("Result", covariant=True)
+Result = TypeVar("Result")
 SOONEST, LATEST = 0.05, 2.0
 """Seconds between two looks while others work."""
 
 
-class Stage(Protocol[Result]):
-    """What is to be written, shard by shard. Whatever it writes twice it writes alike."""
+class Stage(Generic[Result]):
+    """What is to be written, shard by shard. A note follows the files of a shard and makes it count.
 
-    store: Store
-    folder: str
-    """Where it writes."""
+    Args:
+        store: where.
+        folder: of the data set or column.
+        notes: folder of the notes.
+        identities: digest of what each shard is made from.
+    """
+
+    def __init__(self, store: Store, folder: str, notes: str, identities: Sequence[str]) -> None:
+        self.store, self.folder, self.notes, self.identities = store, folder, notes, identities
+        self.written: dict[int, ShardNote] = {}
+        self.broken: set[int] = set()
 
     def done(self) -> Result | None:
         """The result, if somebody finished."""
+        raise NotImplementedError
 
-    def missing(self) -> list[int]:
-        """Numbers of the shards that are not there, ascending."""
+    def make(self, number: int, seen: ShardNote | None, untouched: Callable[[], bool]) -> ShardNote | None:
+        """Write the files of a shard, over others only if it is `untouched`; None if it is not."""
+        raise NotImplementedError
 
-    def is_missing(self, number: int) -> bool:
-        """Whether one is not there."""
-
-    def write(self, number: int) -> None:
-        """Write a shard."""
-
-    def finish(self) -> Result | None:
-        """Put the whole together; None if a shard turns out to be missing after all."""
+    def put_together(self, notes: list[ShardNote]) -> Result | None:
+        """Finish, now that all shards are there."""
+        raise NotImplementedError
 
     def report(self, left: int) -> None:
         """Tell how many shards are left."""
+        raise NotImplementedError
+
+    def owns(self) -> bool:
+        """Whether the folder is still this stage's."""
+        return True
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that have no note, or whose files are not what it says."""
+        keys = set(self.store.list(self.notes))
+        return [n for n in range(len(self.identities)) if n in self.broken or self.key(n) not in keys]
+
+    def is_missing(self, number: int) -> bool:
+        """Whether a shard is still one of those."""
+        return number in self.broken or not self.store.exists(self.key(number))
+
+    def key(self, number: int) -> str:
+        """Key of a shard's note."""
+        return join(self.notes, f"{number:05d}.json")
+
+    def note(self, number: int) -> ShardNote | None:
+        """A shard's note, if there is one of this stage."""
+        return ShardNote.find(self.store, self.key(number), self.identities[number])
+
+    def write(self, number: int) -> None:
+        """Write a shard and its note, unless somebody has done so meanwhile."""
+        seen = self.note(number)
+        try:
+            note = self.make(number, seen, lambda: self.owns() and self.note(number) == seen)
+        except Absent:
+            if self.done() is None:
+                raise
+            return
+        self.broken.discard(number)
+        if note is None:
+            return
+        try:
+            if seen is not None:
+                raise Conflict(self.key(number))
+            self.store.create_json(self.key(number), note.to_json())
+        except Conflict:
+            if self.note(number) != seen:
+                return
+            self.store.put_json(self.key(number), note.to_json())
+        self.written[number] = note
+
+    def finish(self) -> Result | None:
+        """Put the whole together; None if a shard turns out to be missing after all."""
+        notes = []
+        for number in range(len(self.identities)):
+            note = self.note(number)
+            if note is None or not (
+                note == self.written.get(number) or note.is_there(self.store, self.folder)
+            ):
+                self.broken.add(number)
+            else:
+                notes.append(note)
+        return None if self.broken else self.put_together(notes)
 
 
 def work_together(stage: Stage[Result], lease: LeaseConfig | None) -> Result:
