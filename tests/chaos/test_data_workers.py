@@ -135,7 +135,7 @@ def test_killed_at_every_kind_of_write(making: Making) -> None:
 def test_workers_on_a_store_that_fails(
     making: Making, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three at a time over S3 that delays, refuses and hangs up; some are killed, some give up in one line."""
+    """Three at a time over S3 that delays, refuses and hangs up; some are killed, some give up."""
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     url, chance, kills = f"s3://{BUCKET}/{uuid.uuid4().hex}", random.Random(2), 0
