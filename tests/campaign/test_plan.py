@@ -70,8 +70,8 @@ def test_text_states_are_told_before_and_after_they_are_there(tmp_path: Path) ->
     said = lines(make_plan(campaign.config, expected(campaign), gpus.load(), "h100"))
     assert any(line.endswith("text states of the data set") for line in said)
     assert any("80 distinct captions x" in line for line in said) and max(map(len, said)) <= 100
-    few = merged(changes, {"budget": {"samples": 32}})
-    plan = make_plan(Campaign.open(write_campaign(tmp_path, few)).config, outlook, gpus.load(), "h100")
+    many = replace(outlook, text=replace(text, captions=10**6))
+    plan = make_plan(campaign.config, many, gpus.load(), "h100")
     assert any(line.endswith("encoder's work: cheaper") for line in lines(plan))
     assert not any(line.endswith("encoder's work: cheaper") for line in said)
 
