@@ -149,7 +149,7 @@ class _Once(Stage[bool]):
     def __init__(
         self, campaign: Campaign, column: str, wanted: dict[str, Any], do: Callable[[Campaign], object]
     ) -> None:
-        super().__init__(campaign.dataset().store, "", "", [])
+        super().__init__(campaign.dataset().store, f"columns/{column}", f"columns/{column}", [])
         self.campaign, self.column, self.wanted, self.do = campaign, column, wanted, do
 
     def run(self) -> None:
