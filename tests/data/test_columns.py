@@ -1,8 +1,11 @@
+import io
 import multiprocessing
 import pickle
 from collections.abc import Mapping
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -12,7 +15,10 @@ from atoll.base.errors import DataError, StoreError
 from atoll.data.audit import audit
 from atoll.data.columns import Column, describe, ragged
 from atoll.data.dataset import DataSet
+from atoll.data.encode import captions_of
+from atoll.data.formats import Shard
 from atoll.data.subsets import union, write_subset
+from atoll.store.manifest import write_file
 from atoll.store.store import Store
 
 PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
@@ -133,6 +139,20 @@ def test_parts_and_unions_keep_all_choices(glyphs: DataSet, store: Store) -> Non
         assert torch.equal(values, wanted) and torch.equal(mask, real)
     plain = glyphs.write_column("plain", PRODUCER, Counting(glyphs, ragged=True), kind="ragged")
     assert set(plain.take_ragged(rows)) == {"values", "lengths"}
+
+
+def test_all_captions_of_a_row_count_and_the_main_one_comes_first(glyphs: DataSet, store: Store) -> None:
+    table, sink = glyphs.shard_table(0), io.BytesIO()
+    first = table.column("caption").to_pylist()
+    more = [[f"{one}, again", one, one] for one in first[:14]] + [None, []]
+    pq.write_table(table.append_column("captions", pa.array(more, pa.list_(pa.string()))), sink)
+    entry = write_file(store, "glyphs", "rows/00000.parquet", sink.getvalue())
+    shards = [Shard(rows=16, files={**glyphs.shards[0].files, "rows": entry}), *glyphs.shards[1:]]
+    dataset = DataSet(store, "glyphs", glyphs.manifest.model_copy(update={"shards": shards}))
+    assert captions_of(dataset, 0) == [[one, f"{one}, again"] for one in first[:14]] + [
+        [one] for one in first[14:]
+    ]
+    assert captions_of(dataset, 1) == [[one] for one in dataset.shard_table(1).column("caption").to_pylist()]
 
 
 @pytest.mark.parametrize(
