@@ -85,7 +85,15 @@ def test_every_folder_is_a_package():
 # Stages can be taken out.
 
 REMOVABLE = ["measure", "export", "report", "serve", "curate", "launch.sky", "launch.slurm"]
-TOP = {"__init__.py", "api.py", "cli.py", "cli_aesthetics.py", "cli_concepts.py", "cli_serve.py"}
+TOP = {
+    "__init__.py",
+    "api.py",
+    "cli.py",
+    "cli_aesthetics.py",
+    "cli_concepts.py",
+    "cli_data.py",
+    "cli_serve.py",
+}
 """They name stages, and import them when they are asked for."""
 ABOVE = {"report": "serve"}
 """A stage that lies on another one, and goes with it."""

@@ -13,6 +13,7 @@ from atoll.base.exits import ended
 from atoll.base.options import LOCAL, SETS
 from atoll.cli_aesthetics import aesthetics
 from atoll.cli_concepts import concepts, filter_rows
+from atoll.cli_data import data
 from atoll.cli_keys import keys
 from atoll.cli_serve import dashboard, serve
 from atoll.train.preemption import end, ends_with_run
@@ -58,89 +59,6 @@ def recipes() -> None:
 
     for name in catalogue.names():
         say(f"{name:<18} {catalogue.title(name)}")
-
-
-@atoll.group()
-def data() -> None:
-    """Make, extend and check the campaign's data set."""
-
-
-@data.command()
-@CAMPAIGN
-@SETS
-def ingest(campaign: str, sets: tuple[str, ...]) -> None:
-    """Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path."""
-    from atoll.campaign.prepare import ingest_stage
-
-    ingest_stage(_open(campaign, sets))
-
-
-@data.command()
-@CAMPAIGN
-@SETS
-def embed(campaign: str, sets: tuple[str, ...]) -> None:
-    """Add the features that the partition clusters."""
-    from atoll.campaign.prepare import embed_stage
-
-    opened = _open(campaign, sets)
-    embed_stage(opened.dataset(), opened.config.partition.encoder, opened.config.partition.encoder_size)
-
-
-@data.command()
-@CAMPAIGN
-@SETS
-def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
-    """Leave rows out that show what another row shows, as data.dedupe says; before the partition."""
-    from atoll.campaign.prepare import dedupe_stage
-
-    dedupe_stage(_open(campaign, sets))
-
-
-@data.command()
-@CAMPAIGN
-@SETS
-def encode(campaign: str, sets: tuple[str, ...]) -> None:
-    """Add the latents and text states that the networks train on."""
-    from atoll.campaign.prepare import encode_stage
-
-    opened = _open(campaign, sets)
-    settings = opened.config.data
-    text = settings.text_encoder if opened.config.condition == "text" else None
-    encode_stage(opened.dataset(), settings.vae, text, settings.text_length)
-
-
-@data.command()
-@CAMPAIGN
-@click.option("--page", type=LOCAL, help="HTML file to write, with pictures; it needs nothing else.")
-def show(campaign: str, page: Path | None) -> None:
-    """What the data set holds: sizes, captions, licences, splits, rejects, duplicates, columns."""
-    from atoll.base.console import Progress
-    from atoll.data.contents import contents, lines
-
-    opened = _open(campaign)
-    found = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
-    for line in lines(found):
-        say(line)
-    if page is not None:
-        from atoll.report.data_page import write_data_page
-
-        write_data_page(opened, found, page)
-        say(f"wrote {page}")
-
-
-@data.command()
-@CAMPAIGN
-def audit(campaign: str) -> None:
-    """Check every file of the data set against its size and hash."""
-    from atoll.data.audit import audit as check
-
-    problems = check(_open(campaign).dataset())
-    for problem in problems:
-        say(f"problem: {problem}")
-    if problems:
-        what = f"{len(problems)} problems in the data set, the first: {problems[0].rstrip('.')}"
-        raise AtollError(what, "make the named files again")
-    say("no problems")
 
 
 @atoll.command()
@@ -433,8 +351,9 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
 
 atoll.add_command(aesthetics)
 atoll.add_command(concepts)
-atoll.add_command(dashboard)
+atoll.add_command(data)
 data.add_command(filter_rows)
+atoll.add_command(dashboard)
 atoll.add_command(keys)
 atoll.add_command(serve)
 

@@ -19,6 +19,7 @@ from atoll.campaign.folder import Campaign, new
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make_plan, mode
 from atoll.campaign.plan_text import lines
+from atoll.campaign.prepare import encode_stage, ingest_stage
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.families import family
 from atoll.networks.memory import Footprint
@@ -49,6 +50,30 @@ def small(sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = N
     data = Expected(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], True, [])
     config = CampaignConfig.parse(tree, "a test")
     return make_plan(config, data, table or gpus.load(), "h100", gpus_each)
+
+
+def test_text_states_are_told_before_and_after_they_are_there(tmp_path: Path) -> None:
+    changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
+    campaign = Campaign.open(write_campaign(tmp_path, changes))
+    assert expected(campaign).text is None
+    ingest_stage(campaign)
+    dataset, outlook = campaign.dataset(), expected(campaign)
+    captions = dataset.table(["caption"]).column("caption").to_pylist()
+    text = outlook.text
+    assert text is not None and not text.counted and (text.captions, text.width) == (80, 384)
+    assert text.tokens == pytest.approx(sum(2 + len(one) / 4 for one in captions) / 80)
+    encode_stage(campaign)
+    counted = expected(campaign).text
+    assert counted is not None and counted.counted and counted.captions == 80
+    stored = sum(path.stat().st_size for path in (tmp_path / "data/columns/text").glob("0*.safetensors"))
+    assert counted.bytes == stored
+    said = lines(make_plan(campaign.config, expected(campaign), gpus.load(), "h100"))
+    assert any(line.endswith("text states of the data set") for line in said)
+    assert any("80 distinct captions x" in line for line in said) and max(map(len, said)) <= 100
+    many = replace(outlook, text=replace(text, captions=10**6))
+    plan = make_plan(campaign.config, many, gpus.load(), "h100")
+    assert any(line.endswith("encoder's work: cheaper") for line in lines(plan))
+    assert not any(line.endswith("encoder's work: cheaper") for line in said)
 
 
 # Arithmetic.

@@ -39,7 +39,8 @@ def die(pattern: str, how: str) -> None:
     put, delete = Store._put, Store.delete
 
     def key_of(store: Store, key: str) -> str:
-        return store.name(key).partition("/islands/")[2].partition("/")[2]
+        name = store.name(key)
+        return name.partition("/islands/")[2].partition("/")[2] or name.partition("/campaign/data/")[2]
 
     def gone() -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.vae import autoencoder
+from atoll.encoders.vae import autoencoder, autoencoder_of
 
 
 def pictures(mode: str = "RGB", count: int = 3, size: int = 16) -> list[Image.Image]:
@@ -88,6 +88,30 @@ def test_decoding_takes_scale_and_shift_back(kl: Path) -> None:
     z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = vae.network.decode(z).sample.clamp(-1, 1)  # type: ignore[union-attr,operator]
     torch.testing.assert_close(vae.decode((z - 0.1159) * 0.3611), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_have_their_own_mean_and_deviation(kl: Path, tmp_path: Path) -> None:
+    """As StableDiffusionXLPipeline takes them: `latents * std / scaling_factor + mean` is z."""
+    mean, std = [0.5, -1.0, 0.25, 0.0], [2.0, 0.5, 1.0, 4.0]
+    network = diffusers.AutoencoderKL.from_pretrained(kl)
+    network.register_to_config(latents_mean=mean, latents_std=std)
+    network.save_pretrained(tmp_path / "vae")
+    plain, vae = autoencoder(str(kl)), autoencoder(str(tmp_path / "vae"))
+    assert vae.producer() == {**plain.producer(), "name": vae.name, "mean": mean, "std": std}
+    centre, width = torch.tensor(mean).view(1, 4, 1, 1), torch.tensor(std).view(1, 4, 1, 1)
+    z = plain.encode(pictures()) / plain.scale + plain.shift
+    latents = vae.encode(pictures())
+    torch.testing.assert_close(latents * width / vae.scale + centre, z, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        vae.decode(latents), plain.decode(plain.encode(pictures())), rtol=1e-3, atol=1e-4
+    )
+    assert autoencoder_of(vae.producer()).mean == tuple(mean)
+    earlier = {key: value for key, value in vae.producer().items() if key not in ("mean", "std")}
+    assert torch.equal(autoencoder_of(earlier).encode(pictures()), plain.encode(pictures()))
+    network.register_to_config(latents_std=std[:3])
+    network.save_pretrained(tmp_path / "vae")
+    with pytest.raises(ConfigError, match="latents_mean and latents_std"):
+        autoencoder(str(tmp_path / "vae"))
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("kl", 0.3611), ("tiny", 1.0), ("dc", 0.41)])

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from atoll.campaign.folder import Campaign
+from atoll.data.audit import audit
 from atoll.launch import sky
-from atoll.launch.submit import plan_jobs
-from helpers import Answer, command, partitioned, refused, write_campaign
+from atoll.launch.submit import data_jobs, plan_jobs
+from helpers import Answer, atoll, command, partitioned, refused, write_campaign
 
 Run = Callable[..., Answer]
 
@@ -116,6 +117,39 @@ def test_a_run_waits_for_what_trains_elsewhere(
     answer = run("launch", write_campaign(tmp_path / "c"), "--dry-run")
     assert "expert 1: waits for seed, which trains elsewhere; launch again" in answer.out
     assert "# when expert 0, expert 1 are finished" in answer.out.replace("seed, ", "")
+
+
+def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, run: Run) -> None:
+    """Each is told what the launch was told; all runs come after the partition, which comes after them."""
+    launch = {"data": {"workers": 2, "slurm": {"partition": "cpu"}}, "gpus": 4}
+    folder = write_campaign(tmp_path / "c", {"launch": launch})
+    campaign = Campaign.open(folder, ["seed=7", "launch.gpus=2"])
+    *making, cut = (one.job for one in data_jobs(campaign, "slurm"))
+    root = campaign.store.location
+    told = ("-m", "atoll", "data", "prepare", root, "--set", "seed=7")
+    assert [job.argv[1:] for job in making] == [told] * 2 and making[0].slurm.partition == "cpu"
+    assert [(job.name, job.gpus, job.processes) for job in making] == [(f"data {n}", None, 1) for n in (1, 2)]
+    assert cut.name == "partition" and cut.needs == ("data 1", "data 2")
+    before = everything(tmp_path)
+    answer = run("launch", folder, "--on", "slurm", "--dry-run")
+    assert answer.code == 0 and everything(tmp_path) == before and "# first" not in answer.out
+    needs = "--dependency=afterok:JOB_OF_partition"
+    assert answer.out.count("#!/bin/bash") == 8 and answer.out.count(needs) == 4  # experts, router, monolith
+    local = run("launch", folder, "--dry-run")
+    assert local.code == 0 and local.out.count("atoll data prepare") == 2 and "# first" not in local.out
+    partitioned(folder, {"launch": launch})
+    assert data_jobs(Campaign.open(folder), "slurm") == []
+
+
+@pytest.mark.slow
+def test_workers_of_this_machine_make_the_data_set(tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c")
+    done = atoll("data", "prepare", folder, "--workers", "2")
+    assert done.returncode == 0 and "2 runs finished" in done.stdout, done.stderr
+    dataset = Campaign.open(folder).dataset()
+    assert dataset.has_column("latents") and audit(dataset) == []
+    refused = atoll("data", "encode", folder, "--workers", "2", "--set", "data.vae=nowhere")
+    assert refused.returncode == 2 and "cannot load the VAE 'nowhere'" in refused.stderr
 
 
 def test_launch_settings_may_change_after_the_start(tmp_path: Path) -> None:

@@ -174,7 +174,9 @@ def _check_vae(checkpoint: Checkpoint, latents: Mapping[str, Any]) -> None:
         return
     shift, scale = float(vae.get("shift_factor") or 0.0), float(vae.get("scaling_factor") or 1.0)
     latents_text = f"have {latents['shift']:g} and {latents['scale']:g}"
-    if latents["name"] == "none" or (shift, scale) != (latents["shift"], latents["scale"]):
+    same = (shift, scale) == (latents["shift"], latents["scale"])
+    same = same and list(vae.get("latents_mean") or []) == list(latents.get("mean") or [])
+    if latents["name"] == "none" or not same:
         raise ConfigError(
             f"{checkpoint.name!r} was trained on latents with shift {shift:g} and scale {scale:g},"
             f" the campaign's {'are pixels' if latents['name'] == 'none' else latents_text}",

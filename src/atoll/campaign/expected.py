@@ -7,12 +7,37 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
+from atoll.data.encode import captions_of
 from atoll.data.samples import data_shape, read_labels
 from atoll.encoders.text import text_size
 from atoll.encoders.vae import latent_size
 from atoll.networks.settings import DataShape
 
 CLASSES = 1000
+LOOKED_AT = 16
+"""Shards whose captions are counted."""
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the text states of a data set take.
+
+    Attributes:
+        captions: distinct ones, counted in each shard.
+        tokens: of one, on average.
+        width: numbers of a token, 2 bytes each.
+        counted: whether they are there; else captions are those of some shards, and tokens are estimated.
+    """
+
+    captions: int
+    tokens: float
+    width: int
+    counted: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return round(self.captions * self.tokens * self.width * 2)
 
 
 @dataclass(frozen=True)
@@ -27,6 +52,7 @@ class Expected:
         partitioned: whether sizes are those of the partition.
         notes: what was assumed.
         masses: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
+        text: text states of the data set; None where there is no data set, or no text.
     """
 
     shape: DataShape
@@ -36,6 +62,7 @@ class Expected:
     partitioned: bool
     notes: list[str]
     masses: Sequence[float] = ()
+    text: TextStates | None = None
 
 
 def expected(campaign: Campaign, rows: int | None = None) -> Expected:
@@ -51,7 +78,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     if campaign.store.exists("partition/partition.json"):
         return _partitioned(campaign)
     k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
-    shape, count = None, rows
+    shape, count, text = None, rows, None
     if not campaign.has_dataset():
         notes.append("no data set yet: shapes are those that the settings name")
         if campaign.config.condition == "class":
@@ -62,15 +89,36 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
         dataset = campaign.dataset()
         count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         shape = _from_data(campaign, dataset)
+        text = _text_states(campaign, dataset) if campaign.config.condition == "text" else None
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
     stored = [row_bytes(shape) * size for size in sizes] if sizes else None
-    return Expected(shape, [max(1, size) for size in sizes] or [1] * k, count, stored, False, notes)
+    sizes = [max(1, size) for size in sizes] or [1] * k
+    return Expected(shape, sizes, count, stored, False, notes, text=text)
 
 
 def row_bytes(shape: DataShape) -> int:
     """Bytes of a row's latents and text states in float16, texts at their longest; pictures stay behind."""
     return 2 * (shape.channels * shape.size**2 + shape.text_length * shape.text_width)
+
+
+def _text_states(campaign: Campaign, dataset: DataSet) -> TextStates:
+    """What they take by the captions of a few shards, and by the column where it is there."""
+    config, shards = campaign.config.data, len(dataset.shards)
+    some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
+    found = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
+    count = sum(map(len, found))
+    captions = round(count * shards / len(some))
+    if made_by(dataset, "text", wanted_columns(campaign.config)["text"]):
+        meta = dataset.column("text").meta
+        width = meta.shape[0]
+        return TextStates(
+            captions, sum(one.bytes for one in meta.shards) / (2 * width * captions), width, True
+        )
+    width, longest = text_size(config.text_encoder, config.text_length)
+    # Tokenizers make about one token of four bytes of English, and add one or two of their own.
+    tokens = sum(min(longest, 2 + len(one.encode()) / 4) for shard in found for one in shard) / count
+    return TextStates(captions, tokens, width, False)
 
 
 def _partitioned(campaign: Campaign) -> Expected:

@@ -13,7 +13,7 @@ from typing import Any
 from atoll.base.errors import ConfigError
 from atoll.base.text import in_common
 from atoll.campaign.budget import Share, divide, router_arguments
-from atoll.campaign.expected import Expected, row_bytes
+from atoll.campaign.expected import Expected, TextStates, row_bytes
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -186,6 +186,7 @@ class Traffic:
         between_islands: while they train.
         all_reduce: what a monolith trained data-parallel over as many nodes sends meanwhile, all nodes
             together: float32 gradients around a ring at every step.
+        text_states: of the data set; None where that is not known, or without text.
     """
 
     data_out: int | None
@@ -193,6 +194,7 @@ class Traffic:
     experts_in: int
     between_islands: int
     all_reduce: int
+    text_states: int | None
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,13 @@ def make_plan(
         experts_in=EMA * networks,
         between_islands=0,
         all_reduce=ring * budget.monolith.steps,
+        text_states=None if data.text is None else data.text.bytes,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
+    if data.text is not None:
+        shares = [*budget.experts, budget.router, *(run for run in [budget.pretrain] if run)]
+        shares += [budget.monolith] if config.monolith else []
+        notes += _text_notes(data.text, sum(share.steps * share.batch for share in shares))
     if student:
         part = student.share.train_flops / budget.monolith.train_flops
         notes.append(
@@ -326,6 +333,17 @@ def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -
     places = config.student.residency.places(len(experts), size)[1]
     resident = sum(sorted((WEIGHTS * run.footprint.parameters for run in experts), reverse=True)[:places])
     return resident + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
+
+
+def _text_notes(text: TextStates, samples: int) -> list[str]:
+    """How text states were counted, and what it would take not to store them."""
+    size = f"{text.captions:,} distinct captions x {text.tokens:.1f} tokens x {text.width} x 2 bytes"
+    seen = samples / text.captions
+    cheaper = ": cheaper" if seen < 1 else ""
+    return [
+        f"text states: {size}{'' if text.counted else ', estimated'}",
+        f"texts encoded in training would take no bytes and {seen:.3g} times the encoder's work{cheaper}",
+    ]
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:

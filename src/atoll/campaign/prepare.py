@@ -1,11 +1,14 @@
 """The stages before training, in order; each knows whether it is finished."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from atoll.base.console import Progress, say
+from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import grid, png
 from atoll.campaign.finding import Finding
@@ -17,11 +20,13 @@ from atoll.data.contents import contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe
 from atoll.data.encode import embed, encode_latents, encode_text
+from atoll.data.formats import ShardNote
 from atoll.data.ingest import ingest
 from atoll.data.partition import Partition
 from atoll.data.samples import weigh_sources
 from atoll.data.settings import DedupeConfig, features_column
 from atoll.data.sources import open_sources
+from atoll.data.workers import Stage, work_together
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
@@ -41,7 +46,8 @@ def ingest_stage(campaign: Campaign) -> DataSet:
         )
     source = open_sources(named, config.data.ingest)
     store = Store.open(path, create=True)
-    dataset = ingest(source, store, "", config.data.ingest, Progress("ingest", len(source)))
+    progress = Progress("ingest", len(source))
+    dataset = ingest(source, store, "", config.data.ingest, progress, config.train.lease)
     if isinstance(named, dict) and config.data.weighted:
         weigh_sources(dataset, {name: one.weight for name, one in named.items()})
     for line in lines(contents(store, rows=False)):
@@ -49,11 +55,13 @@ def ingest_stage(campaign: Campaign) -> DataSet:
     return dataset
 
 
-def embed_stage(dataset: DataSet, encoder: str, size: int | None) -> None:
+def embed_stage(campaign: Campaign) -> None:
     """Add the features column."""
-    progress = Progress(f"features by {encoder}", len(dataset.shards), unit="shards")
-    column = embed(dataset, vision_encoder(encoder, size), progress)
-    say(f"{features_column(encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
+    dataset, config = campaign.dataset(), campaign.config.partition
+    encoder = vision_encoder(config.encoder, config.encoder_size, str(own_device()))
+    progress = Progress(f"features by {config.encoder}", len(dataset.shards), unit="shards")
+    column = embed(dataset, encoder, progress, campaign.config.train.lease)
+    say(f"{features_column(config.encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
 
 
 def dedupe_stage(campaign: Campaign) -> Duplicates:
@@ -68,7 +76,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     dataset, config = campaign.dataset(), campaign.config
     how = config.data.dedupe or DedupeConfig()
     progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
-    found = dedupe(dataset, how, config.partition.encoder, progress)
+    found = dedupe(dataset, how, config.partition.encoder, progress, config.train.lease)
     largest = max(Counter(found.groups).values())
     rows: list[list[str | int | float | None]] = [
         [name, count, round(count / len(dataset), 4)] for name, count in found.counts.items()
@@ -96,24 +104,32 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     return found
 
 
-def encode_stage(dataset: DataSet, vae: str, text: str | None, length: int) -> None:
-    """Add the latents column and, unless `text` is None, the text column."""
-    column = encode_latents(
-        dataset, autoencoder(vae), Progress("latents", len(dataset.shards), unit="shards")
-    )
+def encode_stage(campaign: Campaign) -> None:
+    """Add the latents column and, for condition `text`, the text column."""
+    dataset, config, device = campaign.dataset(), campaign.config.data, str(own_device())
+    shards, lease = len(dataset.shards), campaign.config.train.lease
+    vae = autoencoder(config.vae, device)
+    column = encode_latents(dataset, vae, Progress("latents", shards, unit="shards"), lease)
     say(f"latents: {len(dataset):,} rows of {'x'.join(map(str, column.meta.shape))}")
-    if text is not None:
-        progress = Progress(f"text by {text}", len(dataset.shards), unit="shards")
-        column = encode_text(dataset, text_encoder(text, length), progress)
+    if campaign.config.condition == "text":
+        encoder = text_encoder(config.text_encoder, config.text_length, device)
+        progress = Progress(f"text by {config.text_encoder}", shards, unit="shards")
+        column = encode_text(dataset, encoder, progress, lease)
         length, width = column.meta.max_length, column.meta.shape[-1]
         say(f"text: {len(dataset):,} rows of at most {length} tokens of {width}")
 
 
 def prepare(campaign: Campaign) -> Partition:
     """Everything before training: data set, columns, partition. Finished stages cost a look."""
+    prepare_data(campaign)
+    return make_islands(campaign)
+
+
+def prepare_data(campaign: Campaign) -> None:
+    """Whatever is missing of the data set; any number of processes that do this at once share the work."""
     config, store = campaign.config, campaign.store
     if store.exists("partition/partition.json"):
-        return make_islands(campaign)
+        return
     check_checkpoints(config, store.location)
     named = config.source(store.location)
     sources = [named] if isinstance(named, str) else [one.source for one in (named or {}).values()]
@@ -123,12 +139,32 @@ def prepare(campaign: Campaign) -> Partition:
     dataset = campaign.dataset()
     stale = [name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)]
     if any(name.startswith("features-") for name in stale):
-        embed_stage(dataset, config.partition.encoder, config.partition.encoder_size)
+        embed_stage(campaign)
     if (how := config.data.dedupe) is not None:
-        wanted = about(dataset, how, config.partition.encoder)
-        if not made_by(dataset, COLUMN, wanted):
-            dedupe_stage(campaign)
+        wanted = about(campaign.dataset(), how, config.partition.encoder)
+        _Once(campaign, COLUMN, wanted, dedupe_stage).run()
     if "latents" in stale or "text" in stale:
-        text = config.data.text_encoder if config.condition == "text" else None
-        encode_stage(dataset, config.data.vae, text, config.data.text_length)
-    return make_islands(campaign)
+        encode_stage(campaign)
+
+
+class _Once(Stage[bool]):
+    """A stage of one part, which writes a column: one process does it, and the others wait."""
+
+    def __init__(
+        self, campaign: Campaign, column: str, wanted: dict[str, Any], do: Callable[[Campaign], object]
+    ) -> None:
+        super().__init__(campaign.dataset().store, f"columns/{column}", f"columns/{column}", [])
+        self.campaign, self.column, self.wanted, self.do = campaign, column, wanted, do
+
+    def run(self) -> None:
+        """Do it, or wait until somebody has."""
+        work_together(self, self.campaign.config.train.lease)
+
+    def done(self) -> bool | None:
+        """Whether the column is there."""
+        return made_by(self.campaign.dataset(), self.column, self.wanted) or None
+
+    def put_together(self, notes: list[ShardNote]) -> bool:
+        """Do it."""
+        self.do(self.campaign)
+        return True

@@ -1,34 +1,37 @@
 """Columns: one named array per shard, row-aligned, memory-mapped, and never stale.
 
 A fixed column holds `values (rows, *shape)` per shard. A ragged one (text states) holds `values (sum of
-lengths, *shape)` and `lengths (rows,)`. `column.json` names the producer and the content of every shard of
-rows, so a column of another encoder, or of rows or pictures that have changed, is made anew and never read.
+lengths, *shape)` and `lengths (sequences,)`, and row n has sequence n. Where rows share sequences, or have
+several to choose from, it also holds `choices (rows,)`, how many a row has, and `index (sum of choices,)`,
+which they are. `column.json` names the producer and the content of every shard of rows, so a column of
+another encoder, or of rows or pictures that have changed, is made anew and never read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from posixpath import join
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from atoll.base.errors import AtollError, DataError
-from atoll.base.hashing import digest
-from atoll.data.formats import ColumnMeta, Shard, ShardNote
-from atoll.store.manifest import FileEntry, check_file, is_whole, read_file, write_file
+from atoll.base.errors import DataError
+from atoll.data.formats import ColumnMeta
+from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
 from atoll.store.tensors import read_tensors
 
 Rows = NDArray[np.int64]
 Kind = Literal["fixed", "ragged"]
+Key = TypeVar("Key", bound=Hashable)
 Compute = Callable[[int], Mapping[str, Tensor]]
 Extras = Mapping[str, Mapping[str, Tensor]]
 Progress = Callable[[int, int], None]
+Form = tuple[str, list[int], int]
+"""Type and shape of a column's values, and its longest sequence."""
 MAPPED_SHARDS = 4096
 """Most shards that one column keeps mapped; Linux allows 65,530 maps a process."""
 
@@ -37,6 +40,38 @@ class _Mapped(NamedTuple):
     values: Tensor
     lengths: Rows  # empty for a fixed column
     starts: Rows
+    which: Rows  # the index; empty where row n has sequence n
+    bounds: Rows  # of each row's part of it
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "_Mapped":
+        none = torch.empty(0)
+        lengths, index, choices = (
+            tensors.get(name, none).numpy().astype(np.int64) for name in ("lengths", "index", "choices")
+        )
+        bounds = np.concatenate([[0], choices.cumsum()])
+        return cls(tensors["values"], lengths, lengths.cumsum() - lengths, index, bounds)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a row has several sequences."""
+        return len(self.which) > len(self.bounds) - 1
+
+    def sequences(self, rows: Rows, chances: NDArray[np.float32] | None) -> Rows:
+        """The sequence of each row: the first of its own, or that which chance in [0, 1) falls on."""
+        if not len(self.which):
+            return rows
+        first, end = self.bounds[rows], self.bounds[rows + 1]
+        if chances is None:
+            return self.which[first]
+        return self.which[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
+
+    def all_sequences(self, row: int) -> list[int]:
+        """All that a row chooses from."""
+        if not len(self.which):
+            return [row]
+        found: list[int] = self.which[self.bounds[row] : self.bounds[row + 1]].tolist()
+        return found
 
 
 class Column:
@@ -89,12 +124,19 @@ class Column:
             last = int(np.searchsorted(self.bounds, block[-1], side="right")) - 1
             self._mapped = {last: self._mapped[last]}
 
-    def read_ragged(self, rows: ArrayLike, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def read_ragged(
+        self,
+        rows: ArrayLike,
+        length: int | None = None,
+        draw: Callable[[], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Sequences of a ragged column for any row numbers `(n,)`, padded with zeros.
 
         Args:
             rows: row numbers.
             length: length L to pad to; longer sequences are cut. Without it, the longest of these rows.
+            draw: uniforms on [0, 1) `(n,)` that choose among the sequences of a row, asked for where there
+                are several; without it, the first counts.
 
         Returns:
             values `(n, L, *shape)` and the mask of what is real, bool `(n, L)`.
@@ -106,6 +148,11 @@ class Column:
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
+        chances = draw().numpy() if draw is not None and any(one.chooses for one, _, _ in parts) else None
+        parts = [
+            (mapped, where, mapped.sequences(local, None if chances is None else chances[where]))
+            for mapped, where, local in parts
+        ]
         lengths = np.zeros(len(rows), dtype=np.int64)
         for mapped, where, local in parts:
             lengths[where] = mapped.lengths[local]
@@ -121,6 +168,22 @@ class Column:
             target = np.repeat(where * longest, counts) + position
             flat[torch.from_numpy(target)] = _pick(mapped.values, source)
         return out, mask
+
+    def take_ragged(self, rows: ArrayLike) -> dict[str, Tensor]:
+        """What a shard of these rows holds, with all sequences that they choose from."""
+        rows = _row_numbers(rows, len(self))
+        keys: list[list[tuple[int, int]]] = [[]] * len(rows)
+        for shard, where, local in by_shard(self.bounds, rows):
+            mapped = self._map(shard)
+            for place, row in zip(where.tolist(), local.tolist(), strict=True):
+                keys[place] = [(shard, sequence) for sequence in mapped.all_sequences(row)]
+
+        def sequence(key: tuple[int, int]) -> Tensor:
+            mapped = self._map(key[0])
+            start = int(mapped.starts[key[1]])
+            return mapped.values[start : start + int(mapped.lengths[key[1]])]
+
+        return ragged(keys, sequence)
 
     def extra(self, name: str) -> dict[str, Tensor]:
         """Named tensors that belong to the column and to no row; `DataError` if there are none so named."""
@@ -159,7 +222,7 @@ class Column:
         tensors = read_tensors(self._path(shard), where, "values")
         rows = int(self.bounds[shard + 1] - self.bounds[shard])
         dtype, shape, longest = describe(tensors, meta.kind, rows, where)
-        if (dtype, list(shape)) != (meta.dtype, meta.shape) or longest > meta.max_length:
+        if (dtype, shape) != (meta.dtype, meta.shape) or longest > meta.max_length:
             form = f"{dtype} of shape {list(shape)}"
             fix = "write the column again"
             raise DataError(f"{where} holds {form}; column.json says {meta.dtype} of shape {meta.shape}", fix)
@@ -171,129 +234,59 @@ class Column:
             if len(self._mapped) == MAPPED_SHARDS:
                 del self._mapped[next(iter(self._mapped))]
             tensors = self.tensors(shard)
-            lengths = tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
-            self._mapped[shard] = _Mapped(tensors["values"], lengths, lengths.cumsum() - lengths)
+            self._mapped[shard] = _Mapped.of(tensors)
         return self._mapped[shard]
 
 
-def write_column(
-    store: Store,
-    folder: str,
-    shards: Sequence[Shard],
-    producer: dict[str, Any],
-    compute: Compute,
-    extras: Extras,
-    kind: Kind,
-    progress: Progress | None,
-) -> None:
-    """Compute a column, or find it; see `DataSet.write_column`."""
-    name, content = folder.rpartition("/")[2], [shard.content() for shard in shards]
-    maker = {"kind": kind, "producer": producer}
-    old = _column_of(store, folder, maker)
-    store.sweep(folder)
-    if old is not None and old.content == content and extras.keys() <= old.extras.keys():
-        entries = [*old.shards, *old.extras.values()]
-        if all(is_whole(store, folder, entry) for entry in entries):
-            _remove_others(store, folder, old)  # a killed process may have left its notes
-            return
-    files, forms, longest = [], set(), 1
-    for number, shard in enumerate(shards):
-        identity = digest({**maker, "content": content[number]})
-        entry = _kept_shard(store, folder, old, number, content[number], identity)
-        if entry is None:
-            entry = _write_shard(store, folder, number, shard.rows, kind, compute(number))
-            note = ShardNote(identity=identity, rows=shard.rows, files={"values": entry})
-            store.put_json(f"{folder}/{number:05d}.json", note.to_json())
-        tensors = read_tensors(store.path(join(folder, entry.path)), store.name(join(folder, entry.path)))
-        dtype, shape, length = describe(tensors, kind, shard.rows, store.name(join(folder, entry.path)))
-        files.append(entry)
-        forms.add((dtype, shape))
-        longest = max(longest, length)
-        if progress is not None:
-            progress(number + 1, len(shards))
-    if len(forms) != 1:
-        raise DataError(f"column {name!r} has shards of different form: {sorted(forms)}")
-    ((dtype, shape),) = forms
-    meta = ColumnMeta(
-        name=name,
-        kind=kind,
-        dtype=dtype,
-        shape=list(shape),
-        max_length=longest,
-        producer=producer,
-        content=content,
-        shards=files,
-        extras={key: _write_tensors(store, folder, key, tensors) for key, tensors in extras.items()},
-    )
-    finish_column(store, folder, meta)
+def ragged(keys: Sequence[Sequence[Key]], sequence: Callable[[Key], Tensor]) -> dict[str, Tensor]:
+    """Tensors of a ragged shard in which every sequence stands once.
+
+    Args:
+        keys: names of the sequences that each row chooses from, one at least.
+        sequence: its values `(length, *shape)`, by name.
+    """
+    every = [key for row in keys for key in row]
+    distinct = list(dict.fromkeys(every))
+    parts = [sequence(key) for key in distinct]
+    tensors = {"values": torch.cat(parts), "lengths": torch.tensor(list(map(len, parts)))}
+    if len(distinct) == len(every) == len(keys):
+        return tensors
+    places = {key: place for place, key in enumerate(distinct)}
+    choices = torch.tensor(list(map(len, keys)))
+    return {**tensors, "index": torch.tensor([places[key] for key in every]), "choices": choices}
 
 
-def finish_column(store: Store, folder: str, meta: ColumnMeta) -> None:
-    """Declare a column complete, and remove what its folder holds besides."""
-    store.put_json(f"{folder}/column.json", meta.to_json())
-    _remove_others(store, folder, meta)
-
-
-def _remove_others(store: Store, folder: str, meta: ColumnMeta) -> None:
-    named = {store.name(join(folder, entry.path)) for entry in [*meta.shards, *meta.extras.values()]}
-    named.add(store.name(f"{folder}/column.json"))
-    store.delete(*(key for key in store.list(folder) if store.name(key) not in named))
-
-
-def _column_of(store: Store, folder: str, maker: dict[str, Any]) -> ColumnMeta | None:
-    """The complete column of this maker that is there, if any; its shards may still be stale."""
-    try:
-        meta = ColumnMeta.read(store, f"{folder}/column.json")
-    except AtollError:
-        return None
-    return meta if digest({"kind": meta.kind, "producer": meta.producer}) == digest(maker) else None
-
-
-def _kept_shard(
-    store: Store, folder: str, old: ColumnMeta | None, number: int, content: str, identity: str
-) -> FileEntry | None:
-    """The file of a shard that is there already, of this maker and for these rows."""
-    if old is not None and (number, content) in enumerate(old.content):
-        entry = old.shards[number]
-        if is_whole(store, folder, entry):
-            return entry
-    note = ShardNote.find(store, folder, f"{number:05d}.json", identity)
-    return None if note is None else note.files["values"]
-
-
-def _write_shard(
-    store: Store, folder: str, number: int, rows: int, kind: Kind, tensors: Mapping[str, Tensor]
-) -> FileEntry:
-    """Check and write what was computed for a shard."""
-    if "lengths" in tensors:
-        tensors = {**tensors, "lengths": tensors["lengths"].to(torch.int32)}
-    describe(tensors, kind, rows, f"column {folder.rpartition('/')[2]!r}, shard {number}")
-    store.delete(f"{folder}/column.json")  # beside shards that it does not describe it would be a lie
-    return _write_tensors(store, folder, f"{number:05d}", tensors)
-
-
-def _write_tensors(store: Store, folder: str, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
-    whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    return write_file(store, folder, f"{name}.safetensors", safetensors.torch.save(whole))
-
-
-def describe(
-    tensors: Mapping[str, Tensor], kind: Kind, rows: int, where: str
-) -> tuple[str, tuple[int, ...], int]:
+def describe(tensors: Mapping[str, Tensor], kind: Kind, rows: int, where: str) -> Form:
     """Type, shape and longest sequence of a shard's tensors; `DataError` unless they fit its rows."""
     expected = {"values"} if kind == "fixed" else {"values", "lengths"}
+    expected |= {"index", "choices"} if kind == "ragged" and "index" in tensors else set()
     if set(tensors) != expected:
         raise DataError(f"{where}: holds {sorted(tensors)} instead of {sorted(expected)}")
     values, longest, count = tensors["values"], 1, rows
     if kind == "ragged":
-        lengths = tensors["lengths"]
-        whole = lengths.shape == (rows,) and not lengths.dtype.is_floating_point and not lengths.is_complex()
-        if not whole or int(lengths.min()) < 0:
+        lengths, shared = tensors["lengths"], "index" in tensors
+        if not _are_counts(lengths, None if shared else rows):
             raise DataError(f"{where}: lengths of shape {tuple(lengths.shape)} for {rows} rows")
         longest, count = int(lengths.max()), int(lengths.sum())
+        if shared and not _is_index(tensors["index"], tensors["choices"], rows, len(lengths)):
+            raise DataError(f"{where}: index and choices do not fit {rows} rows and {len(lengths)} sequences")
     if values.ndim == 0 or values.shape[0] != count:
         raise DataError(f"{where}: values of shape {tuple(values.shape)} for {count} entries")
-    return str(values.dtype).removeprefix("torch."), tuple(values.shape[1:]), longest
+    return str(values.dtype).removeprefix("torch."), list(values.shape[1:]), longest
+
+
+def _are_counts(numbers: Tensor, count: int | None) -> bool:
+    """Whether these are whole numbers, none negative, and so many of them."""
+    whole = not (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype == torch.bool)
+    size = numbers.ndim == 1 and len(numbers) > 0 and count in (None, len(numbers))
+    return whole and size and int(numbers.min()) >= 0
+
+
+def _is_index(index: Tensor, choices: Tensor, rows: int, sequences: int) -> bool:
+    """Whether every row has a sequence, and every sequence is there."""
+    if not (_are_counts(choices, rows) and int(choices.min()) > 0):
+        return False
+    return _are_counts(index, int(choices.sum())) and int(index.max()) < sequences
 
 
 def by_shard(bounds: Rows, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:

@@ -15,13 +15,16 @@ from PIL import Image
 
 from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
-from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard, write_column
+from atoll.data.column_stage import ColumnStage, remove_others
+from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard
 from atoll.data.formats import ColumnMeta, Manifest
 from atoll.data.images import ImageReader
+from atoll.data.workers import work_together
+from atoll.store.lease import LeaseConfig
 from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
 
-MANIFEST = "manifest.json"
+MANIFEST, REJECTS = "manifest.json", "rejects.jsonl"
 ROWS = pa.schema(
     [
         ("id", pa.string()),
@@ -197,6 +200,7 @@ class DataSet:
         extras: Extras | None = None,
         kind: Kind = "fixed",
         progress: Progress | None = None,
+        lease: LeaseConfig | None = None,
     ) -> Column:
         """Compute a column, or find it: shards that are valid for this producer and these rows are kept.
 
@@ -207,10 +211,11 @@ class DataSet:
             name: name of the column.
             producer: plain data that changes whenever the values would: name, hash, constants.
             compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
-                column `values (sum of lengths, *shape)` and `lengths (rows,)`.
+                column what `ragged` makes.
             extras: tensors to keep beside the column.
             kind: `fixed` or `ragged`.
             progress: told how many shards are done, and how many there are.
+            lease: given, any number of processes that call this at the same time share the work.
 
         Raises:
             DataError: the name is no folder name, or `compute` gave something else than promised.
@@ -218,7 +223,9 @@ class DataSet:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
             raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
         folder = join(self.prefix, "columns", name)
-        write_column(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
+        self.store.sweep(folder)
+        stage = ColumnStage(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
+        remove_others(self.store, folder, work_together(stage, lease))
         self._columns.pop(name, None)
         return self.column(name)
 

@@ -25,8 +25,9 @@ from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.columns import Column, Progress, Rows
 from atoll.data.dataset import DataSet
-from atoll.data.ingest import write_split
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
+from atoll.data.split import write_split
+from atoll.store.lease import LeaseConfig
 
 LOOKS, COLUMN = "looks", "duplicate_of"
 HOW = ("kept", "same file", "nearly the same pixels", "nearly the same features")
@@ -63,7 +64,11 @@ class Duplicates:
 
 
 def dedupe(
-    dataset: DataSet, config: DedupeConfig, encoder: str, progress: Progress | None = None
+    dataset: DataSet,
+    config: DedupeConfig,
+    encoder: str,
+    progress: Progress | None = None,
+    lease: LeaseConfig | None = None,
 ) -> Duplicates:
     """Find duplicates, write the column `duplicate_of`, and split again so that no group is on two sides.
 
@@ -72,6 +77,7 @@ def dedupe(
         config: what counts as alike.
         encoder: whose features are compared.
         progress: told how many shards have been looked at.
+        lease: given, other processes may share the looking.
 
     Raises:
         DataError: features are wanted and not there.
@@ -79,7 +85,7 @@ def dedupe(
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
         raise DataError(what, "run 'atoll data embed' first")
-    seen = look(dataset, progress)
+    seen = look(dataset, progress, lease)
     search = _Search(dataset)
     search.same_files()
     search.same_pixels(seen, config)
@@ -107,14 +113,14 @@ def about(dataset: DataSet, config: DedupeConfig, encoder: str) -> dict[str, Any
     return {"name": "dedupe", **config.model_dump(), "features": compared}
 
 
-def look(dataset: DataSet, progress: Progress | None = None) -> Column:
+def look(dataset: DataSet, progress: Progress | None = None, lease: LeaseConfig | None = None) -> Column:
     """Write (or find) the column `looks`, uint8 `(rows, 8 + 3 * SIDE**2 + FINE**2)`: hash and thumbnails."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": torch.from_numpy(np.stack([looks(one) for one in dataset.iter_images(shard)]))}
 
     about = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
-    return dataset.write_column(LOOKS, about, compute, progress=progress)
+    return dataset.write_column(LOOKS, about, compute, progress=progress, lease=lease)
 
 
 def looks(image: Image.Image) -> NDArray[np.uint8]:

@@ -1,6 +1,5 @@
 """The JSON files of data sets and partitions, as types; imports nothing that reads pictures or numbers."""
 
-from posixpath import join
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,7 +8,7 @@ from atoll.base.config import Config
 from atoll.base.errors import AtollError, DataError, PartitionError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.store.manifest import FileEntry, is_whole
+from atoll.store.manifest import FileEntry, is_there
 from atoll.store.store import Store
 
 Mode = Literal["rgb", "gray"]
@@ -142,16 +141,25 @@ class ShardNote(DataFile):
     """Its files; paths relative to the folder of the data set or column."""
     rejects: list[Reject] = []
     """Positions that gave no row."""
+    tried: list[str] = []
+    """Ids of those that were rejected for their picture; where an earlier shard has the id, that is why."""
+    taken: list[str] = []
+    """Ids that are rejected because an earlier shard has them, as was found when all shards were there."""
+    form: tuple[str, list[int], int] | None = None
+    """Of a column: type and shape of its values, and the longest sequence."""
 
     @classmethod
-    def find(cls, store: Store, folder: str, key: str, identity: str) -> Self | None:
-        """The note at this key, if it is of this identity and its files are whole."""
+    def find(cls, store: Store, key: str, identity: str) -> Self | None:
+        """The note at this key, if it is of this identity."""
         try:
-            note = cls.read(store, join(folder, key))
+            note = cls.read(store, key)
         except AtollError:
             return None
-        whole = all(is_whole(store, folder, entry) for entry in note.files.values())
-        return note if note.identity == identity and whole else None
+        return note if note.identity == identity else None
+
+    def is_there(self, store: Store, folder: str) -> bool:
+        """Whether all its files are there."""
+        return all(is_there(store, folder, entry) for entry in self.files.values())
 
 
 class Inertia(Config):

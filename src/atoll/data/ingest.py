@@ -1,44 +1,52 @@
 """Ingest: any source becomes a data set of square pictures, shard by shard, restartable.
 
 Shard N holds what is usable of the positions `N * shard_rows` up to `(N + 1) * shard_rows` of the source,
-so a shard depends on nothing but those (and on ids seen before). Until the manifest is written,
-`ingest.json` names what is being ingested, and `rows/NNNNN.json` follows every finished shard.
+so a shard depends on nothing but those. Until the manifest is written, `ingest.json` names what is being
+ingested, and `rows/NNNNN.json` follows every finished shard.
 """
 
+import hashlib
 import json
-import math
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from posixpath import join
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
-from atoll.base.rng import seed_of
 from atoll.data.columns import Progress
-from atoll.data.dataset import LEFT_OUT, DataSet, row_schema, to_parquet
+from atoll.data.dataset import MANIFEST, REJECTS, DataSet, row_schema, to_parquet
 from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
 from atoll.data.records import Record, Source
 from atoll.data.settings import IngestConfig
-from atoll.store.manifest import write_file
-from atoll.store.store import Store
+from atoll.data.split import write_split
+from atoll.data.workers import Stage, work_together
+from atoll.store.lease import LeaseConfig
+from atoll.store.manifest import FileEntry, write_once
+from atoll.store.store import Absent, Conflict, Store
 
-_NOTE, _REJECTS = "ingest.json", "rejects.jsonl"
+_NOTE = "ingest.json"
+_OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)|claims/.*\.json")
 
 
 def ingest(
-    source: Source, store: Store, prefix: str, config: IngestConfig, progress: Progress | None = None
+    source: Source,
+    store: Store,
+    prefix: str,
+    config: IngestConfig,
+    progress: Progress | None = None,
+    lease: LeaseConfig | None = None,
 ) -> DataSet:
     """Write a data set, or find it finished, or continue where an earlier call was killed.
 
@@ -48,6 +56,7 @@ def ingest(
         prefix: its folder there, or "".
         config: settings.
         progress: told how many of the source's positions are done, and how many there are.
+        lease: given, any number of processes that call this at the same time share the work.
 
     Raises:
         DataError: no row is usable, the rows have one group only, or the folder holds something else:
@@ -56,21 +65,21 @@ def ingest(
     store.sweep(prefix)
     about = source.describe()
     identity = digest({"source": about["fingerprint"], "config": config.plain(), "schema": 1})
-    finished = DataSet.find(store, prefix, identity, "another source or with other settings")
-    if finished is not None:
-        _remove_notes(store, prefix)
-        return finished
-    job = _Job(source, store, prefix, config, identity, row_schema(about.get("columns", [])))
-    count, size = len(source), config.shard_rows
-    for number in range(-(-count // size)):
-        job.shard(number)
-        if progress is not None:
-            progress(min((number + 1) * size, count), count)
-    return job.finish(about)
+    stage = _Ingest(source, store, prefix, config, identity, about, progress)
+    dataset = stage.done()
+    if dataset is None:
+        stage.begin()
+        dataset = work_together(stage, lease)
+    stage.tidy(dataset)
+    return dataset
 
 
-class _Job:
-    """An ingest on its way."""
+class _Ingest(Stage[DataSet]):
+    """An ingest on its way, as a stage that several processes may work at.
+
+    A shard knows of no other, so ids that repeat across shards are settled when all are there: of the rows of
+    one id the first is kept, and the shards of the others are written again without them.
+    """
 
     def __init__(
         self,
@@ -79,61 +88,174 @@ class _Job:
         prefix: str,
         config: IngestConfig,
         identity: str,
-        schema: pa.Schema,
+        about: dict[str, Any],
+        progress: Progress | None,
     ) -> None:
-        self.source, self.store, self.prefix, self.config = source, store, prefix, config
-        self.schema = schema
-        self.identity = identity
-        self.mode = self._begin()
-        self.shards: list[ShardNote] = []
-        self.ids: set[str] = set()
+        count = -(-len(source) // config.shard_rows)
+        super().__init__(store, prefix, join(prefix, "rows"), [identity] * count)
+        self.source, self.config, self.identity = source, config, identity
+        self.about, self.progress = about, progress
+        self.schema = row_schema(about.get("columns", []))
+        self.mode: Mode = "rgb"
 
-    def _begin(self) -> Mode:
-        """Take possession of the folder; the mode of the pictures."""
-        key, where = join(self.prefix, _NOTE), self.store.name(self.prefix)
-        if self.store.exists(key):
+    def begin(self) -> None:
+        """Take possession of the folder, and find the mode of the pictures."""
+        key, where = join(self.folder, _NOTE), self.store.name(self.folder)
+        if not self.store.exists(key):
+            held = self.store.list(self.folder)
+            if held and not any(self.store.exists(join(self.folder, one)) for one in (_NOTE, MANIFEST)):
+                raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
+            mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
+            with suppress(Conflict):  # another process has the same idea
+                self.store.create_json(key, IngestNote(identity=self.identity, mode=mode).to_json())
+        try:
             note = IngestNote.read(self.store, key)
-            if note.identity != self.identity:
-                what = f"{where} holds an unfinished ingest of another source or with other settings"
-                raise DataError(what, "finish it with those, or remove the folder")
-            return note.mode
-        if self.store.list(self.prefix):
-            raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
-        mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
-        self.store.create_json(key, IngestNote(identity=self.identity, mode=mode).to_json())
-        return mode
+        except Absent:  # just now finished elsewhere
+            return self.begin()
+        if note.identity != self.identity:
+            what = f"{where} holds an unfinished ingest of another source or with other settings"
+            raise DataError(what, "finish it with those, or remove the folder")
+        self.mode = note.mode
 
-    def shard(self, number: int) -> None:
-        """Write one shard, or find it."""
-        key = f"rows/{number:05d}.json"
-        note = ShardNote.find(self.store, self.prefix, key, self.identity)
-        if note is None:
-            note = self._write(number)
-            self.store.put_json(join(self.prefix, key), note.to_json())
-        elif note.rows:
-            self.ids.update(self._dataset([note]).ids)
-        self.shards.append(note)
+    def done(self) -> DataSet | None:
+        """The finished data set."""
+        return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
-    def _write(self, number: int) -> ShardNote:
+    def report(self, left: int) -> None:
+        """Tell how many positions are done."""
+        if self.progress is not None:
+            total = len(self.source)
+            self.progress(min((len(self.identities) - left) * self.config.shard_rows, total), total)
+
+    def owns(self) -> bool:
+        """Whether the folder is still this ingest's."""
+        return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
+
+    def make(self, number: int, seen: ShardNote | None, untouched: Callable[[], bool]) -> ShardNote | None:
+        """Write the files of a shard, over others only if it is `untouched`; None if it is not."""
+        return self._made(number, seen.taken if seen else [], untouched)
+
+    def _made(self, number: int, taken: Sequence[str], may_replace: Callable[[], bool]) -> ShardNote | None:
         rows: list[dict[str, Any]] = []
         rejects: list[Reject] = []
-        writer = ImageWriter()
+        convert = _Converter(self.config, self.mode, self.schema.names, taken)
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
         for item in self.source.records(start, stop):
-            row = item if isinstance(item, Reject) else self._row(item, writer)
+            row = item if isinstance(item, Reject) else convert(item)
             if isinstance(row, Reject):
                 rejects.append(row)
             else:
                 rows.append(row)
-        files = {}
+        files: dict[str, FileEntry] = {}
+        blobs = {}
         if rows:
-            table = to_parquet(pa.Table.from_pylist(rows, self.schema))
-            files["images"] = write_file(self.store, self.prefix, f"images/{number:05d}.tar", writer.close())
-            files["rows"] = write_file(self.store, self.prefix, f"rows/{number:05d}.parquet", table)
-        return ShardNote(identity=self.identity, rows=len(rows), files=files, rejects=rejects)
+            blobs["images"] = f"images/{number:05d}.tar", convert.writer.close()
+            blobs["rows"] = f"rows/{number:05d}.parquet", to_parquet(pa.Table.from_pylist(rows, self.schema))
+        for kind, (path, data) in blobs.items():
+            entry = write_once(self.store, self.folder, path, data, may_replace)
+            if entry is None:
+                return None
+            files[kind] = entry
+        return ShardNote(
+            identity=self.identity,
+            rows=len(rows),
+            files=files,
+            rejects=rejects,
+            tried=convert.tried,
+            taken=list(taken),
+        )
 
-    def _row(self, record: Record, writer: ImageWriter) -> dict[str, Any] | Reject:
+    def put_together(self, notes: list[ShardNote]) -> DataSet | None:
+        """Settle the ids, write the rejects, the split and the manifest."""
+        self._settle(notes)
+        rejects = [reject for note in notes for reject in note.rejects]
+        filled = [note for note in notes if note.rows]
+        if not filled:
+            self._discard()
+            what = f"no usable rows in {self.about['name']} ({_reasons(rejects)})"
+            raise DataError(what, "mend the source")
+        lines = "".join(json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects)
+        self.store.put(join(self.folder, REJECTS), lines.encode())
+        counts = Counter(reject.reason for reject in rejects)
+        dataset = self._dataset(filled, source=self.about, rejects=dict(sorted(counts.items())))
+        try:
+            write_split(dataset, self.config)
+        except DataError as error:
+            self._discard()
+            if not rejects:
+                raise
+            what = f"{error.what}; {len(rejects)} of {len(self.source)} were rejected ({_reasons(rejects)})"
+            raise DataError(what, f"{error.fix}, or mend the source") from None
+        with suppress(Conflict):  # a process that was thought dead has finished too
+            dataset.finish()
+        return self.done()
+
+    def _settle(self, notes: list[ShardNote]) -> None:
+        """Write those shards again that hold ids of earlier ones; memory is 8 bytes a row."""
+        hashes = [_hashes([*self._ids(note), *note.tried]) for note in notes]
+        values, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]), return_counts=True)
+        again, seen = values[counts > 1], set[str]()
+        for number, note in enumerate(notes):
+            suspect = np.isin(hashes[number], again)
+            if not suspect.any():
+                continue
+            ids = self._ids(note)
+            some = [one for one, chosen in zip([*ids, *note.tried], suspect, strict=True) if chosen]
+            if taken := sorted(seen.intersection(some)):
+                # First the note: should this process end, whoever finds torn files knows what they hold.
+                self.store.put_json(self.key(number), note.model_copy(update={"taken": taken}).to_json())
+                made = self._made(number, taken, lambda: True)
+                assert made is not None
+                notes[number] = made
+                self.store.put_json(self.key(number), made.to_json())
+            seen.update({*some}.intersection(ids))
+
+    def _ids(self, note: ShardNote) -> list[str]:
+        return self._dataset([note]).ids if note.rows else []
+
+    def _dataset(self, notes: list[ShardNote], **fields: Any) -> DataSet:
+        manifest = Manifest(
+            **{"source": {}, **fields},
+            identity=self.identity,
+            config=self.config.plain(keep=("test",)),
+            size=self.config.size,
+            mode=self.mode,
+            rows=sum(note.rows for note in notes),
+            shards=[Shard(rows=note.rows, files=note.files) for note in notes],
+        )
+        return DataSet(self.store, self.folder, manifest)
+
+    def _discard(self) -> None:
+        """Empty the folder, as it was before, so that the command can be run again with other settings."""
+        self.store.delete(*self.store.list(self.folder))
+
+    def tidy(self, dataset: DataSet) -> None:
+        """Remove notes, claims, and files of shards that were written again and are empty now."""
+        named = {entry.path for shard in dataset.shards for entry in shard.files.values()}
+        parts = [
+            key for part in ("rows", "images", "claims") for key in self.store.list(join(self.folder, part))
+        ]
+        paths = [posixpath.relpath(key, self.folder or ".") for key in parts]
+        self.store.delete(
+            *(join(self.folder, path) for path in paths if _OWN.fullmatch(path) and path not in named)
+        )
+        if self.store.exists(join(self.folder, _NOTE)):
+            self.store.delete(join(self.folder, _NOTE))
+
+
+class _Converter:
+    """Turns records into the rows and pictures of one shard."""
+
+    def __init__(
+        self, config: IngestConfig, mode: Mode, columns: Sequence[str], taken: Sequence[str]
+    ) -> None:
+        self.config, self.mode, self.columns = config, mode, columns
+        self.ids = set(taken)
+        self.tried: list[str] = []
+        self.writer = ImageWriter()
+
+    def __call__(self, record: Record) -> dict[str, Any] | Reject:
         """Add one record to the shard; its row, or why there is none."""
         name = safe_id(record.id)
         cleaned = [clean_caption(one) for one in record.captions or (record.caption,)]
@@ -144,13 +266,11 @@ class _Job:
             return Reject(record.key, "empty caption")
         if name in self.ids:
             return Reject(record.key, "duplicate id", record.id)
-        try:
-            image = _picture(record)
-        except BadImageError as error:
-            return Reject(record.key, error.reason, error.detail)
-        picture = square(image, self.config.size)
-        if self.mode == "gray" and self.config.mode == "auto" and not is_gray(picture):
-            return Reject(record.key, "colour in a gray data set", "set mode to rgb or gray")
+        picture = self._picture(record)
+        if isinstance(picture, Reject):
+            self.tried.append(name)
+            return picture
+        image, small = picture
         self.ids.add(name)
         source_hash = sha256(_bytes(record.image))
         fields: dict[str, Any] = {
@@ -167,105 +287,20 @@ class _Job:
             "licence": None if record.licence is None else clean(record.licence),
             "captions": captions,
         }
-        fields |= {name: value for name, value in optional.items() if name in self.schema.names}
-        data = png(picture.convert("L" if self.mode == "gray" else "RGB"))
-        writer.add(name, data, captions[0], fields)
+        fields |= {name: value for name, value in optional.items() if name in self.columns}
+        self.writer.add(name, png(small.convert("L" if self.mode == "gray" else "RGB")), captions[0], fields)
         return {**fields, "caption": captions[0]}
 
-    def finish(self, about: dict[str, Any]) -> DataSet:
-        """Write the rejects, the split and the manifest, and remove the notes."""
-        rejects = [reject for note in self.shards for reject in note.rejects]
-        filled = [note for note in self.shards if note.rows]
-        if not filled:
-            self._discard()
-            raise DataError(f"no usable rows in {about['name']} ({_reasons(rejects)})", "mend the source")
-        lines = "".join(json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects)
-        self.store.put(join(self.prefix, _REJECTS), lines.encode())
-        counts = Counter(reject.reason for reject in rejects)
-        dataset = self._dataset(filled, source=about, rejects=dict(sorted(counts.items())))
+    def _picture(self, record: Record) -> tuple[Image.Image, Image.Image] | Reject:
+        """The picture as it is, and as the data set has it; or why there is none."""
         try:
-            write_split(dataset, self.config)
-        except DataError as error:
-            self._discard()
-            if not rejects:
-                raise
-            what = f"{error.what}; {len(rejects)} of {len(self.source)} were rejected ({_reasons(rejects)})"
-            raise DataError(what, f"{error.fix}, or mend the source") from None
-        dataset.finish()
-        _remove_notes(self.store, self.prefix)
-        return dataset
-
-    def _dataset(self, notes: list[ShardNote], **fields: Any) -> DataSet:
-        manifest = Manifest(
-            **{"source": {}, **fields},
-            identity=self.identity,
-            config=self.config.plain(keep=("test",)),
-            size=self.config.size,
-            mode=self.mode,
-            rows=sum(note.rows for note in notes),
-            shards=[Shard(rows=note.rows, files=note.files) for note in notes],
-        )
-        return DataSet(self.store, self.prefix, manifest)
-
-    def _discard(self) -> None:
-        """Empty the folder, as it was before, so that the command can be run again with other settings."""
-        self.store.delete(*self.store.list(self.prefix))
-
-
-def write_split(
-    dataset: DataSet,
-    config: IngestConfig,
-    groups: Sequence[str] | None = None,
-    kept: NDArray[np.bool_] | None = None,
-) -> None:
-    """Write the column `split`, int8: 0 train, 1 held out, 2 test, 3 left out.
-
-    A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
-    neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
-    training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
-    them, the group nearest to the bound changes sides.
-
-    Args:
-        dataset: whose rows.
-        config: shares and seed.
-        groups: of the rows; those of their column `group` by default.
-        kept: whether a row is in any part `(rows,)`; all are by default.
-
-    Raises:
-        DataError: there is only one group, so that one side must stay empty.
-    """
-    seed, share = config.seed, config.heldout + config.test
-    names = dataset.table(["group"]).column("group").to_pylist() if groups is None else groups
-    places = [_places(seed, names[start:end]) for start, end in pairwise(dataset.bounds)]
-    low, high = float(min(map(np.min, places))), float(max(map(np.max, places)))
-    bound = share
-    if share > 0:
-        if low == high:
-            rejects = sum(dataset.manifest.rejects.values())
-            beside = f" ({rejects} others were rejected, see {_REJECTS})" if rejects else ""
-            raise DataError(
-                f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
-                " leaving none to train on",
-                "choose another column for group, or set heldout and test to 0",
-            )
-        bound = min(max(share, math.nextafter(low, 1.0)), high)
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        sides = np.add(places[shard] < bound, places[shard] < config.test, dtype=np.int8)
-        if kept is not None:
-            sides[~kept[dataset.bounds[shard] : dataset.bounds[shard + 1]]] = LEFT_OUT
-        return {"values": torch.from_numpy(sides)}
-
-    settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
-    settings |= {"test": config.test} if config.test else {}
-    if groups is not None or kept is not None:
-        settings["rows"] = digest([names, [] if kept is None else np.flatnonzero(kept).tolist()])
-    dataset.write_column("split", {"name": "split", "hash": digest(settings), **settings}, compute)
-
-
-def _places(seed: int, groups: Sequence[str]) -> NDArray[np.float64]:
-    """Where groups lie in [0, 1)."""
-    return np.array([seed_of(seed, f"split/{group}") / 2**63 for group in groups])
+            image = _picture(record)
+        except BadImageError as error:
+            return Reject(record.key, error.reason, error.detail)
+        small = square(image, self.config.size)
+        if self.mode == "gray" and self.config.mode == "auto" and not is_gray(small):
+            return Reject(record.key, "colour in a gray data set", "set mode to rgb or gray")
+        return image, small
 
 
 def clean_caption(text: str) -> str | None:
@@ -313,7 +348,7 @@ def _reasons(rejects: list[Reject]) -> str:
     return f"{reasons}; the first: {rejects[0].key}: {rejects[0].detail}"
 
 
-def _remove_notes(store: Store, prefix: str) -> None:
-    if store.exists(join(prefix, _NOTE)):
-        notes = [key for key in store.list(join(prefix, "rows")) if key.endswith(".json")]
-        store.delete(*notes, join(prefix, _NOTE))
+def _hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
+    """Hashes of ids `(n,)`; two ids may share one."""
+    found = [hashlib.blake2b(one.encode(), digest_size=8).digest() for one in ids]
+    return np.frombuffer(b"".join(found), dtype=np.uint64)

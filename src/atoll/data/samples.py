@@ -1,6 +1,6 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -53,11 +53,14 @@ class Samples:
         """Latents `(B, C, H, W)` float32 of samples by their number within these rows."""
         return self._latents.read(self.rows[index]).float()
 
-    def conditions(self, index: NDArray[np.int64]) -> Condition:
-        """Conditions of samples by their number within these rows."""
+    def conditions(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
+        """Conditions of samples by their number within these rows.
+
+        `draw` gives a uniform for each, to choose among several captions of a row; else the first counts.
+        """
         rows = self.rows[index]
         if self._text is not None:
-            states, mask = self._text.read_ragged(rows, self.shape.text_length)
+            states, mask = self._text.read_ragged(rows, self.shape.text_length, draw)
             return Condition(text=states.float(), mask=mask)
         if self._labels is not None:
             return Condition(labels=self._labels[torch.from_numpy(rows)])

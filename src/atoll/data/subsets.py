@@ -11,7 +11,8 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
-from atoll.data.columns import Column, finish_column
+from atoll.data.column_stage import remove_others
+from atoll.data.columns import Column
 from atoll.data.dataset import DataSet, to_parquet
 from atoll.data.formats import ColumnMeta, Manifest, Shard
 from atoll.store.manifest import FileEntry, write_file
@@ -67,8 +68,7 @@ def _copy_column(column: Column, dataset: DataSet, parts: list[np.ndarray]) -> N
     def compute(shard: int) -> dict[str, Tensor]:
         if column.meta.kind == "fixed":
             return {"values": column.read(parts[shard])}
-        values, mask = column.read_ragged(parts[shard])
-        return {"values": values[mask], "lengths": mask.sum(1)}
+        return column.take_ragged(parts[shard])
 
     extras = {name: column.extra(name) for name in column.meta.extras}
     dataset.write_column(column.meta.name, column.meta.producer, compute, extras, column.meta.kind)
@@ -124,7 +124,8 @@ def _join_column(store: Store, prefix: str, name: str, parts: Sequence[DataSet],
             "extras": _moved(metas[0].extras, places[0], place),
         }
     )
-    finish_column(store, place, joined)
+    store.put_json(f"{place}/column.json", joined.to_json())
+    remove_others(store, place, joined)
 
 
 def _form(meta: ColumnMeta) -> str:

@@ -1,6 +1,6 @@
 """Frozen text encoders by name: captions in, token states out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -93,10 +93,10 @@ class TextEncoder:
                     fix,
                 )
 
-    def encode_ragged(self, captions: Sequence[str], batch: int = 128) -> tuple[Tensor, Tensor]:
-        """Token states one after the other `(sum of lengths, D)` and lengths `(N,)` int32.
+    def states(self, captions: Iterable[str], batch: int = 128) -> dict[str, Tensor]:
+        """Token states `(length, D)` of every distinct caption, float32.
 
-        Equal captions are encoded once, and captions of like length together, so little is padded.
+        Captions of like length are encoded together.
         """
         distinct = sorted(set(captions), key=lambda c: (len(c), c))
         states: dict[str, Tensor] = {}
@@ -104,8 +104,7 @@ class TextEncoder:
             chunk = distinct[start : start + batch]
             values, mask = self.encode(chunk)
             states.update({c: v[m] for c, v, m in zip(chunk, values, mask, strict=True)})
-        sequences = [states[caption] for caption in captions]
-        return torch.cat(sequences), torch.tensor(list(map(len, sequences)), dtype=torch.int32)
+        return states
 
 
 def text_encoder(

@@ -1,5 +1,6 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +29,16 @@ _SHAPES = dict.fromkeys(
 class Autoencoder:
     """Latents are `(z - shift) * scale` of the posterior mode; pixels are in [-1, 1].
 
+    Of an autoencoder whose config has `latents_mean` and `latents_std`, a number for each channel, they are
+    `(z - mean) / std * scale`, as diffusers' pipelines take them.
+
     Attributes:
         name: what the user asked for; `none` makes pixels the latents.
         network: the diffusers autoencoder, or None.
         shift: subtracted from z.
         scale: multiplied after.
+        mean: of each channel of z; empty where `shift` counts.
+        std: of each channel of z; empty likewise.
     """
 
     name: str
@@ -40,11 +46,19 @@ class Autoencoder:
     shift: float = 0.0
     scale: float = 1.0
     device: str = "cpu"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     def producer(self) -> dict[str, Any]:
         """What made a column of latents: name, weights' hash and the constants."""
         weights = weights_hash(self.network) if self.network is not None else ""
-        return {"name": self.name, "hash": weights, "shift": self.shift, "scale": self.scale}
+        channels = {"mean": [*self.mean], "std": [*self.std]} if self.mean else {}
+        return {"name": self.name, "hash": weights, "shift": self.shift, "scale": self.scale, **channels}
+
+    def _by_channel(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation to be taken from z, `(1, C, 1, 1)`."""
+        mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        return mean, std
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
@@ -54,6 +68,9 @@ class Autoencoder:
         images = _pixels([p.convert("RGB") for p in pictures]).to(self.device)
         encoded = self.network.encode(images)  # type: ignore[operator]
         z = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else _first(encoded)
+        if self.mean:
+            mean, std = self._by_channel(z)
+            return ((z - mean) / std * self.scale).float().cpu()
         return ((z - self.shift) * self.scale).float().cpu()
 
     @torch.inference_mode()
@@ -61,7 +78,12 @@ class Autoencoder:
         """Pixels `(B, 3 or 1, H, W)` float32 of latents: in [-1, 1], or NaN where they are no number."""
         if self.network is None:
             return _clamped(latents)
-        z = latents.to(self.device) / self.scale + self.shift
+        z = latents.to(self.device) / self.scale
+        if self.mean:
+            mean, std = self._by_channel(z)
+            z = z * std + mean
+        else:
+            z = z + self.shift
         # On the CPU one by one, which is as fast, and no picture depends on its batch.
         parts = z.split(1 if z.device.type == "cpu" else max(1, len(z)))
         decoded = torch.cat([self.network.decode(part).sample for part in parts])  # type: ignore[operator]
@@ -113,7 +135,23 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
         network = network.eval().requires_grad_(False).to(device)
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
-    return Autoencoder(name, network, shift, scale, device)
+    return Autoencoder(name, network, shift, scale, device, *channels_of(network.config))
+
+
+def channels_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel: of a VAE's config, or of what it is as a producer.
+
+    Raises:
+        ConfigError: they are no numbers, as many of both.
+    """
+    lists = [values.get(f"latents_{name}") or values.get(name) or () for name in ("mean", "std")]
+    try:
+        mean, std = (tuple(map(float, one)) for one in lists)
+    except (TypeError, ValueError):
+        mean, std = (), (0.0,)
+    if len(mean) != len(std) or not all(0 < one < math.inf for one in std):
+        raise ConfigError("latents_mean and latents_std of the VAE do not fit each other", "mend its config")
+    return mean, std
 
 
 @contextmanager
@@ -158,6 +196,8 @@ def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str 
     """
     vae = autoencoder(place or producer["name"], device)
     vae.name = producer["name"]
+    if "mean" not in producer:  # earlier versions did not look at latents_mean
+        vae.mean, vae.std = (), ()
     if any(producer.get(key) != value for key, value in vae.producer().items()):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae

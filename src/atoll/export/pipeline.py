@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
-from atoll.encoders.vae import Autoencoder
+from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import RouterModel
@@ -298,9 +298,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             return latents
         latents_card = self.card.latents
         kind = latents.dtype if self.vae is None else self.vae.dtype
-        vae = Autoencoder(
-            latents_card["name"], self.vae, latents_card["shift"], latents_card["scale"], str(latents.device)
-        )
+        constants = latents_card["shift"], latents_card["scale"], str(latents.device)
+        vae = Autoencoder(latents_card["name"], self.vae, *constants, *channels_of(latents_card))
         pixels = vae.decode(latents.to(kind)).clone()
         if output == "pil":
             return to_images(pixels)

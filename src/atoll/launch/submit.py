@@ -1,5 +1,6 @@
 """From a campaign to jobs, and from jobs to this machine, Slurm or SkyPilot."""
 
+import os
 import pkgutil
 import shlex
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
 from atoll.ensemble.expert import published
+from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
+PARTITION = "partition/partition.json"
 BESIDE = ("monolith", "student")  # runs that the ensemble does without
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
@@ -52,19 +55,28 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     """
     for run in runs_of(campaign.config):
         launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
-    partitioned = campaign.store.exists("partition/partition.json")
-    if dry_run and not partitioned:
+    making = data_jobs(campaign, on)
+    if making and launcher(making[0].target).WAITS:
+        _do(campaign, making, dry_run, out)
+        making = []
+    elif dry_run and not making and not campaign.store.exists(PARTITION):
         say("# first, on this machine: whatever is missing of the data set, then the partition")
-    if not dry_run:
+    if not dry_run and not making:
         prepare(campaign)
         if pretrain_finished(campaign):
             hand_over(campaign)  # it may have been stopped between its last step and this
-    placed = plan_jobs(campaign, on)
+    placed = plan_jobs(campaign, on, tuple(one.job.name for one in making[-1:]))
     if not placed:
         say("training: finished already")
-    placed, held = _hold_back(placed)
+    ready, held = _hold_back([*making, *placed])
     for one, need in held:
         say(f"{one.job.name}: waits for {need}, which trains elsewhere; launch again when that is finished")
+    _do(campaign, ready, dry_run, out)
+    _finish(campaign, [one for one in ready if one in placed], [one.job.name for one, _ in held], dry_run)
+
+
+def _do(campaign: Campaign, placed: list[Placed], dry_run: bool, out: Path) -> None:
+    """Hand jobs over to their launchers, or show what that would do."""
     site = Site(campaign.store.location, _output(campaign), out)
     jobs = {target: [one.job for one in placed if one.target == target] for target in _targets(placed)}
     for target in () if dry_run else jobs:
@@ -74,7 +86,30 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
             say(launcher(target).show(jobs[target], site))
         else:
             launcher(target).hand_over(jobs[target], site)
-    _finish(campaign, placed, [one.job.name for one, _ in held], dry_run)
+
+
+def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
+    """Jobs that make the data set together, and one that cuts it; none if that is done, or not asked for."""
+    launch = campaign.config.launch
+    if not launch.data.workers or campaign.store.exists(PARTITION):
+        return []
+    place, target = launch.of("data"), launch.target("data", None, on)
+    python = place.python or launcher(target).PYTHON
+    # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
+    told = [part for one in campaign.overrides if not one.startswith("launch.") for part in ("--set", one)]
+    make = command("data", "prepare", campaign.store.location, *told, python=python)
+    cut = command("partition", campaign.store.location, *told, python=python)
+    gpus, count = launcher(target).gpus_of(place), launch.data.workers
+    jobs = [_job(f"data {number}", make, place, gpus=gpus) for number in range(1, count + 1)]
+    names = tuple(job.name for job in jobs)
+    return [Placed(job, target) for job in (*jobs, _job("partition", cut, place, needs=names, gpus=0))]
+
+
+def run_workers(count: int, *words: str) -> None:
+    """Run one command as several processes of this machine, which share its cores and GPUs, to their end."""
+    cores = max(1, (os.cpu_count() or 1) // count)
+    jobs = [Job(f"worker {number}", command(*words), cpus=cores) for number in range(1, count + 1)]
+    local.hand_over(jobs, Site("", Path(), Path()))
 
 
 def launcher(name: str) -> Launcher:
@@ -95,10 +130,13 @@ def _targets(placed: list[Placed]) -> list[Target]:
     return sorted({one.target for one in placed}, key=lambda target: (launcher(target).WAITS, target))
 
 
-def plan_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
-    """Jobs of all runs that are not finished, every job after those that it needs; the assembly last."""
+def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ...] = ()) -> list[Placed]:
+    """Jobs of all runs that are not finished, every job after those that it needs; the assembly last.
+
+    `first` are names of jobs that all of them need.
+    """
     left = [run for run in runs_of(campaign.config) if not published(campaign.store, run.network)]
-    placed = [_run(campaign, run, on, _needs(campaign.config, run.role, left)) for run in left]
+    placed = [_run(campaign, run, on, first + _needs(campaign.config, run.role, left)) for run in left]
     parts = [one for one in placed if one.job.name not in BESIDE]
     # On this machine the launch assembles by itself.
     targets = {one.target for one in parts}

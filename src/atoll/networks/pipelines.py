@@ -67,6 +67,12 @@ def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int
     limits, shift = limits_of(family), float(latents.get("shift", 0.0))
     shifted = f"takes no shifted latents, and {latents['name']} shifts by {shift:g}"
     _demand(limits, limits.shifts or not shift, shifted, "use another VAE")
+    _demand(
+        limits,
+        not latents.get("mean"),
+        f"does not know of latents_mean and latents_std, which {latents['name']} has",
+        "use another VAE",
+    )
     too_many = f"knows {limits.classes} classes, and there are {classes}"
     _demand(limits, limits.classes is None or classes <= limits.classes, too_many, "use fewer")
 

@@ -4,7 +4,7 @@ Large files are read through local paths, a little at a time; a remote store's a
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from posixpath import join
 from typing import Annotated, TypeVar
@@ -16,7 +16,7 @@ from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import sha256
 from atoll.base.plain import NormalPath
-from atoll.store.store import Absent, Damaged, Store, regular
+from atoll.store.store import Absent, Conflict, Damaged, Store, regular
 
 
 class FileEntry(Config):
@@ -58,6 +58,21 @@ def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
     return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
 
 
+def write_once(
+    store: Store, prefix: str, path: str, data: bytes, may_replace: Callable[[], bool]
+) -> FileEntry | None:
+    """Write one file where there is none, or over other bytes if `may_replace` then says so; else None."""
+    key = join(prefix, path)
+    try:
+        store.create(key, data)
+    except Conflict:
+        if store.get(key) != data:
+            if not may_replace():
+                return None
+            store.put(key, data)
+    return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
+
+
 def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
     """The entry that names a file as it is now, read a little at a time."""
     with store.path(join(prefix, path)).open("rb") as file:
@@ -94,6 +109,16 @@ def is_whole(store: Store, prefix: str, entry: FileEntry) -> bool:
     except StoreError:
         return False
     return True
+
+
+def is_there(store: Store, prefix: str, entry: FileEntry) -> bool:
+    """As `is_whole`; of a remote store's file only the size counts, so that it need not be fetched."""
+    if store.local is not None:
+        return is_whole(store, prefix, entry)
+    try:
+        return store.size(join(prefix, entry.path)) == entry.bytes
+    except StoreError:
+        return False
 
 
 def verify(path: Path, entry: FileEntry, name: str) -> None:

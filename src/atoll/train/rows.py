@@ -101,7 +101,7 @@ class TrainingRows:
         seed, where = self.recipe.plan.seed, list(positions)
         x0 = self.train.latents(index)
         cond = drop_condition(
-            self.train.conditions(index),
+            self.train.conditions(index, lambda: uniforms(seed, "caption", where)),
             self.train.null(),
             uniforms(seed, "dropout", where),
             objective.condition_dropout,

@@ -95,9 +95,18 @@ class Placement(Config):
         return self
 
 
+class DataPlacement(Placement):
+    """Where the data set is made."""
+
+    workers: int = Field(default=0, ge=0, le=10_000)
+    """Jobs that make the data set together, a process each; with 0 the launching machine makes it."""
+
+
 class LaunchConfig(Placement):
     """How runs are launched: defaults, and what single runs do differently. May be changed at any time."""
 
+    data: DataPlacement = DataPlacement()
+    """Overrides of the jobs that make the data set and cut it."""
     islands: dict[int, Placement] = {}
     """Overrides by island number."""
     pretrain: Placement = Placement()
@@ -115,14 +124,16 @@ class LaunchConfig(Placement):
         """Placement of a run: what it says itself, over what the campaign says.
 
         Args:
-            role: `expert`, `router`, `monolith`, `pretrain`, `student` or `assemble`.
+            role: `expert`, `router`, `monolith`, `pretrain`, `student`, `data` or `assemble`.
             island: number of the cluster, for an expert.
         """
         placement = self._own(role, island)
         common = self.model_dump(exclude_unset=True, include=set(Placement.model_fields))
-        if role == "assemble":
+        if role in ("assemble", "data"):
             common = {key: value for key, value in common.items() if key not in _SPREAD}
-        return Placement.parse(_over(common, placement.model_dump(exclude_unset=True)), "launch")
+        return Placement.parse(
+            _over(common, placement.model_dump(exclude_unset=True, exclude={"workers"})), "launch"
+        )
 
     def target(self, role: str, island: int | None, on: Target | None) -> Target:
         """Where a run trains: what it says itself, else `on`, else what the campaign says, else here."""

@@ -1,0 +1,172 @@
+"""Pictures a second of `atoll data ingest` against a plain loop of Pillow, and memory against rows.
+
+    python benchmarks/ingest.py [--rows 3000] [--pairs 5] [--json PATH]
+    python benchmarks/ingest.py --quick
+
+The source is parquet with JPEGs of 640 x 480; both sides crop the middle, resize it to 256 with Lanczos's
+filter and write PNG, the loop into one file and nothing else: no hashes, no checks, no restart. Both run in
+processes of their own, one and then two at a time (which share the data set's shards, and halve the loop's
+rows), each on one thread, in turn. Peak memory is that of one process at N and at 8 N rows of 64 px.
+"""
+
+import argparse
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from harness import finish, median_row, row
+from PIL import Image
+from pyarrow import parquet
+
+SIZE, SHARD_ROWS = 256, 256
+SIDES = ("ingest", "loop")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=3000, help="pictures of the measured source")
+    parser.add_argument("--pairs", type=int, default=5, help="turns of both sides")
+    parser.add_argument("--memory", type=int, default=8000, help="rows of the smaller source for memory")
+    parser.add_argument("--quick", action="store_true", help="512 rows, 2 turns, memory at 1,000 and 8,000")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(*options.work)
+        return
+    if options.quick:
+        options.rows, options.pairs, options.memory = 512, 2, 1000
+    with tempfile.TemporaryDirectory() as folder:
+        rows = speed(Path(folder), options.rows, options.pairs) + memory(Path(folder), options.memory)
+    finish("ingest", rows, options.json)
+
+
+def speed(folder: Path, rows: int, pairs: int) -> list[dict[str, object]]:
+    """Pictures a second of both sides, with one process and with two."""
+    source = pictures(folder / "source.parquet", rows, (640, 480), "JPEG")
+    lines = []
+    for processes in (1, 2):
+        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        for turn in range(pairs):
+            for side in SIDES if turn % 2 else SIDES[::-1]:
+                to = folder / f"{side}-{processes}-{turn}"
+                spans = [one[:2] for one in together(side, source, to, SIZE, processes)]
+                seconds[side].append(max(end for _, end in spans) - min(start for start, _ in spans))
+        case = f"{processes} process{'es' if processes > 1 else ''}"
+        lines += [
+            median_row(case, f"{side}: pictures", [rows / s for s in seconds[side]], "/s") for side in SIDES
+        ]
+        ratios = [loop / ingest for ingest, loop in zip(seconds["ingest"], seconds["loop"], strict=True)]
+        lines.append(median_row(case, "ingest over loop", ratios, target=(">=", 0.9)))
+    return lines
+
+
+def memory(folder: Path, rows: int) -> list[dict[str, object]]:
+    """Peak memory of an ingest of few and of many rows."""
+    peaks = []
+    for count in (rows, 8 * rows):
+        source = pictures(folder / f"{count}.parquet", count, (64, 64), "PNG")
+        ((*_, peak),) = together("ingest", source, folder / f"memory-{count}", 64, 1)
+        peaks.append(peak)
+    ratio = row("memory", f"{8 * rows:,} over {rows:,} rows", peaks[1] / peaks[0], target=("<=", 1.1))
+    return [
+        *(
+            row("memory", f"peak at {n:,} rows", p, "MiB")
+            for n, p in zip((rows, 8 * rows), peaks, strict=True)
+        ),
+        ratio,
+    ]
+
+
+def pictures(path: Path, rows: int, size: tuple[int, int], kind: str) -> Path:
+    """A parquet file of smooth pictures with noise, in groups of 1,000 rows."""
+    draws = np.random.default_rng(0)
+    schema = pa.schema([("image", pa.binary()), ("text", pa.string())])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for start in range(0, rows, 1000):
+            files = []
+            for _ in range(start, min(start + 1000, rows)):
+                coarse = Image.fromarray(draws.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+                buffer = io.BytesIO()
+                coarse.resize(size, Image.Resampling.BICUBIC).save(buffer, kind)
+                files.append(buffer.getvalue())
+            texts = [f"picture {start + number}" for number in range(len(files))]
+            writer.write_table(pa.table({"image": files, "text": texts}, schema))
+    return path
+
+
+def together(
+    side: str, source: Path, to: Path, size: int, processes: int
+) -> list[tuple[float, float, float]]:
+    """Start and end by the clock, and peak MiB, of processes that share the work."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--work", side, str(source), str(to), str(size), f"{n}/{processes}"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(processes)
+    ]
+    for one in started:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n", f"{side} did not start; see above"
+    for one in started:
+        assert one.stdin is not None
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    found = [json.loads(one.communicate()[0]) for one in started]
+    assert all(one.returncode == 0 for one in started)
+    return [tuple(one) for one in found]
+
+
+def work(side: str, source: str, to: str, size: str, part: str) -> None:
+    """One process: says that it is ready, waits for the word, works, and says how long that took."""
+    from atoll.data.ingest import ingest
+    from atoll.data.settings import IngestConfig
+    from atoll.data.sources import open_source
+    from atoll.store.lease import LeaseConfig
+    from atoll.store.store import Store
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start = time.time()
+    if side == "loop":
+        loop(Path(source), Path(to + part.replace("/", "-of-")), int(size), part)
+    else:
+        config = IngestConfig(size=int(size), mode="rgb", shard_rows=SHARD_ROWS)
+        store = Store.open(to, create=True)
+        ingest(open_source(source, config), store, "", config, lease=LeaseConfig())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps([start, time.time(), peak]))
+
+
+def loop(source: Path, to: Path, size: int, part: str) -> None:
+    """What a script does that trusts its data."""
+    number, count = map(int, part.split("/"))
+    place = 0
+    with to.open("wb") as out:
+        for batch in parquet.ParquetFile(source).iter_batches(SHARD_ROWS, columns=["image"]):
+            for data in batch.column(0):
+                place += 1
+                if place % count != number:
+                    continue
+                image = Image.open(io.BytesIO(data.as_py())).convert("RGB")
+                side = min(image.size)
+                left, top = (image.width - side) // 2, (image.height - side) // 2
+                middle = image.crop((left, top, left + side, top + side))
+                middle.resize((size, size), Image.Resampling.LANCZOS).save(out, "PNG")
+
+
+if __name__ == "__main__":
+    main()

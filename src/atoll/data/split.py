@@ -1,0 +1,81 @@
+"""The split: which groups of rows are held out from training."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atoll.base.errors import DataError
+from atoll.base.hashing import digest
+from atoll.base.rng import seed_of
+from atoll.data.dataset import LEFT_OUT, REJECTS, DataSet
+from atoll.data.settings import IngestConfig
+
+
+def write_split(
+    dataset: DataSet,
+    config: IngestConfig,
+    groups: Sequence[str] | None = None,
+    kept: NDArray[np.bool_] | None = None,
+) -> None:
+    """Write the column `split`, int8: 0 train, 1 held out, 2 test, 3 left out.
+
+    A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
+    neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
+    training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
+    them, the group nearest to the bound changes sides.
+
+    Args:
+        dataset: whose rows.
+        config: shares and seed.
+        groups: of the rows; those of their column `group` by default.
+        kept: whether a row is in any part `(rows,)`; all are by default.
+
+    Raises:
+        DataError: there is only one group, so that one side must stay empty.
+    """
+    seed, share = config.seed, config.heldout + config.test
+    places = [  # a shard's names at a time: they take much more than these numbers
+        _places(seed, _groups(dataset, shard) if groups is None else groups[start:end])
+        for shard, (start, end) in enumerate(pairwise(dataset.bounds))
+    ]
+    low, high = float(min(map(np.min, places))), float(max(map(np.max, places)))
+    bound = share
+    if share > 0:
+        if low == high:
+            rejects = sum(dataset.manifest.rejects.values())
+            beside = f" ({rejects} others were rejected, see {REJECTS})" if rejects else ""
+            raise DataError(
+                f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
+                " leaving none to train on",
+                "choose another column for group, or set heldout and test to 0",
+            )
+        bound = min(max(share, math.nextafter(low, 1.0)), high)
+
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        sides = np.add(places[shard] < bound, places[shard] < config.test, dtype=np.int8)
+        if kept is not None:
+            sides[~kept[dataset.bounds[shard] : dataset.bounds[shard + 1]]] = LEFT_OUT
+        return {"values": torch.from_numpy(sides)}
+
+    settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
+    settings |= {"test": config.test} if config.test else {}
+    if groups is not None or kept is not None:
+        names = dataset.table(["group"]).column("group").to_pylist() if groups is None else list(groups)
+        settings["rows"] = digest([names, [] if kept is None else np.flatnonzero(kept).tolist()])
+    dataset.write_column("split", {"name": "split", "hash": digest(settings), **settings}, compute)
+
+
+def _groups(dataset: DataSet, shard: int) -> list[str]:
+    """Names of the groups of a shard's rows."""
+    names: list[str] = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
+    return names
+
+
+def _places(seed: int, groups: Sequence[str]) -> NDArray[np.float64]:
+    """Where groups lie in [0, 1)."""
+    return np.array([seed_of(seed, f"split/{group}") / 2**63 for group in groups])
