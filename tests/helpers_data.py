@@ -1,6 +1,7 @@
 """Pictures as files."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -13,3 +14,15 @@ def encoded(size: tuple[int, int] = (20, 12), kind: str = "PNG", mode: str = "RG
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(buffer, kind)
     return buffer.getvalue()
+
+
+def aspects(folder: Path, counts: dict[tuple[int, int], int]) -> Path:
+    """A folder with so many pictures of each width and height, and captions that say which it is."""
+    folder.mkdir(parents=True)
+    names = {-1: "a green bar", 0: "a red square", 1: "one green bar"}
+    for (width, height), count in counts.items():
+        for number in range(count):
+            name = folder / f"{width}x{height}-{number:03d}"
+            name.with_suffix(".png").write_bytes(encoded((width, height), seed=number))
+            name.with_suffix(".txt").write_text(names[(width > height) - (width < height)])
+    return folder

@@ -431,3 +431,29 @@ def test_the_partition_benchmark_measures_what_peers_measure(bench: Bench, tmp_p
     lines = {(line["case"], line["metric"]): line for line in partition.table(found, (ours, ours, 10))}
     assert lines["Atoll", "peak memory"]["met"] is True
     assert lines["Atoll", "inertia / best"]["value"] == pytest.approx(inertias[0] / min(inertias))
+
+
+def test_latents_are_read_in_a_shuffled_order_and_on_from_the_middle(bench: Bench, tmp_path: Path) -> None:
+    loading = bench("loading")
+    loading.write(tmp_path / "data", 1500)
+    latents, train, order = loading.opened(tmp_path / "data")
+    assert len(train) == 1500 and latents.meta.shape == [4, 32, 32] and len(latents.meta.shards) == 2
+    assert sorted(order.at(range(1500)).tolist()) == list(range(1500))
+    assert loading.turn(tmp_path / "data")["rows_a_second"] > 0
+    found = loading.resumed(tmp_path / "data")
+    assert found.keys() == {"first_batch", "hashes"} and min(found.values()) > 0
+
+
+def test_a_loader_that_is_not_installed_is_left_out(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = bench("loading")
+    monkeypatch.setattr(loading, "child", lambda kind, folder: {"rows_a_second": 9.0, "hashes": 2.0} | FIRST)
+    monkeypatch.setattr(loading, "PEERS", ("no_such_loader",))
+    lines, missing = loading.measure(tmp_path, 300, sys.executable, 1)
+    assert missing == ["no_such_loader"]
+    values = {(line["case"], line["metric"]): (line["value"], line["met"]) for line in lines}
+    assert values["Atoll, resumed", "first batch"] == (1.5, False) and len(values) == 3
+
+
+FIRST = {"first_batch": 1.5}

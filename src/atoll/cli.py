@@ -224,6 +224,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
 @click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
+@click.option("--size", metavar="WxH", help="Width x height in pixels; by default sampling.size.")
 def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
     from atoll.campaign.sample import Request, sample_campaign

@@ -4,10 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.data.order import Order
+from atoll.base.processes import ProcessGroup
+from atoll.campaign.settings.train import ParallelConfig
+from atoll.data.order import BucketOrder, Order
+from atoll.train.parallel import StepSharding
 
 SIZES = [1, 2, 3, 4, 5, 16, 17, 255, 257, 4096, 4097, 9000, 65_537]
 
@@ -112,3 +116,128 @@ def test_other_weights_are_another_order_in_the_same_process() -> None:
     first, second = (Order.weighted(np.array(w), 0, "ids") for w in ([1.0, 3.0], [3.0, 1.0]))
     assert np.bincount(first.at(range(400))).tolist() == [100, 300]
     assert np.bincount(second.at(range(400))).tolist() == [300, 100]
+
+
+# Rows of several shapes.
+
+BUCKETS = st.lists(st.integers(0, 3), min_size=1, max_size=120).map(lambda one: np.array(one, dtype=np.int64))
+
+
+def each_step(order: BucketOrder, steps: int) -> np.ndarray:
+    return order.at(range(steps * order.batch)).reshape(steps, order.batch)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(buckets=BUCKETS, batch=st.integers(1, 40), epochs=st.integers(1, 6), seed=st.integers(0, 9))
+def test_every_row_once_an_epoch_in_steps_of_one_shape(
+    buckets: np.ndarray, batch: int, epochs: int, seed: int
+) -> None:
+    """After E epochs each row was seen E or E - 1 times; of a bucket smaller than a step, as it fills one."""
+    order = BucketOrder(buckets, batch, seed, "ids")
+    seen = each_step(order, int(order.steps_before(epochs).sum()))
+    assert all(len(set(buckets[rows].tolist())) == 1 for rows in seen)
+    counts = np.bincount(seen.ravel(), minlength=len(buckets))
+    for bucket in np.unique(buckets):
+        rows = buckets == bucket
+        size = int(rows.sum())
+        left_over = epochs * size - counts[rows].sum()
+        assert 0 <= left_over < batch and left_over == epochs * size % batch
+        assert counts[rows].max() - counts[rows].min() <= 1
+        if size >= batch:
+            assert set(counts[rows].tolist()) <= {epochs - 1, epochs}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    buckets=BUCKETS,
+    batch=st.integers(1, 24),
+    begin=st.integers(0, 300),
+    ranks=st.integers(1, 5),
+    micro=st.integers(1, 9),
+)
+def test_any_number_of_processes_resumed_anywhere_sees_the_same(
+    buckets: np.ndarray, batch: int, begin: int, ranks: int, micro: int
+) -> None:
+    order = BucketOrder(buckets, batch, 3, "ids")
+    wanted = order.at(range(begin * batch, (begin + 4) * batch)).reshape(4, batch)
+    again = BucketOrder(buckets, batch, 3, "ids")  # another process, which has seen nothing
+    config, network = ParallelConfig(micro_batch=micro), torch.nn.Linear(1, 1)
+    for step, rows in enumerate(wanted):
+        seen = [
+            again.at(part)
+            for rank in range(min(ranks, batch))
+            for part in StepSharding(network, config, ProcessGroup(rank, min(ranks, batch)), batch).parts(
+                (begin + step) * batch
+            )
+        ]
+        assert len({shape for part in seen for shape in buckets[part].tolist()}) == 1
+        assert np.array_equal(np.concatenate(seen), rows)
+
+
+def test_what_is_left_over_comes_first_in_the_next_epoch() -> None:
+    """Of ten rows and steps of four, two are left: the third step begins with them."""
+    order = BucketOrder(np.zeros(10, dtype=np.int64), 4, 0, "ids")
+    stream = order.streams[0]
+    begins = order.at(range(4 * 4 * 5)).reshape(-1, 4)
+    assert [int(order.steps_before(epoch)[0]) for epoch in range(5)] == [0, 2, 5, 7, 10]
+    first_epoch = {int(row) for step in begins[:2] for row in step}
+    left = set(range(10)) - first_epoch
+    turns = {tuple(stream.at(range(4 * turn, 4 * turn + 4)).tolist()): turn for turn in range(20)}
+    assert {turns[tuple(step.tolist())] for step in begins[2:5]} == {2, 3, 4}
+    assert set(stream.at([8, 9]).tolist()) == left
+
+
+def test_a_bucket_smaller_than_a_step_waits_until_it_fills_one() -> None:
+    buckets = np.array([0] * 100 + [1] * 3)
+    order = BucketOrder(buckets, 16, 0, "ids")
+    seen = each_step(order, int(order.steps_before(32).sum()))
+    rare = [rows for rows in seen if buckets[rows[0]] == 1]
+    assert len(rare) == 6 and np.bincount(np.concatenate(rare) - 100).tolist() == [32, 32, 32]
+
+
+def test_steps_of_all_buckets_are_mixed() -> None:
+    buckets = np.repeat([0, 1, 2], 4000)
+    shapes = buckets[each_step(BucketOrder(buckets, 10, 0, "ids"), 1200)[:, 0]]
+    changes = (shapes[1:] != shapes[:-1]).mean()
+    assert abs(changes - 2 / 3) < 0.05
+    other = buckets[each_step(BucketOrder(buckets, 10, 1, "ids"), 1200)[:, 0]]
+    assert (shapes == other).mean() < 0.5
+
+
+def test_other_buckets_ids_and_batches_are_another_order() -> None:
+    buckets = np.arange(400) % 3
+    orders = [
+        BucketOrder(buckets, 8, 0, "ids"),
+        BucketOrder(buckets, 8, 1, "ids"),
+        BucketOrder(buckets, 8, 0, "other ids"),
+        BucketOrder((np.arange(400) + 1) % 3, 8, 0, "ids"),
+        BucketOrder(buckets, 9, 0, "ids"),
+    ]
+    seen = {tuple(order.at(range(40)).tolist()) for order in orders}
+    assert len(seen) == len(orders)
+
+
+def test_the_order_of_buckets_does_not_change_between_versions() -> None:
+    found = BucketOrder(np.array([0, 0, 0, 1, 1, 1, 1]), 2, 0, "ids").at(range(14))
+    assert found.tolist() == [3, 6, 4, 5, 2, 1, 5, 6, 0, 1, 0, 2, 4, 3]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0, 1.7, 3.0]), min_size=1, max_size=60).filter(any),
+    batch=st.integers(1, 12),
+)
+def test_weighted_rows_of_buckets_are_seen_in_proportion(weights: list[float], batch: int) -> None:
+    """Of every bucket as many samples as its rows weigh, to within a step; of its rows in proportion."""
+    mass, buckets = np.array(weights), np.arange(len(weights)) % 3
+    order, epochs = BucketOrder(buckets, batch, 0, "ids", mass), 50
+    seen = each_step(order, int(order.steps_before(epochs).sum()))
+    counts = np.bincount(seen.ravel(), minlength=len(weights))
+    assert (counts[mass == 0] == 0).all()
+    for bucket in range(3):
+        rows = buckets == bucket
+        total = mass[rows].sum()
+        assert abs(counts[rows].sum() - epochs * total) <= batch
+        if total:
+            share = counts[rows].sum() * mass[rows] / total
+            assert np.abs(counts[rows] - share).max() <= 0.5 * epochs**0.5 * 2 + 2

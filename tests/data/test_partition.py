@@ -144,7 +144,7 @@ def test_damage_is_told_in_one_line(
     with pytest.raises(PartitionError, match="do not match the hash"):
         partitions.load(store)
     store.put(key, tensors)
-    later = {"column", "values", "capacities", "inertia", "opted_out", "revision"}
+    later = {"column", "values", "capacities", "inertia", "opted_out", "revision", "buckets"}
     needed = [n for n in fields if n not in later and (weighted or n not in ("weights", "masses"))]
     changed = {name: {k: v for k, v in fields.items() if k != name} for name in needed}
     changed |= {f"other {name}": {**fields, name: 5} for name in fields if name != "warnings"}

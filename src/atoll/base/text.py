@@ -1,8 +1,11 @@
 """Numbers as a person reads them, written in one way everywhere."""
 
 import math
+import re
 from collections.abc import Collection, Sequence
 
+Size = tuple[int, int]
+"""Width and height in pixels."""
 NONE = "–"
 """What stands where there is no number."""
 _SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -102,3 +105,11 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         "  ".join(f"{text:{'<' if n in left else '>'}{widths[n]}}" for n, text in enumerate(row)).rstrip()
         for row in rows
     ]
+
+
+def parse_size(text: str) -> Size:
+    """Width and height of `336x192`; `ValueError` for anything else."""
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is no size: write width x height in pixels, such as 336x192")
+    return int(match[1]), int(match[2])

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from atoll.base.errors import ConfigError
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import StudentConfig
 from atoll.networks.families import family
-from atoll.networks.flops import Flops, count
+from atoll.networks.flops import Flops, counts, mean
 from atoll.networks.router import Router
-from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.networks.settings import DataShape, NetworkConfig, check_sides
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,21 @@ class Budget:
         return sum(part.train_flops for part in parts) / self.monolith.train_flops
 
 
-def denoiser_flops(config: NetworkConfig, shape: DataShape) -> Flops:
-    """Operations per sample of a denoiser."""
+def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float] = ()) -> Flops:
+    """Operations per sample of a denoiser, as a mean over rows: so many of each of the shape's latents."""
+    return mean(_denoiser_counts(config, shape), rows)
+
+
+@lru_cache
+def _denoiser_counts(config: NetworkConfig, shape: DataShape) -> tuple[Flops, ...]:
     adapter = family(config.family)
-    return count(lambda: adapter.build(config, shape), adapter.predict, shape)
+    return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
 
 
 def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]:
     """Arguments of `networks.router.Router`."""
     router = config.router
-    if shape.size % router.patch:
-        raise ConfigError(
-            f"latents of {shape.size} px do not divide into patches of {router.patch}", "change router.patch"
-        )
+    check_sides("router", router.patch, shape.latents)
     return {
         "num_experts": config.partition.k,
         "in_channels": shape.channels,
@@ -79,13 +81,18 @@ def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]
     }
 
 
-def router_flops(config: CampaignConfig, shape: DataShape) -> Flops:
-    """Operations per sample of the router."""
+def router_flops(config: CampaignConfig, shape: DataShape, rows: Sequence[float] = ()) -> Flops:
+    """Operations per sample of the router; arguments as of `denoiser_flops`."""
     arguments = router_arguments(config, shape)
-    return count(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape)
+    return mean(counts(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape), rows)
 
 
-def divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) -> Budget:
+def divide(
+    config: CampaignConfig,
+    shape: DataShape,
+    sizes: Sequence[float],
+    buckets: Sequence[Sequence[float]] = (),
+) -> Budget:
     """Divide the budget.
 
     The monolith sees `budget.samples` images. Router and shared pretraining get their shares of its FLOPs,
@@ -97,12 +104,13 @@ def divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) -> 
         config: the campaign's settings.
         shape: of the data.
         sizes: training rows per cluster, or the sum of their weights.
+        buckets: the same of each of the shape's latents, where there are several and it is known.
     """
-    budget = _divide(config, shape, sizes)
+    budget = _divide(config, shape, sizes, buckets)
     if config.student is None:
         return budget
     network = config.denoiser("student")[0]
-    flops_each = budget.monolith.flops if network == config.network else denoiser_flops(network, shape)
+    flops_each = denoiser_flops(network, shape, [sum(row) for row in buckets])
     steps = max(1, round(config.student.step_share * budget.monolith.steps))
     flops = Flops(flops_each.forward, flops_each.train + _teacher_flops(config.student, budget, sizes))
     return replace(budget, student=Share(steps, config.student.batch(config.train.batch), flops))
@@ -117,12 +125,15 @@ def _teacher_flops(student: StudentConfig, budget: Budget, sizes: Sequence[float
     return budget.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
 
 
-def _divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) -> Budget:
-    dense = denoiser_flops(config.network, shape)
+def _divide(
+    config: CampaignConfig, shape: DataShape, sizes: Sequence[float], buckets: Sequence[Sequence[float]]
+) -> Budget:
+    whole = [sum(rows) for rows in buckets]
+    dense = denoiser_flops(config.network, shape, whole)
     batch = config.train.batch
     monolith = Share(max(1, round(config.budget.samples / batch)), batch, dense)
 
-    routing = router_flops(config, shape)
+    routing = router_flops(config, shape, whole)
     router_batch = config.router.train.batch
     wanted = config.router.share * monolith.train_flops / (routing.train * router_batch)
     router = Share(max(1, round(wanted)), router_batch, routing)
@@ -138,7 +149,7 @@ def _divide(config: CampaignConfig, shape: DataShape, sizes: Sequence[float]) ->
         own_batch = config.budget.expert_batch or (
             max(1, train.batch // len(sizes)) if equal else train.batch
         )
-        kinds.append((own_batch, dense if network == config.network else denoiser_flops(network, shape)))
+        kinds.append((own_batch, denoiser_flops(network, shape, [rows[number] for rows in buckets])))
     if equal:
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
         return Budget(

@@ -1,7 +1,10 @@
 """What networks must fit, as far as it is known: from the partition, the data set, or the settings alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, wanted_columns
@@ -53,6 +56,8 @@ class Expected:
         notes: what was assumed.
         masses: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
         text: text states of the data set; None where there is no data set, or no text.
+        buckets: training rows (or the sum of their weights) of each of the shape's latents by cluster; empty
+            where there is one, or it is not known.
     """
 
     shape: DataShape
@@ -63,6 +68,7 @@ class Expected:
     notes: list[str]
     masses: Sequence[float] = ()
     text: TextStates | None = None
+    buckets: Sequence[Sequence[float]] = ()
 
 
 def expected(campaign: Campaign, rows: int | None = None) -> Expected:
@@ -78,7 +84,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     if campaign.store.exists("partition/partition.json"):
         return _partitioned(campaign)
     k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
-    shape, count, text = None, rows, None
+    shape, count, text, buckets = None, rows, None, list[list[float]]()
     if not campaign.has_dataset():
         notes.append("no data set yet: shapes are those that the settings name")
         if campaign.config.condition == "class":
@@ -90,16 +96,19 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
         count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         shape = _from_data(campaign, dataset)
         text = _text_states(campaign, dataset) if campaign.config.condition == "text" else None
+        if dataset.buckets is not None:
+            _, each = np.unique(dataset.buckets, axis=0, return_counts=True)
+            buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
     stored = [row_bytes(shape) * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k
-    return Expected(shape, sizes, count, stored, False, notes, text=text)
+    return Expected(shape, sizes, count, stored, False, notes, text=text, buckets=buckets)
 
 
 def row_bytes(shape: DataShape) -> int:
     """Bytes of a row's latents and text states in float16, texts at their longest; pictures stay behind."""
-    return 2 * (shape.channels * shape.size**2 + shape.text_length * shape.text_width)
+    return 2 * (shape.channels * math.prod(shape.largest) + shape.text_length * shape.text_width)
 
 
 def _text_states(campaign: Campaign, dataset: DataSet) -> TextStates:
@@ -129,19 +138,28 @@ def _partitioned(campaign: Campaign) -> Expected:
     for number, plan in enumerate(plans):
         known = stored_bytes(store, number)
         stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
-    return Expected(shape, sizes, sum(sizes), stored, True, [], read_partition(store).masses)
+    partition = read_partition(store)
+    buckets = list(partition.buckets.values())
+    return Expected(shape, sizes, sum(sizes), stored, True, [], partition.masses, buckets=buckets)
 
 
 def _from_settings(campaign: Campaign) -> DataShape:
     config = campaign.config
     settings = config.data
+    side = settings.ingest.size
     if settings.vae == "none":
-        channels, size = 1 if settings.ingest.mode == "gray" else 3, settings.ingest.size
+        shape = DataShape(1 if settings.ingest.mode == "gray" else 3, side)
     else:
-        channels, size = latent_size(settings.vae, settings.ingest.size)
+        shape = DataShape(*latent_size(settings.vae, side))
+    if settings.ingest.buckets is not None:
+        sizes = sorted(settings.ingest.sizes())
+        if settings.vae != "none":
+            sizes = [(latent_size(settings.vae, w)[1], latent_size(settings.vae, h)[1]) for w, h in sizes]
+        shape = replace(shape, sizes=tuple((height, width) for width, height in sizes))
     if config.condition == "text":
-        return DataShape(channels, size, *text_size(settings.text_encoder, settings.text_length))
-    return DataShape(channels, size, classes=CLASSES if config.condition == "class" else 0)
+        width, length = text_size(settings.text_encoder, settings.text_length)
+        return replace(shape, text_width=width, text_length=length)
+    return replace(shape, classes=CLASSES) if config.condition == "class" else shape
 
 
 def _from_data(campaign: Campaign, dataset: DataSet) -> DataShape:

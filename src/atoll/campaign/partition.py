@@ -52,7 +52,7 @@ def make_islands(campaign: Campaign) -> Partition:
     weights = weights_of(dataset) if config.data.weighted else None
     partition = partitions.make(dataset, features, config.partition, config.seed, weights)
     shape = data_shape(dataset, config.condition)
-    budget = divide(config, shape, partition.masses)
+    budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     campaign.freeze()
 
     plans, parts = _Plans(campaign, partition, shape, Checkpoints(store.location)), []
@@ -81,7 +81,7 @@ def _add_student(campaign: Campaign, partition: Partition) -> None:
     store, config = campaign.store, campaign.config
     parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
     shape = RunPlan.read(store, Run("expert", 0).plan).shape
-    budget = divide(config, shape, partition.masses)
+    budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     assert budget.student is not None
     plans = _Plans(campaign, partition, shape, Checkpoints(store.location))
     plans.write_whole("student", parts, parts[0].column_names(), budget.student)
@@ -212,6 +212,12 @@ def _tell(partition: Partition, budget: Budget) -> None:
     say(f"partition {partition.hash[:12]}: {partition.k} clusters of {total:,} training rows")
     for number, (size, share) in enumerate(zip(partition.sizes, budget.experts, strict=True)):
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
+    for bucket, rows in partition.about.buckets.items():
+        say(f"  {bucket}: {', '.join(f'{number:,.0f}' for number in rows)} rows by cluster")
+        few = [n for n, number in enumerate(rows) if 0 < number < budget.experts[n].batch]
+        if few:
+            where = ", ".join(map(str, few))
+            say(f"  warning: cluster {where} has fewer rows of it than a step: they wait until they fill one")
     for warning in partition.about.warnings:
         say(f"  warning: {warning}")
     if (inertia := partition.about.inertia) is not None:

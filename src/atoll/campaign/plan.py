@@ -278,7 +278,7 @@ def make_plan(
         name: the kind that every island has.
         gpus: how many each has.
     """
-    gpu, budget = table[name], divide(config, data.shape, data.masses or data.sizes)
+    gpu, budget = table[name], divide(config, data.shape, data.masses or data.sizes, data.buckets)
     rows = [None if data.rows is None else size for size in data.sizes]
     counts: dict[tuple[str, bool], Footprint] = {}
 

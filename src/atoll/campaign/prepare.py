@@ -11,6 +11,7 @@ from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import grid, png
+from atoll.campaign.expected import expected
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
@@ -30,6 +31,7 @@ from atoll.data.workers import Stage, work_together
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
+from atoll.networks.settings import check_sides
 from atoll.store.store import Store
 
 PAIRS, SHOWN = "reports/duplicates.png", 48
@@ -44,6 +46,8 @@ def ingest_stage(campaign: Campaign) -> DataSet:
         raise DataError(
             f"{path} is not a data set and data.source is not set", "set it: --set data.source=FOLDER"
         )
+    if config.data.ingest.buckets is not None:
+        check_shapes(campaign)
     source = open_sources(named, config.data.ingest)
     store = Store.open(path, create=True)
     progress = Progress("ingest", len(source))
@@ -53,6 +57,19 @@ def ingest_stage(campaign: Campaign) -> DataSet:
     for line in lines(contents(store, rows=False)):
         say(line)
     return dataset
+
+
+def check_shapes(campaign: Campaign) -> None:
+    """Refuse latents of several shapes that a network could not take, before they are made.
+
+    Raises:
+        ConfigError: which, and what to change; or the settings do not tell the shapes.
+    """
+    config, shape = campaign.config, expected(campaign).shape
+    check_sides("router", config.router.patch, shape.latents)
+    for number in range(config.partition.k):
+        network = config.island(number)[0]
+        check_sides(network.family, network.patch, shape.latents)
 
 
 def embed_stage(campaign: Campaign) -> None:

@@ -27,6 +27,7 @@ class Request:
         steps: of the scheduler.
         count: pictures of each prompt.
         seed: of noise and routing.
+        size: width x height in pixels.
     """
 
     prompts: tuple[str, ...]
@@ -37,6 +38,7 @@ class Request:
     steps: int | None = None
     count: int = 4
     seed: int | None = None
+    size: str | None = None
 
 
 def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
@@ -47,7 +49,11 @@ def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
     """
     settings = campaign.config.sampling
     generation = settings.with_(
-        routing=request.routing, guidance=request.guidance, steps=request.steps, seed=request.seed
+        routing=request.routing,
+        guidance=request.guidance,
+        steps=request.steps,
+        seed=request.seed,
+        size=request.size,
     )
     generation.routing.check(campaign.config.partition.k)
     _writable(request.out)

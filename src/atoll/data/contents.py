@@ -239,6 +239,10 @@ def lines(found: Contents) -> list[str]:
         told.append(
             f"  {found.duplicates[0]:,} show what another shows; one stands for {found.duplicates[1]:,}"
         )
+    if dataset.buckets is not None:
+        sizes, counts = np.unique(dataset.buckets, axis=0, return_counts=True)
+        pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
+        told += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
     told += [f"  {count:,} left out: {name} (rejects.jsonl)" for name, count in manifest.rejects.items()]
     if found.words:
         told += _of_rows(found)

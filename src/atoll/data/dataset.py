@@ -38,15 +38,19 @@ ROWS = pa.schema(
     ]
 )
 """Columns of `rows/*.parquet`; width and height are those of the source picture."""
+BUCKETS = ("bucket_width", "bucket_height", "crop_left", "crop_top")
+"""Columns of rows that keep their aspect."""
 OPTIONAL = pa.schema(
     [
         ("source", pa.string()),
         ("licence", pa.string()),
         ("captions", pa.list_(pa.string())),
+        *((name, pa.int32()) for name in BUCKETS),
     ]
 )
 """Columns that follow them where source or settings ask for them: which of several sources a row comes from,
-its licence, and all its captions, of which the first is `caption`."""
+its licence, and all its captions, of which the first is `caption`; of a row that keeps its aspect the width
+and height of its picture, and where in the resized source picture it begins, all in pixels."""
 SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
 LEFT_OUT = 3
@@ -143,6 +147,15 @@ class DataSet:
     def id_hash(self) -> str:
         """Digest of the ids in order: what the order of training samples depends on."""
         return digest_strings(self.ids)
+
+    @cached_property
+    def buckets(self) -> Rows | None:
+        """Width and height of every row's picture in pixels `(rows, 2)`; None where all are one square."""
+        names = ["bucket_width", "bucket_height"]
+        if not set(names) <= set(self.shard_table(0).column_names):
+            return None
+        table = self.table(names)
+        return np.stack([table.column(name).to_numpy() for name in names], axis=1).astype(np.int64)
 
     @property
     def content(self) -> str:

@@ -1,10 +1,12 @@
-"""Image files of any origin, made into square pictures of one size."""
+"""Image files of any origin, made into pictures of one size."""
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded; others that Pillow knows start programs (EPS) or are rarely tried."""
@@ -26,6 +28,26 @@ def decode(data: bytes) -> Image.Image:
     Raises:
         BadImageError: unreadable, truncated, or a decompression bomb.
     """
+    with _opened(data) as image:
+        image.load()
+        return _flat(_upright(image))
+
+
+def upright_size(data: bytes) -> tuple[int, int]:
+    """Width and height of what `decode` gives, by the head of the file.
+
+    Raises:
+        BadImageError: unreadable, or a decompression bomb.
+    """
+    with _opened(data) as image:
+        # Pillow turns TIFF by itself.
+        turns = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return image.size[::-1] if turns else image.size
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """A file whose head is read; `BadImageError` for whatever goes wrong then or afterwards."""
     Image.init()  # all of Pillow's formats; does nothing the second time
     try:
         with warnings.catch_warnings():
@@ -34,8 +56,7 @@ def decode(data: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels")
-            image.load()
-            return _flat(_upright(image))
+            yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadImageError("decompression bomb", str(error)) from None
     except UnidentifiedImageError:

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from PIL import Image
 
+from atoll.base.errors import DataError
 from atoll.data.columns import Column, Progress, ragged
 from atoll.data.dataset import DataSet
 from atoll.data.settings import features_column
@@ -42,13 +44,36 @@ def encode_latents(
     lease: LeaseConfig | None = None,
     batch: int = 32,
 ) -> Column:
-    """Write (or find) the latents `(rows, C, H, W)` float16, posterior mode, `(z - shift) * scale`."""
+    """Write (or find) the latents `(rows, C, H, W)` float16, posterior mode, `(z - shift) * scale`.
+
+    Where rows keep their aspect it is a ragged column: of each row H x W elements of C numbers.
+    """
+
+    def encode(pictures: list[Image.Image]) -> torch.Tensor:
+        parts = [vae.encode(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
+        return torch.cat(parts).half()
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        pictures = list(dataset.iter_images(shard))
-        parts = [vae.encode(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
-        return {"values": torch.cat(parts).half()}
+        return {"values": encode(list(dataset.iter_images(shard)))}
 
+    def compute_ragged(shard: int) -> dict[str, torch.Tensor]:
+        pictures = list(dataset.iter_images(shard))
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(pictures)
+        for size in {picture.size for picture in pictures}:
+            numbers = [number for number, picture in enumerate(pictures) if picture.size == size]
+            latents = encode([pictures[number] for number in numbers])
+            for number, row in zip(numbers, latents.flatten(2).transpose(1, 2), strict=True):
+                rows[number] = row
+        return {"values": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
+
+    if dataset.buckets is not None:
+        if (odd := (dataset.buckets % vae.factor).any(1)).any():
+            width, height = dataset.buckets[int(odd.argmax())].tolist()
+            what = f"pictures of {width}x{height} px do not divide by {vae.factor}, as {vae.name} asks"
+            raise DataError(
+                what, f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
+            )
+        return dataset.write_column("latents", origin(vae), compute_ragged, None, "ragged", progress, lease)
     return dataset.write_column("latents", origin(vae), compute, progress=progress, lease=lease)
 
 

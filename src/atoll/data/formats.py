@@ -75,7 +75,8 @@ class Manifest(DataFile):
     config: dict[str, Any] = Field(default_factory=dict)
     """The settings of the ingest; empty for subsets and unions."""
     size: int | None = None
-    """Height and width of the pictures in pixels; null where the data set has no pictures."""
+    """Height and width of the pictures in pixels; null where the data set has no pictures. Of rows that keep
+    their aspect, whose sizes are columns of the rows, the side of a square of about as many pixels."""
     mode: Mode | None = None
     """Channels of the pictures."""
     rejects: dict[str, int] = Field(default_factory=dict)
@@ -126,6 +127,8 @@ class IngestNote(DataFile):
     """As the manifest's."""
     mode: Mode
     """Channels of the pictures."""
+    buckets: list[tuple[int, int]] = []
+    """Widths and heights of the buckets, of those that keep their aspect."""
 
 
 class ShardNote(DataFile):
@@ -205,6 +208,9 @@ class PartitionFile(File):
     """Digest of the weights that rows are drawn by; null where all are alike."""
     masses: list[float] = []
     """Sum of these weights over the training rows of each cluster; empty where all are alike."""
+    buckets: dict[str, list[float]] = {}
+    """By size of the pictures (width x height) the training rows of each cluster, or the sum of their
+    weights; empty where all are squares of one size."""
     warnings: list[str]
     """What is odd about the balance."""
     inertia: Inertia | None = None
@@ -227,6 +233,8 @@ class PartitionFile(File):
             raise ValueError("revision is not that of the rows that left")
         if (self.weights is None) == bool(self.masses) or len(self.masses) not in (0, self.k):
             raise ValueError("masses have not one number for each cluster")
+        if any(len(rows) != self.k for rows in self.buckets.values()):
+            raise ValueError("buckets have not one number for each cluster")
         return self
 
 

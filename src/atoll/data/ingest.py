@@ -1,4 +1,4 @@
-"""Ingest: any source becomes a data set of square pictures, shard by shard, restartable.
+"""Ingest: any source becomes a data set of pictures of one size, or of a few, shard by shard, restartable.
 
 Shard N holds what is usable of the positions `N * shard_rows` up to `(N + 1) * shard_rows` of the source,
 so a shard depends on nothing but those. Until the manifest is written, `ingest.json` names what is being
@@ -23,8 +23,10 @@ from PIL import Image
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
+from atoll.base.text import Size
+from atoll.data.buckets import Placement, choose, cropped, place
 from atoll.data.columns import Progress
-from atoll.data.dataset import MANIFEST, REJECTS, DataSet, row_schema, to_parquet
+from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, to_parquet
 from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
@@ -95,19 +97,23 @@ class _Ingest(Stage[DataSet]):
         super().__init__(store, prefix, join(prefix, "rows"), [identity] * count)
         self.source, self.config, self.identity = source, config, identity
         self.about, self.progress = about, progress
-        self.schema = row_schema(about.get("columns", []))
+        kept = BUCKETS if config.buckets is not None else ()
+        self.schema = row_schema([*about.get("columns", []), *kept])
         self.mode: Mode = "rgb"
+        self.buckets: list[Size] = []
 
     def begin(self) -> None:
-        """Take possession of the folder, and find the mode of the pictures."""
+        """Take possession of the folder, and find mode and sizes of the pictures."""
         key, where = join(self.folder, _NOTE), self.store.name(self.folder)
         if not self.store.exists(key):
             held = self.store.list(self.folder)
             if held and not any(self.store.exists(join(self.folder, one)) for one in (_NOTE, MANIFEST)):
                 raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
             mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
+            buckets = find_buckets(self.source, self.config)
+            first = IngestNote(identity=self.identity, mode=mode, buckets=buckets)
             with suppress(Conflict):  # another process has the same idea
-                self.store.create_json(key, IngestNote(identity=self.identity, mode=mode).to_json())
+                self.store.create_json(key, first.to_json())
         try:
             note = IngestNote.read(self.store, key)
         except Absent:  # just now finished elsewhere
@@ -115,7 +121,7 @@ class _Ingest(Stage[DataSet]):
         if note.identity != self.identity:
             what = f"{where} holds an unfinished ingest of another source or with other settings"
             raise DataError(what, "finish it with those, or remove the folder")
-        self.mode = note.mode
+        self.mode, self.buckets = note.mode, note.buckets
 
     def done(self) -> DataSet | None:
         """The finished data set."""
@@ -138,7 +144,7 @@ class _Ingest(Stage[DataSet]):
     def _made(self, number: int, taken: Sequence[str], may_replace: Callable[[], bool]) -> ShardNote | None:
         rows: list[dict[str, Any]] = []
         rejects: list[Reject] = []
-        convert = _Converter(self.config, self.mode, self.schema.names, taken)
+        convert = _Converter(self.config, self.mode, self.buckets, self.schema.names, taken)
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
         for item in self.source.records(start, stop):
@@ -248,9 +254,14 @@ class _Converter:
     """Turns records into the rows and pictures of one shard."""
 
     def __init__(
-        self, config: IngestConfig, mode: Mode, columns: Sequence[str], taken: Sequence[str]
+        self,
+        config: IngestConfig,
+        mode: Mode,
+        buckets: Sequence[Size],
+        columns: Sequence[str],
+        taken: Sequence[str],
     ) -> None:
-        self.config, self.mode, self.columns = config, mode, columns
+        self.config, self.mode, self.buckets, self.columns = config, mode, buckets, columns
         self.ids = set(taken)
         self.tried: list[str] = []
         self.writer = ImageWriter()
@@ -270,7 +281,7 @@ class _Converter:
         if isinstance(picture, Reject):
             self.tried.append(name)
             return picture
-        image, small = picture
+        image, small, where = picture
         self.ids.add(name)
         source_hash = sha256(_bytes(record.image))
         fields: dict[str, Any] = {
@@ -281,6 +292,7 @@ class _Converter:
             "key": clean(record.key),
             "sha256": source_hash,
             "group": clean(record.group) if record.group is not None else source_hash,
+            **(where.fields() if where is not None else {}),
         }
         optional = {
             "source": record.source,
@@ -291,16 +303,17 @@ class _Converter:
         self.writer.add(name, png(small.convert("L" if self.mode == "gray" else "RGB")), captions[0], fields)
         return {**fields, "caption": captions[0]}
 
-    def _picture(self, record: Record) -> tuple[Image.Image, Image.Image] | Reject:
-        """The picture as it is, and as the data set has it; or why there is none."""
+    def _picture(self, record: Record) -> tuple[Image.Image, Image.Image, Placement | None] | Reject:
+        """The picture as it is, as the data set has it, and how it came so; or why there is none."""
         try:
-            image = _picture(record)
+            image, buckets = _picture(record), self.config.buckets
+            where = None if buckets is None else place(image.size, self.buckets, buckets)
         except BadImageError as error:
             return Reject(record.key, error.reason, error.detail)
-        small = square(image, self.config.size)
+        small = square(image, self.config.size) if where is None else cropped(image, where)
         if self.mode == "gray" and self.config.mode == "auto" and not is_gray(small):
             return Reject(record.key, "colour in a gray data set", "set mode to rgb or gray")
-        return image, small
+        return image, small, where
 
 
 def clean_caption(text: str) -> str | None:
@@ -326,6 +339,13 @@ def _find_mode(source: Source) -> Mode:
                 continue
             mode = "gray" if isinstance(item, Record) else mode
     return mode
+
+
+def find_buckets(source: Source, config: IngestConfig) -> list[Size]:
+    """Sizes of the pictures that are to keep their aspect; none of squares. Reads the source once."""
+    if config.buckets is None:
+        return []
+    return choose(source.records(0, len(source)), config.sizes(), config.buckets)
 
 
 def _picture(record: Record) -> Image.Image:

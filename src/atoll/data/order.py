@@ -1,7 +1,7 @@
 """Which row a step sees: a pure function of (seed, epoch, hash of the row ids).
 
-The cursor is the number of samples consumed, so a run may stop anywhere and go on with any batch size
-or number of processes and see the same rows. The shuffle is a permutation computed per position, not
+The cursor is the number of samples consumed, so a run may stop anywhere and go on with any number of
+processes or micro-batches and see the same rows. The shuffle is a permutation computed per position, not
 stored: a Feistel network over the smallest power of four that holds the rows, walked until it lands on
 a row (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). No memory, no library whose
 stream may change between versions.
@@ -80,7 +80,74 @@ class Order:
         return np.minimum(places, len(self.ends) - 1).astype(np.uint64)
 
 
-@lru_cache(maxsize=32)
+class BucketOrder:
+    """The order of rows of several shapes: each step is of one bucket, so of one shape in every process.
+
+    Every bucket is an endless stream of its rows, permuted anew in each pass over them. By the end of epoch E
+    it has had as many steps as E passes fill; what is left over, less than a step, comes first in the next
+    one. The steps of an epoch, of all buckets, are shuffled. So after E epochs every row was seen E or E - 1
+    times, unless its bucket has fewer rows than a step: then its passes come when they fill one.
+
+    The cursor is the number of samples, as for `Order`, but a position has another row under another `batch`.
+
+    Args:
+        buckets: bucket of every row `(rows,)`.
+        batch: samples of a step, of all processes together.
+        seed: seed of the campaign.
+        id_hash: hash of the row ids.
+        weights: of rows that are drawn in proportion to them `(rows,)`, some above 0.
+    """
+
+    def __init__(
+        self,
+        buckets: NDArray[np.int64],
+        batch: int,
+        seed: int,
+        id_hash: str,
+        weights: NDArray[np.floating] | None = None,
+    ) -> None:
+        self.batch, self.seed = batch, seed
+        self.id_hash = f"{id_hash}/{hashlib.blake2b(buckets.tobytes(), digest_size=16).hexdigest()}"
+        mass = np.ones(len(buckets)) if weights is None else np.asarray(weights, dtype=np.float64)
+        self.members = [np.flatnonzero((buckets == one) & (mass > 0)) for one in np.unique(buckets)]
+        self.members = [rows for rows in self.members if len(rows)]
+        self.masses = np.array([mass[rows].sum() for rows in self.members])
+        self.streams = [
+            Order(len(rows), seed, f"{self.id_hash}/{number}")
+            if weights is None
+            else Order.weighted(mass[rows], seed, f"{self.id_hash}/{number}")
+            for number, rows in enumerate(self.members)
+        ]
+
+    def at(self, positions: Sequence[int]) -> NDArray[np.int64]:
+        """Row numbers at some positions of the run (numbers of samples consumed before)."""
+        steps, places = np.divmod(np.asarray(positions, dtype=np.int64), self.batch)
+        rows = np.empty(len(steps), dtype=np.int64)
+        for step in np.unique(steps):
+            here = steps == step
+            bucket, turn = self._turn(int(step))
+            rows[here] = self.members[bucket][self.streams[bucket].at(turn * self.batch + places[here])]
+        return rows
+
+    def steps_before(self, epoch: int) -> NDArray[np.int64]:
+        """Steps that each bucket has had before an epoch."""
+        return np.floor(epoch * self.masses / self.batch).astype(np.int64)
+
+    def _turn(self, step: int) -> tuple[int, int]:
+        """The bucket of a step, and how many steps of its stream come before."""
+        epoch = max(0, int(step * self.batch / self.masses.sum()) - 1)  # or one of the next
+        before, after = self.steps_before(epoch), self.steps_before(epoch + 1)
+        while after.sum() <= step:
+            epoch, before, after = epoch + 1, after, self.steps_before(epoch + 2)
+        count = int((after - before).sum())
+        offset = np.array([step - before.sum()], dtype=np.uint64)
+        shuffled = int(Order(count, self.seed, f"{self.id_hash}/steps").permute(offset, epoch)[0])
+        ends = np.cumsum(after - before)
+        bucket = int(np.searchsorted(ends, shuffled, side="right"))
+        return bucket, int(after[bucket] - ends[bucket]) + shuffled
+
+
+@lru_cache(maxsize=256)
 def _window(order: Order, number: int, size: int) -> NDArray[np.int64]:
     """Row numbers of the positions from `number * size` on."""
     epochs, offsets = np.divmod(np.arange(number * size, (number + 1) * size), order.rows)

@@ -168,12 +168,30 @@ def make(
         heldout=(rows_in(clusters, config.k) - sizes).tolist(),
         weights=None if weights is None else sha256(weights.tobytes()),
         masses=[] if weights is None else held.tolist(),
+        buckets=_buckets(dataset, train, clusters, config.k, weights),
         warnings=[*imbalances(sizes.tolist(), config.capacities), *_merged(values)],
         inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
     )
     whole = about.model_copy(update={"hash": _hash(about, clusters, centroids, prices)})
     return Partition(whole, clusters, centroids, prices)
+
+
+def _buckets(
+    dataset: DataSet,
+    train: NDArray[np.int64],
+    clusters: NDArray[np.int64],
+    k: int,
+    weights: NDArray[np.float32] | None,
+) -> dict[str, list[float]]:
+    """Training rows of each bucket by cluster, in order of width."""
+    if dataset.buckets is None:
+        return {}
+    sizes, numbers = np.unique(dataset.buckets, axis=0, return_inverse=True)
+    places = clusters[train] + k * numbers.reshape(-1)[train]
+    counts = np.bincount(places, None if weights is None else weights[train], k * len(sizes))
+    rows: list[list[float]] = counts.astype(np.float64).reshape(len(sizes), k).tolist()
+    return {f"{width}x{height}": each for (width, height), each in zip(sizes.tolist(), rows, strict=True)}
 
 
 def imbalances(sizes: list[int], capacities: Sequence[float] | None = None) -> list[str]:

@@ -1,6 +1,8 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -41,17 +43,32 @@ class Samples:
         self._text = dataset.column("text") if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
         here = [self._latents.meta.shape, self._text.meta.shape if self._text is not None else [0]]
-        if here != [[shape.channels, shape.size, shape.size], [shape.text_width]]:
+        sides = [] if shape.sizes else [shape.size, shape.size]
+        if here != [[shape.channels, *sides], [shape.text_width]]:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
             fix = "restore the file, or start a new campaign"
             raise DataError(f"{what}; the network was planned for others, {shape}", fix)
 
+        self.buckets = _numbers(self._latents, dataset, shape)[rows] if shape.sizes else None
+
     def __len__(self) -> int:
         return len(self.rows)
 
+    def by_shape(self, index: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Numbers of samples, those whose latents have one shape together; in their order."""
+        if self.buckets is None:
+            return [index]
+        return [index[self.buckets[index] == bucket] for bucket in np.unique(self.buckets[index])]
+
     def latents(self, index: NDArray[np.int64]) -> Tensor:
-        """Latents `(B, C, H, W)` float32 of samples by their number within these rows."""
-        return self._latents.read(self.rows[index]).float()
+        """Latents `(B, C, H, W)` float32 of samples of one shape by their number within these rows."""
+        rows = self.rows[index]
+        if self.buckets is None:
+            return self._latents.read(rows).float()
+        (bucket,) = set(self.buckets[index].tolist())
+        height, width = self.shape.sizes[bucket]
+        values, _ = self._latents.read_ragged(rows, height * width)
+        return values.transpose(1, 2).reshape(len(rows), -1, height, width).float()
 
     def conditions(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
         """Conditions of samples by their number within these rows.
@@ -78,6 +95,38 @@ class Samples:
         if self._labels is not None:
             return Condition(labels=torch.tensor([self.shape.classes]))
         return Condition()
+
+
+def _sides(latents: Column, dataset: DataSet) -> tuple[NDArray[np.int64], int]:
+    """H and W of the latents of every row `(rows, 2)`, and how many pixels a side of one element covers.
+
+    Raises:
+        DataError: the rows have no buckets, or the latents are not of those sizes.
+    """
+    if dataset.buckets is None:
+        what = f"{dataset.store.location} has latents of several shapes, and rows that do not tell which"
+        raise DataError(what, "write the data set again")
+    pixels = dataset.buckets.prod(1)
+    factor = math.isqrt(int(pixels.max()) // max(1, latents.meta.max_length))
+    sides = dataset.buckets[:, ::-1] // max(1, factor)
+    if factor < 1 or not np.array_equal(sides.prod(1), latents.lengths()):
+        what = f"{latents.store.name(latents.folder)} holds no latents of these pictures"
+        raise DataError(what, "write it again: atoll data encode")
+    return sides, factor
+
+
+def _numbers(latents: Column, dataset: DataSet, shape: DataShape) -> NDArray[np.int64]:
+    """Which of a shape's latents each row of a data set has `(rows,)`."""
+    sides, _ = _sides(latents, dataset)
+    equal = (sides[:, None] == np.array(shape.sizes)).all(-1)
+    if not equal.any(1).all():
+        height, width = sides[int(equal.any(1).argmin())].tolist()
+        what = f"{dataset.store.location} holds latents of {width}x{height}"
+        raise DataError(
+            f"{what}; the network was planned for others", "restore the file, or start a new campaign"
+        )
+    numbers: NDArray[np.int64] = equal.argmax(1)
+    return numbers
 
 
 def _null_states(column: Column) -> Tensor:
@@ -129,20 +178,27 @@ def read_labels(dataset: DataSet) -> Tensor:
 def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
     """What networks must fit, read from the columns."""
     latents = dataset.column("latents")
-    if len(latents.meta.shape) != 3 or latents.meta.kind != "fixed":
+    ragged = latents.meta.kind == "ragged"
+    if len(latents.meta.shape) != (1 if ragged else 3):
         what = (
             f"{latents.store.name(latents.folder)} holds no latents, but values of shape {latents.meta.shape}"
         )
         raise DataError(what, "write it again: atoll data encode")
-    channels, height, width = latents.meta.shape
-    if height != width:
-        raise DataError(f"latents of {height}x{width} are not square", "ingest square images")
+    if ragged:
+        sides, factor = _sides(latents, dataset)
+        sizes = tuple((int(h), int(w)) for w, h in np.unique(sides[:, ::-1], axis=0))
+        shape = DataShape(latents.meta.shape[0], max(1, (dataset.manifest.size or 0) // factor), sizes=sizes)
+    else:
+        channels, height, width = latents.meta.shape
+        if height != width:
+            what = f"latents of {height}x{width} are not square"
+            raise DataError(what, "ingest square pictures, or with data.ingest.buckets")
+        shape = DataShape(channels, height)
     if condition == "text":
         column = dataset.column("text")
         null = _null_states(column)
-        return DataShape(
-            channels, height, int(null.shape[-1]), max(column.meta.max_length, int(null.shape[0]))
-        )
+        length = max(column.meta.max_length, int(null.shape[0]))
+        return replace(shape, text_width=int(null.shape[-1]), text_length=length)
     if condition == "class":
-        return DataShape(channels, height, classes=int(read_labels(dataset).max()) + 1)
-    return DataShape(channels, height)
+        return replace(shape, classes=int(read_labels(dataset).max()) + 1)
+    return shape

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, later
 from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.base.text import Size, parse_size
 
 ConditionKind = Literal["text", "class", "none"]
 CAPTIONS = ("text", "caption", "prompt", "txt")
@@ -149,11 +150,64 @@ class SourceOptions(RowOptions):
     """Which pictures the source `glyphs` draws."""
 
 
+_FIVE = [(5, 4), (3, 2), (4, 3), (16, 9), (2, 1)]
+ASPECTS: dict[str, list[Size]] = {
+    "eleven": [(1, 1), *_FIVE, *((height, width) for width, height in _FIVE)],
+    "paper": [(1280, 720), (1200, 768), (960, 960), (768, 1200), (720, 1280)],
+}
+"""Named lists of aspects, width to height: those of diffusers, and of arXiv 2501.05450 (3,600 tokens)."""
+
+
+class BucketConfig(Config):
+    """Sizes of pictures that keep their aspect: each goes into the bucket whose aspect is nearest."""
+
+    sizes: Literal["eleven", "paper"] | list[str] = "eleven"
+    """`eleven` (from 1:2 to 2:1) or `paper` (five, from 9:16 to 16:9) aspects, each of about as many pixels
+    as the square of `size`; or sizes in pixels, such as [256x256, 320x208]."""
+    multiple: int = Field(default=16, ge=1)
+    """Sides of the named lists are multiples of it: the autoencoder's factor times the largest patch."""
+    min_rows: int = Field(default=256, ge=1)
+    """Buckets of fewer rows are merged into the nearest; at least the samples of a training step."""
+    max_upscale: float = Field(default=2.0, gt=0)
+    """Most that a picture is enlarged to cover its bucket; those that want more are rejected."""
+    max_crop: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of a picture that the crop may take away; those that would lose more are rejected."""
+
+    @field_validator("sizes")
+    @classmethod
+    def _readable(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            return value
+        sizes = [parse_size(text) for text in value]
+        if not 0 < len(set(sizes)) == len(sizes):
+            raise ValueError("give at least one size, each once")
+        return value
+
+    def around(self, size: int) -> list[Size]:
+        """Sizes of about as many pixels as a square of `size`, as diffusers computes them.
+
+        This is `generate_aspect_ratio_buckets` of `diffusers.training_utils`, which older versions lack.
+        """
+        if not isinstance(self.sizes, str):
+            return [parse_size(text) for text in self.sizes]
+        found: dict[Size, None] = {}
+        for width, height in ASPECTS[self.sizes]:
+            aspect = width / height
+            exact = (size * size / aspect) ** 0.5
+            sides = (exact * aspect, exact)
+            wide, high = (max(self.multiple, round(side / self.multiple) * self.multiple) for side in sides)
+            found[wide, high] = None
+        return list(found)
+
+
 class IngestConfig(SourceOptions):
     """How a source becomes a data set; the options of the source are among these settings."""
 
     size: int = Field(default=256, ge=1, le=8192)
-    """Height and width of the pictures in pixels: the central square is resized to it."""
+    """Height and width of the pictures in pixels: the central square is resized to it. With `buckets`, the
+    side of a square of about as many pixels as each of them."""
+    buckets: BucketConfig | None = later(default=None)
+    """Let pictures keep their aspect; `{}` takes the defaults."""
     mode: Literal["rgb", "gray", "auto"] = "auto"
     """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
@@ -165,10 +219,18 @@ class IngestConfig(SourceOptions):
     seed: int = 0
     """Chooses the held-out groups."""
 
+    def sizes(self) -> list[Size]:
+        """Widths and heights that pictures can have."""
+        return [(self.size, self.size)] if self.buckets is None else self.buckets.around(self.size)
+
     @model_validator(mode="after")
     def _leaves_rows(self) -> Self:
         if self.heldout + self.test >= 1:
             raise ConfigError("data.ingest: heldout and test leave nothing to train on", "lower them")
+        if self.buckets is not None and isinstance(self.buckets.sizes, str) and len(self.sizes()) == 1:
+            ((side, _),) = self.sizes()
+            what = f"data.ingest.buckets: at size {self.size} all aspects become {side}x{side} px"
+            raise ConfigError(what, f"lower buckets.multiple, which is {self.buckets.multiple}")
         return self
 
 

@@ -60,6 +60,11 @@ class Autoencoder:
         mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return mean, std
 
+    @property
+    def factor(self) -> int:
+        """Pixels of a picture's side for each element of a latent's."""
+        return 1 if self.network is None else _factor(self.network.config)  # type: ignore[arg-type]
+
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
         """Latents `(B, C, H, W)` float32 of pictures of one size (C is 1 for grey pixels without a VAE)."""
@@ -162,6 +167,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _factor(config: Mapping[str, Any]) -> int:
+    levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
+    return int(2 ** (len(levels) - 1))
+
+
 def latent_size(name: str, size: int) -> tuple[int, int]:
     """Channels and side of the latents of `size` px pictures, from the VAE's name or config: no weights.
 
@@ -176,8 +186,7 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
         try:
             with _quiet():
                 config = diffusers.AutoencoderKL.load_config(name)
-            levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
-            channels, factor = int(config["latent_channels"]), 2 ** (len(levels) - 1)
+            channels, factor = int(config["latent_channels"]), _factor(config)
         except (OSError, ValueError, KeyError):
             fix = "use 'none', a folder or a hub name, or encode first: atoll data encode"
             raise ConfigError(f"cannot tell the latents' shape of the VAE {name!r}", fix) from None

@@ -2,10 +2,11 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
+from atoll.base.text import parse_size
 from atoll.ensemble.routing import Routing, RoutingField
 
 
@@ -23,8 +24,18 @@ class Generation(Config):
     shift: float = Field(default=1.0, gt=0, le=1e4)
     """SD3's time shift of the steps' times: s moves t to s t / (1 + (s - 1) t), towards noise; 1 is none. It
     takes 2 ln s nats of log-SNR away, whatever schedules the experts learned on."""
+    size: str | None = None
+    """Width x height in pixels, such as 336x192, one of those that the model was trained on; without it the
+    one that is nearest to a square."""
     seed: int = 0
     """Of noise and routing. Picture number i depends on it and on i, not on its batch."""
+
+    @field_validator("size")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size(value)
+        return value
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some values replaced; None leaves a value as it is.

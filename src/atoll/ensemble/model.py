@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError, nearest
+from atoll.base.text import Size, parse_size
 from atoll.encoders.licences import check_known
 from atoll.encoders.text import TextEncoder, text_encoder
 from atoll.encoders.vae import Autoencoder, autoencoder_of
@@ -186,8 +187,30 @@ class Model:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a latent, (C, H, W)."""
-        return self.card.shape.channels, self.card.shape.size, self.card.shape.size
+        """Of a latent of the model's own size, (C, H, W)."""
+        return self.card.shape.channels, *self.card.shape.usual
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Widths and heights in pixels that it was trained on."""
+        return [
+            (width * self.vae.factor, height * self.vae.factor) for height, width in self.card.shape.latents
+        ]
+
+    def shape_for(self, size: str | None) -> tuple[int, int, int]:
+        """Of a latent of pictures of this size (width x height in pixels), (C, H, W).
+
+        Raises:
+            ConfigError: the model was not trained on it.
+        """
+        if size is None:
+            return self.shape
+        known = dict(zip(self.sizes, self.card.shape.latents, strict=True))
+        wanted = parse_size(size)
+        if wanted not in known:
+            named = ", ".join(f"{width}x{height}" for width, height in known)
+            raise ConfigError(f"this model draws no pictures of {size}", f"it was trained on {named}")
+        return self.card.shape.channels, *known[wanted]
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -299,7 +322,7 @@ class Model:
             Sampling(
                 given,
                 conditions,
-                self.shape,
+                self.shape_for(given.size),
                 conditions.count if count is None else count,
                 device=self.device,
                 **how,
@@ -325,8 +348,8 @@ class Model:
             each: pictures of each prompt.
             generation: how; the model's own by default.
             batch: most pictures at once; it does not change them.
-            changes: `steps`, `guidance`, `routing` (a name, or a function of logits and uniforms), `seed`, in
-                place of the generation's.
+            changes: `steps`, `guidance`, `routing` (a name, or a function of logits and uniforms), `size`,
+                `seed`, in place of the generation's.
         """
         generation = (generation or self.generation).with_(**changes).for_condition(self.card.condition)
         if generation.routing.needs_labels:

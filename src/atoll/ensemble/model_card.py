@@ -75,7 +75,7 @@ def shared_facts(card: Card, about: Mapping[str, Any], picture: bool) -> dict[st
         "paper": PAPER,
         "version": card.provenance.get("atoll"),
         "condition": conditions[card.condition],
-        "latents": f"{shape.channels}x{shape.size}x{shape.size}",
+        "latents": ", ".join(f"{shape.channels}x{height}x{width}" for height, width in shape.latents),
         "data": _data(card, about),
         "evaluation": [[row["name"], f"{row['distance']:.4g}"] for row in rows],
         "encoders": _encoders(card),

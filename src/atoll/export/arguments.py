@@ -31,6 +31,13 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def size_of(width: Any, height: Any) -> str | None:
+    """Width x height as a generation has it; None where neither is said."""
+    if width is None and height is None:
+        return None
+    return f"{whole('width', width)}x{whole('height', height)}"
+
+
 def texts(name: str, value: Any) -> list[str]:
     """One text or several as a list."""
     listed = [value] if isinstance(value, str) else _listed(value)

@@ -42,6 +42,7 @@ from atoll.export.arguments import (
     latents_of,
     positions_of,
     routing_of,
+    size_of,
     whole,
     whole_numbers,
 )
@@ -175,6 +176,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
         truncate_prompt: bool = False,
+        height: int | None = None,
+        width: int | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: OnStepEnd | None = None,
@@ -200,6 +203,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             negative_prompt_embeds: states of the empty text, with `prompt_embeds`.
             negative_prompt_attention_mask: which of those are real.
             truncate_prompt: cut texts that are too long, as training did, instead of refusing them.
+            height: of the pictures in pixels, with `width`: one of the sizes that the model was trained on.
+                Without both, the one that is nearest to a square.
+            width: likewise.
             output_type: "pil", "np", "pt" or "latent".
             return_dict: whether the result has names; otherwise it is the tuple (images, routing).
             callback_on_step_end: called as `(pipe, step, timestep, {"latents": ...})` after every step; what
@@ -212,7 +218,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         strategy = routing_of(self.config.routing if routing is None else routing, len(self.experts))
         scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
         steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
-        generation = Generation(steps=whole("num_inference_steps", steps), guidance=scale, routing=strategy)
+        size = size_of(width, height)
+        steps = whole("num_inference_steps", steps)
+        generation = Generation(steps=steps, guidance=scale, routing=strategy, size=size)
         inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
         check_callback(callback_on_step_end, inputs)
         self._check_output(output_type)
@@ -231,11 +239,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             truncate_prompt,
         )
         model = self._model
+        shape = model.shape_for(size)
         rows = conditions(model, arguments, self.text_encoder is not None)
         clusters = self._clusters(strategy, clusters, rows.count)
         positions = positions_of(generator, rows.count)
         if latents is not None:
-            latents = latents_of("latents", latents, (rows.count, *model.shape))
+            latents = latents_of("latents", latents, (rows.count, *shape))
         self._interrupt, self._num_timesteps, self._guidance = False, total, scale
 
         def follow(field: Field, x: Tensor) -> Tensor:
@@ -269,11 +278,20 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def _check_output(self, output: str) -> None:
         check_output(output)
-        if output != "latent" and self.vae is None and self.card.latents["name"] != "none":
+        if output != "latent" and self._lacks_vae:
             raise ConfigError(
                 f"the pipeline was loaded without its VAE {self.card.latents['name']!r}",
                 "load it, or give output_type='latent'",
             )
+
+    @property
+    def _lacks_vae(self) -> bool:
+        return self.vae is None and self.card.latents["name"] != "none"
+
+    def _autoencoder(self, device: torch.device | str) -> Autoencoder:
+        by = self.card.latents
+        constants = by["shift"], by["scale"], str(device)
+        return Autoencoder(by["name"], self.vae, *constants, *channels_of(by))
 
     @property
     def _model(self) -> Model:
@@ -285,7 +303,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if card.text is not None and self.text_encoder is not None:
             width = card.shape.text_width
             encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
-        return Model(denoiser, card, device, encoder=encoder)
+        vae = None if self._lacks_vae else self._autoencoder(device)
+        return Model(denoiser, card, device, encoder=encoder, vae=vae)
 
     def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> list[int] | None:
         known = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
@@ -296,11 +315,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _pictures(self, latents: Tensor, output: str) -> Any:
         if output == "latent":
             return latents
-        latents_card = self.card.latents
         kind = latents.dtype if self.vae is None else self.vae.dtype
-        constants = latents_card["shift"], latents_card["scale"], str(latents.device)
-        vae = Autoencoder(latents_card["name"], self.vae, *constants, *channels_of(latents_card))
-        pixels = vae.decode(latents.to(kind)).clone()
+        pixels = self._autoencoder(latents.device).decode(latents.to(kind)).clone()
         if output == "pil":
             return to_images(pixels)
         pixels = (pixels / 2 + 0.5).clamp(0, 1)

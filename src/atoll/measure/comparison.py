@@ -36,7 +36,7 @@ from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
 from atoll.measure.metrics.projection import Axes, Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
-from atoll.measure.pictures import Rows
+from atoll.measure.pictures import Rows, of_usual_size
 from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
@@ -144,7 +144,7 @@ class Bench:
 
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
-        train = self.dataset.split("train")
+        train = of_usual_size(self.dataset, self.dataset.split("train"))
         order = torch.randperm(len(train), generator=generator(self.seed, stream)).numpy()
         return Rows(self.dataset, "train", np.sort(train[order[:count]]))
 
@@ -261,7 +261,7 @@ def compare(campaign: Campaign) -> Comparison:
             "parts": parts,
             "config": config.model_dump(exclude={*BEYOND, "strategies", "steps", "guidance"}),
             "strategies": request.strategies,
-            "generation": request.departure.generation.model_dump(mode="json"),
+            "generation": request.departure.generation.model_dump(mode="json", exclude={"size"}),
         }
     )
     result = Comparison.known(store, key)

@@ -46,8 +46,8 @@ class Departure:
 
 
 def generation_of(campaign: Campaign) -> Generation:
-    """What the campaign samples with, under its own seed."""
-    values = {**dict(campaign.config.sampling), "seed": campaign.config.seed}
+    """What the campaign samples with, under its own seed, at the size nearest to a square."""
+    values = {**dict(campaign.config.sampling), "seed": campaign.config.seed, "size": None}
     return Generation(**{name: values[name] for name in Generation.model_fields})
 
 

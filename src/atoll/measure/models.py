@@ -22,7 +22,7 @@ from atoll.ensemble.folder import read_manifest
 from atoll.ensemble.generate import Conditions
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.model import ENSEMBLE, Model
-from atoll.measure.pictures import Batch
+from atoll.measure.pictures import Batch, of_usual_size
 
 SINGLE = (*DENSE, "pretrain")
 """Networks beside the ensemble, where they are published."""
@@ -215,4 +215,6 @@ class Drawn:
 
 def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
     """Rows of a split, with the columns that a model of this card is conditioned on."""
-    return Samples(dataset, dataset.split(split), campaign.config.condition, like.shape)
+    return Samples(
+        dataset, of_usual_size(dataset, dataset.split(split)), campaign.config.condition, like.shape
+    )

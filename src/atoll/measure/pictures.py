@@ -138,8 +138,21 @@ def _digest_of(path: Path) -> str:
         raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
 
 
+def of_usual_size(dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of some rows whose pictures are of one size: of several, the one nearest to a square.
+
+    It is what a model draws where nothing is said, so that like is held against like.
+    """
+    if dataset.buckets is None:
+        return rows
+    sizes = np.unique(dataset.buckets, axis=0)
+    usual = sizes[(sizes.max(1) / sizes.min(1)).argmin()]
+    kept: NDArray[np.int64] = rows[(dataset.buckets[rows] == usual).all(1)]
+    return kept
+
+
 class Rows:
-    """Pictures of a data set.
+    """Pictures of a data set, of rows that keep their aspect those nearest to a square.
 
     Args:
         dataset: with pictures.
@@ -154,14 +167,15 @@ class Rows:
 
     def __init__(self, dataset: DataSet, split: str, rows: NDArray[np.int64] | None = None) -> None:
         everyone = np.arange(len(dataset), dtype=np.int64)
-        whole = everyone if split == "all" else dataset.split(split)
+        whole = of_usual_size(dataset, everyone if split == "all" else dataset.split(split))
         self.dataset, self.split, self.rows = dataset, split, whole if rows is None else rows
         self.about = {"rounding": "8-bit files"}
         if not len(self.rows):
             raise DataError(f"{dataset.store.location} has no {split} rows", "choose another --split")
         if dataset.manifest.size is None:
             raise DataError(f"{dataset.store.location} has no pictures", "use the one it was made from")
-        self.size = (dataset.manifest.size, dataset.manifest.size)
+        sides = [dataset.manifest.size] * 2 if dataset.buckets is None else dataset.buckets[self.rows[0]]
+        self.size = int(sides[0]), int(sides[1])
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
-from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig
+from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
 
 class Family:
@@ -58,9 +58,7 @@ class Family:
 
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         """An uninitialised network (the class's own defaults; see `networks/init.py`)."""
-        if shape.size % config.patch:
-            what = f"latents of {shape.size} px do not divide into patches of {config.patch}"
-            raise ConfigError(what, "change patch")
+        check_sides(self.name, config.patch, shape.latents)
         return self.adapt(self.network_class()(**self.arguments(config, shape)))
 
     def adapt(self, network: nn.Module) -> nn.Module:
@@ -188,7 +186,7 @@ class SD3(_Joint):
         return super().arguments(config, shape) | {
             "caption_projection_dim": heads * width,
             "joint_attention_dim": shape.text_width,
-            "pos_embed_max_size": shape.size // config.patch,
+            "pos_embed_max_size": max(map(max, shape.latents)) // config.patch,
             "qk_norm": "rms_norm",
         }
 

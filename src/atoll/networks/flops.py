@@ -4,7 +4,7 @@ Meta tensors have shapes and no data, so any size is counted at once. On the CPU
 none of the attention, because the fused kernel is one opaque operation there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +34,43 @@ def count(
     shape: DataShape,
     batch: int = 2,
 ) -> Flops:
-    """Count a network at the given data shape."""
+    """Count a network at the given data shape; the mean over latents of several."""
+    return mean(counts(build, call, shape, batch))
+
+
+def counts(
+    build: Callable[[], nn.Module],
+    call: Callable[[nn.Module, Tensor, Tensor, Condition], Tensor],
+    shape: DataShape,
+    batch: int = 2,
+) -> tuple[Flops, ...]:
+    """Count a network at each of the shape's latents."""
     with torch.device("meta"):
         network = build()
-        x = torch.empty(batch, shape.channels, shape.size, shape.size)
+    return tuple(_count(network, call, shape, sides, batch) for sides in shape.latents)
+
+
+def mean(flops: Sequence[Flops], rows: Sequence[float] = ()) -> Flops:
+    """The mean over rows, of which there are so many for each; equally many without."""
+    if len(flops) == 1:
+        return flops[0]
+    numbers = rows or [1.0] * len(flops)
+    forward, train = (
+        sum(n * one for n, one in zip(numbers, each, strict=True)) / sum(numbers)
+        for each in ([one.forward for one in flops], [one.train for one in flops])
+    )
+    return Flops(forward, train)
+
+
+def _count(
+    network: nn.Module,
+    call: Callable[[nn.Module, Tensor, Tensor, Condition], Tensor],
+    shape: DataShape,
+    sides: tuple[int, int],
+    batch: int,
+) -> Flops:
+    with torch.device("meta"):
+        x = torch.empty(batch, shape.channels, *sides)
         t = torch.empty(batch)
         cond = empty_condition(shape, batch)
     with FlopCounterMode(display=False) as counter:

@@ -57,7 +57,7 @@ def footprint(
     shape: DataShape,
     bf16: bool,
 ) -> Footprint:
-    """Count a network at the given data shape; arguments as of `networks.flops.count`."""
+    """Count a network at the largest latents of a data shape; arguments as of `networks.flops.count`."""
     with FakeTensorMode():
         network = build().train()
         blocks = _blocks(network)
@@ -104,7 +104,7 @@ def _saved(
     batch: int,
     bf16: bool,
 ) -> int:
-    x = torch.empty(batch, shape.channels, shape.size, shape.size)
+    x = torch.empty(batch, shape.channels, *shape.largest)
     t, cond = torch.empty(batch), empty_condition(shape, batch)
     with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

@@ -1,5 +1,7 @@
 """Which network, as settings, and the shapes it must fit. Imports no torch."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,6 +14,8 @@ FamilyName = Literal["dit", "pixart", "sd3", "flux"]
 
 TAKES_TEXT: dict[str, bool] = {"dit": False, "pixart": True, "sd3": True, "flux": True}
 """Whether a family is conditioned on text, else on class labels or on nothing."""
+SQUARE_ONLY = ("dit",)
+"""Families whose class gives a wrong shape for latents that are not square."""
 
 # depth, heads, width of a head. nano is for a CPU; S, B, XL are the published DiT sizes
 # (arXiv 2212.09748, table 1), which PixArt shares; 2B is SD3 medium (arXiv 2403.03206);
@@ -60,6 +64,7 @@ class NetworkConfig(Config):
 
 
 _Size = Annotated[int, Field(ge=0, le=65536)]
+_Side = Annotated[int, Field(ge=1, le=65536)]
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,44 @@ class DataShape:
 
     Attributes:
         channels: C of a latent.
-        size: H = W of a latent.
+        size: H = W of a latent; of latents of several shapes, of a square of about as many numbers.
         text_width: D of the text states, 0 without text.
         text_length: L that text states are padded to, 0 without text.
         classes: number of class labels, 0 without labels.
+        sizes: H and W of latents that keep their pictures' aspect, in order of width; none where all are
+            squares.
     """
 
     channels: Annotated[int, Field(ge=1, le=65536)]
-    size: Annotated[int, Field(ge=1, le=65536)]
+    size: _Side
     text_width: _Size = 0
     text_length: _Size = 0
     classes: Annotated[int, Field(ge=0, le=10**8)] = 0
+    sizes: tuple[tuple[_Side, _Side], ...] = ()
+
+    @property
+    def latents(self) -> tuple[tuple[int, int], ...]:
+        """H and W of all latents."""
+        return self.sizes or ((self.size, self.size),)
+
+    @property
+    def usual(self) -> tuple[int, int]:
+        """H and W of what is drawn where nothing is said: nearest to a square."""
+        return min(self.latents, key=lambda sides: max(sides) / min(sides))
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """H and W of the latents of the most numbers."""
+        return max(self.latents, key=math.prod)
+
+
+def check_sides(name: str, patch: int, latents: Sequence[tuple[int, int]]) -> None:
+    """Refuse heights and widths of latents that a family's network, or the router, cannot take."""
+    for height, width in latents:
+        if height != width and name in SQUARE_ONLY:
+            fix = "set network.family: pixart, sd3 or flux, or leave data.ingest.buckets out"
+            raise ConfigError(f"the {name} family takes square latents only, not {width}x{height}", fix)
+        if height % patch or width % patch:
+            named = f"{height} px" if height == width else f"{width}x{height} px"
+            where = "router.patch" if name == "router" else "patch"
+            raise ConfigError(f"latents of {named} do not divide into patches of {patch}", f"change {where}")

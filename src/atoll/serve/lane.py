@@ -81,7 +81,8 @@ class Lane:
         steps = len(sigmas) - 1
         partial = tuple(steps * (n + 1) // (job.partial + 1) - 1 for n in range(job.partial))
         rows = [Row(job, number, sigmas, partial) for number in numbers]
-        return cls(rows, starting_noise(generation.seed, numbers, model.shape).to(model.device), flow)
+        noise = starting_noise(generation.seed, numbers, model.shape_for(generation.size))
+        return cls(rows, noise.to(model.device), flow)
 
     @classmethod
     def merged(cls, lanes: Sequence["Lane"], kept: Sequence[Sequence[int]] | None = None) -> "Lane":

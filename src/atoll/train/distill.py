@@ -5,6 +5,7 @@ request, the ensemble as it is sampled, with the router's weights. Teachers are 
 predict on whatever schedule, the student learns their rectified-flow velocity.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -96,14 +97,14 @@ class DistillTask(DenoiserTask):
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
-        pairs = [
-            self._both(self._with_draws(batch, 0, range(len(batch.t))).to(self.device))
-            for batch in self.rows.validation()
-        ]
-        if not pairs:
+        losses, teacher = [], []
+        for batches in self.rows.validation():
+            pairs = [self._both(batch.to(self.device)) for batch in self._all_with_draws(batches)]
+            taught, data = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+            losses.append(float(data.mean()))
+            teacher.append(float(taught.mean()))
+        if not losses:
             return {}
-        losses = [float(data.mean()) for _, data in pairs]
-        teacher = [float(taught.mean()) for taught, _ in pairs]
         return {
             "times": VALIDATION_TIMES,
             "validation": losses,
@@ -121,6 +122,12 @@ class DistillTask(DenoiserTask):
         output = self.family.predict(self.network, x_t, batch.t, batch.cond)
         data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
         return per_sample_loss(output, v), per_sample_loss(output, data)
+
+    def _all_with_draws(self, batches: list[Batch]) -> Iterator[Batch]:
+        first = 0
+        for batch in batches:
+            yield self._with_draws(batch, 0, range(first, first + len(batch.t)))
+            first += len(batch.t)
 
     def _with_draws(self, batch: Batch, seed: int, positions: range) -> Batch:
         return replace(batch, draws=uniforms(seed, "teacher", positions, (self.teacher.draws,)))

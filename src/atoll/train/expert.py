@@ -51,14 +51,16 @@ class DenoiserTask:
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
-        batches = self.rows.validation()
-        if not batches:
+        losses = [
+            float(torch.cat([self._losses(batch.to(self.device)) for batch in batches]).mean())
+            for batches in self.rows.validation()
+        ]
+        if not losses:
             return {}
-        losses = [float(self._losses(batch.to(self.device)).mean()) for batch in batches]
         return {"times": VALIDATION_TIMES, "validation": losses, "validation_loss": sum(losses) / len(losses)}
 
     def preview(self) -> bytes:
-        """Twelve training conditions sampled in 12 steps with guidance 2."""
+        """Twelve training conditions sampled in 12 steps with guidance 2, nearest to a square."""
         index = spread(len(self.rows.train), 12)
         objective, bound = self.recipe.objective, bound_of(self.rows.latents)
         denoiser = Expert(
@@ -69,7 +71,7 @@ class DenoiserTask:
             bound=bound,
             learning=True,
         )
-        shape = (self.rows.train.shape.channels, self.rows.train.shape.size, self.rows.train.shape.size)
+        shape = (self.rows.train.shape.channels, *self.rows.train.shape.usual)
         noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
         sampling = Sampling(
             Generation(steps=12, guidance=2.0).for_condition(self.rows.train.condition),

@@ -44,8 +44,9 @@ class RouterTask:
         """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
         times = (*VALIDATION_TIMES, 1.0)
         losses, hits = [], []
-        for batch in self.rows.validation(times):
-            logits, clusters = self._classify(batch.to(self.device))
+        for batches in self.rows.validation(times):
+            pairs = [self._classify(batch.to(self.device)) for batch in batches]
+            logits, clusters = (torch.cat(parts) for parts in zip(*pairs, strict=True))
             losses.append(float(torch.nn.functional.cross_entropy(logits, clusters)))
             hits.append(float((logits.argmax(1) == clusters).float().mean()))
         if not losses:

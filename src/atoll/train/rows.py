@@ -17,7 +17,7 @@ from atoll.base.rng import normals, uniforms
 from atoll.base.version import code_version
 from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
 from atoll.data.dataset import DataSet
-from atoll.data.order import Order
+from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples, weights_of
 from atoll.data.settings import ConditionKind
 from atoll.ensemble.card import Card, check_producers
@@ -88,12 +88,15 @@ class TrainingRows:
         return cls(train, heldout, recipe, *producers, known)
 
     @cached_property
-    def order(self) -> Order:
+    def order(self) -> Order | BucketOrder:
         """Which row each position of the run sees."""
-        dataset, seed = self.train.dataset, self.recipe.plan.seed
-        if not self.recipe.plan.weighted:
-            return Order(len(self.train), seed, dataset.id_hash)
-        return Order.weighted(weights_of(dataset)[self.train.rows], seed, dataset.id_hash)
+        dataset, plan = self.train.dataset, self.recipe.plan
+        weights = weights_of(dataset)[self.train.rows] if plan.weighted else None
+        if self.train.buckets is not None:
+            return BucketOrder(self.train.buckets, plan.batch, plan.seed, dataset.id_hash, weights)
+        if weights is not None:
+            return Order.weighted(weights, plan.seed, dataset.id_hash)
+        return Order(len(self.train), plan.seed, dataset.id_hash)
 
     def batch(self, positions: range) -> Batch:
         """The samples at these positions of the run, with noise, times and dropout of their own."""
@@ -110,15 +113,22 @@ class TrainingRows:
         eps = normals(seed, "noise", where, x0.shape[1:])
         return Batch(x0, cond, eps, t, self._clusters(self.train, index))
 
-    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[Batch]:
-        """The same held-out samples at each time, with fixed noise and no dropout; none without rows."""
-        index = spread(len(self.heldout), self.recipe.train.validation_rows)
-        if not len(index):
+    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[list[Batch]]:
+        """The same held-out samples at each time, with fixed noise and no dropout; none without rows.
+
+        Returns:
+            Of each time its batches, one for each shape of latents.
+        """
+        parts, first = list[Batch](), 0
+        chosen = spread(len(self.heldout), self.recipe.train.validation_rows)
+        if not len(chosen):
             return []
-        x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
-        eps = normals(0, "validation", range(len(index)), x0.shape[1:])
-        clusters = self._clusters(self.heldout, index)
-        return [Batch(x0, cond, eps, torch.full((len(index),), time), clusters) for time in times]
+        for index in self.heldout.by_shape(chosen):
+            x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
+            eps = normals(0, "validation", range(first, first + len(index)), x0.shape[1:])
+            parts.append(Batch(x0, cond, eps, torch.empty(len(index)), self._clusters(self.heldout, index)))
+            first += len(index)
+        return [[replace(part, t=torch.full_like(part.t, time)) for part in parts] for time in times]
 
     def _clusters(self, samples: Samples, index: NDArray[np.int64]) -> Tensor | None:
         return None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]

@@ -24,7 +24,7 @@ from atoll.ensemble.routing import Routing
 from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.networks.pipelines import check_settings
-from atoll.networks.settings import TAKES_TEXT, NetworkConfig
+from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve
 
 
@@ -187,27 +187,21 @@ class CampaignConfig(Config):
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
         for number in self.islands:
             self.objective_of(number)
+        pixels = self.data.vae == "none"
+        sides = [(height, width) for width, height in self.data.ingest.sizes()]
         for network, _ in [
             self.denoiser("monolith"),
             self.denoiser("student"),
             *map(self.island, self.islands),
         ]:
             network.dimensions()
-            if self.data.vae == "none" and self.data.ingest.size % network.patch:
-                size = self.data.ingest.size
-                raise ConfigError(
-                    f"pictures of {size} px do not divide into patches of {network.patch}", "change patch"
-                )
+            check_sides(network.family, network.patch if pixels else 1, sides)
             if TAKES_TEXT[network.family] != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
                     "use pixart, sd3 or flux for text, dit for class or none",
                 )
-        if self.data.vae == "none" and self.data.ingest.size % self.router.patch:
-            raise ConfigError(
-                f"pictures of {self.data.ingest.size} px do not divide into patches of {self.router.patch}",
-                "change router.patch",
-            )
+        check_sides("router", self.router.patch if pixels else 1, sides)
         self._check_sources()
         self._check_pretrain()
         if self.student is not None:

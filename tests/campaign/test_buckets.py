@@ -1,0 +1,255 @@
+"""Pictures that keep their aspect, from a folder to samples of two sizes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.base.errors import AtollError, ConfigError
+from atoll.campaign import gpus
+from atoll.campaign.assemble import assemble
+from atoll.campaign.expected import expected
+from atoll.campaign.folder import Campaign
+from atoll.campaign.plan import make_plan
+from atoll.campaign.results import Comparison
+from atoll.data.dataset import DataSet
+from atoll.data.partition import load
+from atoll.ensemble.model import Model
+from atoll.export.pipeline import AtollPipeline
+from atoll.measure.comparison import compare
+from atoll.train.expert import DenoiserTask
+from atoll.train.preemption import Interrupted
+from atoll.train.run import train_run
+from helpers import (
+    Answer,
+    command,
+    environment,
+    merged,
+    newest_checkpoint,
+    partitioned,
+    refused,
+    same_bits,
+    write_campaign,
+)
+from helpers_data import aspects
+from helpers_export import LENGTH, small_vae, text_tower
+
+PICTURES = {(40, 40): 60, (60, 30): 40, (30, 60): 16}
+SETTINGS: dict[str, Any] = {
+    "condition": "text",
+    "data": {
+        "ingest": {"size": 16, "mode": "rgb", "glyphs": {"faces": "core", "limit": None}, "shard_rows": 50},
+        "text_length": LENGTH,
+    },
+    "network": {"family": "pixart"},
+    "budget": {"samples": 640},
+    "train": {"previews": 1, "validations": 2},
+}
+SIZES = {"none": ["16x16", "24x12", "12x24"], "vae": ["32x32", "48x24", "24x48"]}
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *argv: command(capsys, *argv)
+
+
+def settings(folder: Path, vae: str) -> dict[str, Any]:
+    """Those of a campaign of the pictures in a folder, which is filled."""
+    buckets = {"sizes": SIZES[vae], "min_rows": 4}
+    data = {
+        "source": str(aspects(folder / "pictures", PICTURES)),
+        "text_encoder": str(text_tower(folder / "text")),
+        "vae": "none" if vae == "none" else str(small_vae(folder / "vae")),
+        "ingest": {"size": 16 if vae == "none" else 32, "buckets": buckets},
+    }
+    return merged(SETTINGS, {"data": data})
+
+
+@pytest.fixture(scope="module", params=["none", pytest.param("vae", marks=pytest.mark.slow)])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained and assembled campaign, on pixels and in latents of a VAE of factor 2."""
+    folder = tmp_path_factory.mktemp(request.param)
+    campaign = partitioned(folder / "campaign", settings(folder, request.param))
+    shutil.copytree(folder / "campaign", folder / "untrained")
+    for role, number in (("expert", 0), ("expert", 1), ("router", None), ("monolith", None)):
+        train_run(campaign, role, number)
+    assemble(campaign)
+    return folder / "campaign"
+
+
+def factor(campaign: Path) -> int:
+    return 1 if Campaign.open(campaign).config.data.vae == "none" else 2
+
+
+def opened(made: Path) -> Model:
+    return Model.load(made, encoders=Campaign.open(made).config.encoders)
+
+
+def test_a_cluster_counts_its_buckets(made: Path) -> None:
+    campaign = Campaign.open(made)
+    dataset, partition = campaign.dataset(), load(campaign.store)
+    assert dataset.buckets is not None and dataset.column("latents").meta.kind == "ragged"
+    train = dataset.split("train")
+    counts = Counter(
+        ("x".join(map(str, dataset.buckets[row])), int(partition.clusters[row])) for row in train
+    )
+    assert {
+        (size, k): number for size, each in partition.about.buckets.items() for k, number in enumerate(each)
+    } == counts
+    for k in (0, 1):
+        island = DataSet.open(campaign.store, f"islands/{k}/data")
+        assert island.buckets is not None
+        assert (island.buckets == dataset.buckets[partition.clusters == k]).all()
+
+
+def test_the_plan_counts_tokens(made: Path) -> None:
+    """Each run's operations per sample are the mean over its own rows' buckets."""
+    campaign = Campaign.open(made)
+    known = expected(campaign)
+    assert sorted(known.shape.latents) == sorted(
+        (int(h) // factor(made), int(w) // factor(made))
+        for w, h in (size.split("x") for size in SIZES["none" if factor(made) == 1 else "vae"])
+    )
+    plan = make_plan(campaign.config, known, gpus.load(), "l4")
+    for number, run in enumerate(plan.experts):
+        card = json.loads((made / f"islands/{number}/island.json").read_text())
+        assert run.share.train_flops == card["train_flops"]
+    spent = sum(run.share.train_flops for run in plan.own)
+    assert spent == pytest.approx(plan.monolith.share.train_flops, rel=0.05)
+
+
+def test_pictures_of_two_sizes(made: Path) -> None:
+    torch.manual_seed(0)
+    model, scale = opened(made), 8 * factor(made)
+    wide, usual = f"{3 * scale}x{3 * scale // 2}", f"{2 * scale}x{2 * scale}"
+    alone = model("one green bar", size=wide).images[0]
+    assert alone.size == (3 * scale, 3 * scale // 2)
+    assert {one.size for one in model(["a red square"] * 2).images} == {(2 * scale, 2 * scale)}
+    assert model(["one green bar", "a red square"], size=wide).images[0].tobytes() == alone.tobytes()
+    assert model("a", size=usual).images[0].tobytes() == model("a").images[0].tobytes()
+    with pytest.raises(ConfigError, match="no pictures of 64x8: it was trained on"):
+        model("a", size="64x8")
+    with pytest.raises(ConfigError, match="'wide' is no size"):
+        model("a", size="wide")
+
+
+def test_the_pipeline_takes_height_and_width(made: Path) -> None:
+    pipe = AtollPipeline.from_pretrained(made / "ensemble", encoders=Campaign.open(made).config.encoders)
+    pipe.set_progress_bar_config(disable=True)
+    side = 16 * factor(made)
+
+    def draw(**size: int) -> Any:
+        given = torch.Generator().manual_seed(3)
+        return pipe("a red square", generator=given, num_inference_steps=3, **size).images[0]
+
+    tall = draw(width=side * 3 // 4, height=side * 3 // 2)
+    assert tall.size == (side * 3 // 4, side * 3 // 2) and draw().size == (side, side)
+    (same,) = opened(made)("a red square", seed=3, size=f"{tall.width}x{tall.height}").images
+    assert same.tobytes() == tall.tobytes()
+    for wrong in ({"width": side}, {"height": 5, "width": 5}, {"height": -1, "width": side}):
+        with pytest.raises(ConfigError):
+            draw(**wrong)
+
+
+@pytest.mark.slow
+def test_it_is_measured_at_the_size_nearest_to_a_square(made: Path) -> None:
+    settings = ["compare.samples=6", "compare.strategies=[top-1]", "compare.extractor=pixels"]
+    found = compare(Campaign.open(made, [*settings, "compare.fit_rows=20"]))
+    assert isinstance(found, Comparison) and found.metric["reference_rows"] < 20
+    assert {row.name for row in found.rows} == {"monolith", "top-1"}
+
+
+def interrupted(campaign: Campaign, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train expert 0 until it is told to leave after so many steps."""
+    step, done = DenoiserTask.step, [0]
+
+    def counted(self: DenoiserTask, batch: Any) -> Any:
+        done[0] += torch.is_grad_enabled()
+        if done[0] == after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch)
+
+    monkeypatch.setattr(DenoiserTask, "step", counted)
+    with pytest.raises(Interrupted):
+        train_run(campaign, "expert", 0)
+    monkeypatch.undo()
+
+
+def test_a_resumed_run_gives_the_same_bits(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of an epoch, with rows of every bucket left over for the next one."""
+    copy = Path(shutil.copytree(made.parent / "untrained", tmp_path / "campaign"))
+    for after in (5, 3):
+        interrupted(Campaign.open(copy), after, monkeypatch)
+    train_run(Campaign.open(copy), "expert", 0)
+    assert same_bits(copy / "islands/0", made / "islands/0")
+
+
+def test_another_batch_is_another_order_and_refused(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(made.parent / "untrained", tmp_path / "campaign"))
+    interrupted(Campaign.open(copy), 2, monkeypatch)
+    plan = copy / "islands/0/island.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"batch": 8}))
+    with pytest.raises(AtollError, match="other settings"):
+        train_run(Campaign.open(copy), "expert", 0)
+
+
+@pytest.mark.slow
+def test_two_processes_see_the_same_rows(made: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(made.parent / "untrained", tmp_path / "campaign"))
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "atoll"]
+    train = ["train", "expert", str(copy), "--expert", "0", "--set", "train.parallel.micro_batch=3"]
+    done = subprocess.run([sys.executable, *ranks, *train], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for file in ("weights", "ema"):
+        one, two = (
+            load_file(newest_checkpoint(folder / "islands/0") / f"{file}.safetensors")
+            for folder in (made, copy)
+        )
+        assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
+
+
+def test_a_family_of_squares_is_told_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c")
+    wrong = ("--set", "data.ingest.buckets={multiple: 4}")
+    refused(run("launch", folder, *wrong), "the dit family takes square latents only", "network.family")
+    tree = merged(SETTINGS, {"network": {"patch": 4}, "data": {"source": str(tmp_path)}})
+    data = {
+        "vae": "stabilityai/sd-vae-ft-mse",
+        "text_encoder": "minilm",
+        "ingest": {"size": 256, "buckets": {}},
+    }
+    folder = write_campaign(tmp_path / "coarse", merged(tree, {"data": data, "network": {"patch": 2}}))
+    refused(run("data", "ingest", folder), "do not divide into patches of 4: change router.patch")
+    assert [path.name for path in folder.iterdir()] == ["campaign.yaml"]
+    # The same of a data set that was made elsewhere.
+    tree = settings(tmp_path, "none")
+    other = partitioned(tmp_path / "other", tree)
+    no_source = {"condition": "none", "data": {"source": None, "path": str(tmp_path / "other/data")}}
+    foreign = write_campaign(tmp_path / "foreign", no_source)
+    answer = refused(run("partition", foreign), "the dit family takes square latents only, not 12x24")
+    assert answer and sorted(path.name for path in foreign.iterdir()) == ["campaign.yaml"]
+    assert other.config.data.ingest.buckets is not None
+
+
+def test_the_command_takes_a_size(made: Path, run: Run) -> None:
+    size = f"{24 * factor(made)}x{12 * factor(made)}"
+    out = made.parent / "two.png"
+    argv = ["sample", made, "a red square", "--out", out, "--count", "1"]
+    assert run(*argv, "--size", size).code == 0 and out.exists()
+    refused(run(*argv, "--size", "8x8"), "this model draws no pictures of 8x8: it was trained on")
+    refused(run(*argv, "--size", "8by8"), "'8by8' is no size: write width x height in pixels")
