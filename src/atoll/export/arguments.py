@@ -22,6 +22,14 @@ OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
 OUTPUTS = ("pil", "np", "pt", "latent")
 CALLBACK = ("latents",)
 """What callbacks may have and give back."""
+_NOT_TAKEN = {
+    "custom_pipeline": "this class is the pipeline, and no code is fetched",
+    "trust_remote_code": "no code is fetched",
+    "variant": "there are none; give torch_dtype",
+    "device_map": "call .to(device) or .enable_model_cpu_offload()",
+    "quantization_config": "quantise the components after loading",
+    "use_onnx": "only safetensors are read",
+}
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
@@ -110,8 +118,11 @@ def generators_of(value: Any) -> Generators:
     return generators
 
 
-def check_load(name: Any, residency: Any, kind: Any) -> None:
-    """Refuse arguments of `from_pretrained` of the wrong type."""
+def check_load(name: Any, residency: Any, kind: Any, others: dict[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` of the wrong type, and others that are set but not taken."""
+    for one, why in _NOT_TAKEN.items():
+        if others.pop(one, None):
+            raise ConfigError(f"{one} is not taken", why)
     if not isinstance(name, str | os.PathLike):
         raise ConfigError(f"from_pretrained({_short(name)})", "give a folder or a hub name")
     if residency is not None and not isinstance(residency, Residency):

@@ -54,14 +54,6 @@ from atoll.networks.router import Router
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
-_NOT_TAKEN = {
-    "custom_pipeline": "this class is the pipeline, and no code is fetched",
-    "trust_remote_code": "no code is fetched",
-    "variant": "there are none; give torch_dtype",
-    "device_map": "call .to(device) or .enable_model_cpu_offload()",
-    "quantization_config": "quantise the components after loading",
-    "use_onnx": "only safetensors are read",
-}
 
 
 @dataclass
@@ -369,10 +361,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             PartitionError: parts that do not belong together.
         """
         torch_dtype = kwargs.pop("dtype", None) or torch_dtype
-        check_load(pretrained_model_name_or_path, residency, torch_dtype)
-        for name, why in _NOT_TAKEN.items():
-            if kwargs.pop(name, None):
-                raise ConfigError(f"{name} is not taken", why)
+        check_load(pretrained_model_name_or_path, residency, torch_dtype, kwargs)
         hub = {
             "revision": revision,
             "local_files_only": local_files_only,
