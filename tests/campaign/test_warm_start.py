@@ -16,6 +16,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network, make_islands
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over
+from atoll.campaign.settings.train import RunPlan
 from atoll.ensemble.expert import read_card
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
@@ -101,7 +102,7 @@ def test_experts_start_with_the_bits_of_the_seeds_average(
     for island in range(2):
         assert same(average, first_weights(campaign, monkeypatch, "expert", island))
     monolith = first_weights(campaign, monkeypatch, "monolith", None)
-    shape = DataShape(**campaign.store.get_json("monolith/island.json")["shape"])
+    shape = RunPlan.read(campaign.store, "monolith/island.json").shape
     drawn = initial_network(campaign.config.network, shape, campaign.config.seed)
     assert same(monolith, dict(drawn.named_parameters())) and not same(monolith, average)
 

@@ -23,6 +23,7 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
+from atoll.campaign.settings.train import RunPlan
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.ensemble.expert import Expert, write_part
@@ -30,7 +31,6 @@ from atoll.ensemble.field import SingleField
 from atoll.ensemble.integrate import euler, sample
 from atoll.export.stock import STOCK, stock_of
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
-from atoll.networks.settings import DataShape
 from helpers import SMALL, atoll, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import card, random_weights
@@ -51,9 +51,11 @@ TEXTS = {
 def with_student(folder: Path, changes: dict[str, Any], std: float = 0.1) -> Campaign:
     """A campaign whose student is published: its weights are drawn, all of them far from zero."""
     campaign = partitioned(folder, changes)
-    plan = campaign.store.get_json("student/island.json")
-    settings, shape = campaign.config.denoiser("student")[0], DataShape(**plan["shape"])
-    network = random_weights(initial_network(settings, shape, 0), 5, std)
+    settings, plan = (
+        campaign.config.denoiser("student")[0],
+        RunPlan.read(campaign.store, "student/island.json"),
+    )
+    network = random_weights(initial_network(settings, plan.shape, 0), 5, std)
     weights = dict(network.named_parameters()) | kept_buffers(network)
     data = json.loads((folder / "islands/0/data/columns/latents/column.json").read_text())
     text = folder / "islands/0/data/columns/text/column.json"
@@ -62,12 +64,12 @@ def with_student(folder: Path, changes: dict[str, Any], std: float = 0.1) -> Cam
         island=None,
         family=settings.family,
         condition=campaign.config.condition,
-        partition=plan["partition"],
+        partition=plan.partition,
         latents=data["producer"],
         text=json.loads(text.read_text())["producer"] if text.exists() else None,
-        shape=plan["shape"],
+        shape=plan.shape,
         parameters=parameter_count(network),
-        train_flops=plan["train_flops"],
+        train_flops=plan.train_flops,
         weights_sha256=digest_tensors(weights),
         provenance={"student": {"teacher": "cluster", "teachers": {"islands/0": "0" * 64}}},
     )

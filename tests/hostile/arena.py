@@ -87,7 +87,9 @@ class Arena:
         faults: dict[str, list[Any]] = {"watched": [str(self.inside), str(log)]}
         if call:
             faults["call"] = list(call)
-        places = {"TMPDIR": str(self.inside / "tmp"), "HF_HOME": str(self.inside / "tmp/hub")}
+        temporary = self.inside / "tmp"
+        places = {"TMPDIR": "", "HF_HOME": "hub", "ATOLL_CACHE": "cache"}
+        places = {name: str(temporary / folder) for name, folder in places.items()}
         child = self.nursery.start(*argv, faults=faults, env={**places, **(env or {})})
         code = child.code = self.nursery.ask({"wait": child.pid, "seconds": self.seconds})
         if code is None:
