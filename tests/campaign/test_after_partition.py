@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atoll.base.errors import DataError, PartitionError
@@ -15,9 +16,10 @@ from atoll.campaign.opt_out import opt_out_stage
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
+from atoll.data.samples import write_weights
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import partitioned
+from helpers import command, partitioned
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -36,11 +38,14 @@ def listed(campaign: Campaign, folder: Path, island: int) -> tuple[Path, list[in
     return path, rows
 
 
-def test_only_the_islands_of_rows_that_leave_are_written_again(tmp_path: Path) -> None:
+def test_only_the_islands_of_rows_that_leave_are_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = partitioned(tmp_path / "c")
     path, rows = listed(campaign, tmp_path, 1)
     before, old = digests(tmp_path / "c"), partitions.load(campaign.store)
     assert opt_out_stage(campaign, path) == [1]
+    assert "1 of 3 lines name no row: nobody" in capsys.readouterr().out
     after, new = digests(tmp_path / "c"), partitions.load(campaign.store)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert not any(name.startswith(("islands/0", "data/")) for name in changed)
@@ -103,8 +108,33 @@ def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
     path.write_text("\n".join(dataset.ids))
     with pytest.raises(PartitionError, match="would be left without rows to train on"):
         opt_out_stage(campaign, path)
+    for text in ("", "nobody\nnothing"):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"no line of .* names a row"):
+            opt_out_stage(campaign, path)
     with pytest.raises(DataError, match="there is no data set at"):
         assign_stage(campaign, str(tmp_path / "nothing"))
+
+
+def test_weights_that_changed_since_are_told_and_nothing_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = partitioned(tmp_path / "c").dataset()
+    write_weights(dataset, np.full(len(dataset), 0.5, np.float32), {"name": "sources"})
+    campaign = partitioned(tmp_path / "w", {"data": {"path": "../c/data", "weighted": True}})
+    train_run(campaign, "expert", 0)
+    path, _ = listed(campaign, tmp_path, 0)
+    assert opt_out_stage(campaign, path, retrain=True) == [0]  # islands of the same weights join
+
+    told = command(capsys, "data", "filter", tmp_path / "w", "--keep", "width >= 1")
+    assert told.code == 0 and "weights by sources are replaced" in told.out
+    before = digests(tmp_path / "w")
+    path.write_text(campaign.dataset().ids[int(partitions.load(campaign.store).rows(0)[0])])
+    with pytest.raises(PartitionError, match=r"weights .* are no longer those"):
+        opt_out_stage(Campaign.open(tmp_path / "w"), path, retrain=True)
+    told = command(capsys, "partition", tmp_path / "w")
+    assert told.code == 0 and "weights have changed" in told.out
+    assert digests(tmp_path / "w") == before
 
 
 def test_new_rows_get_the_clusters_that_they_would_have_had(tmp_path: Path) -> None:

@@ -42,12 +42,18 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         Numbers of the islands that were written again.
 
     Raises:
-        DataError: the list cannot be read.
-        PartitionError: something was trained on the rows, or an island would be left without any to train on.
+        DataError: the list cannot be read, or names no row.
+        PartitionError: something was trained on the rows, an island would be left without any to train on, or
+            the data set's weights are others by now. Nothing is changed then.
     """
     store = campaign.store
     dataset, partition = campaign.clustered()
-    named = _named(dataset, _lines(path))
+    if not partition.weighs_as(dataset):
+        what = f"the weights of {dataset.store.location} are no longer those that the partition was made with"
+        raise PartitionError(
+            what, "start a new campaign to draw by these, and leave the rows out before that"
+        )
+    named = _named(dataset, _lines(path), path)
     leaving = np.setdiff1d(named, partition.about.opted_out)
     say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} have left before")
     if not len(leaving):
@@ -90,13 +96,25 @@ def _lines(path: Path) -> set[str]:
         raise DataError(f"{path} cannot be read", fix) from None
 
 
-def _named(dataset: DataSet, lines: set[str]) -> I64:
-    """Numbers of the rows whose id or digest of the source is among the lines, ascending."""
-    wanted, found = pa.array(sorted(lines), pa.string()), list[I64]()
+def _named(dataset: DataSet, lines: set[str], path: Path) -> I64:
+    """Numbers of the rows whose id or digest of the source is among the lines, ascending.
+
+    Raises:
+        DataError: no line names a row.
+    """
+    wanted, found, idle = pa.array(sorted(lines), pa.string()), list[I64](), lines.copy()
     for shard in range(len(dataset.shards)):
-        table = dataset.shard_table(shard, ["id", "sha256"])
-        hit = pc.or_kleene(*(pc.is_in(table.column(name), wanted) for name in ("id", "sha256")))
-        found.append(np.flatnonzero(hit.to_numpy()) + int(dataset.bounds[shard]))
+        columns = dataset.shard_table(shard, ["id", "sha256"]).columns
+        hits = [pc.is_in(column, wanted) for column in columns]
+        for column, hit in zip(columns, hits, strict=True):
+            idle.difference_update(column.filter(hit).to_pylist())
+        found.append(np.flatnonzero(pc.or_kleene(*hits).to_numpy()) + int(dataset.bounds[shard]))
+    some = ", ".join(sorted(idle)[:5]) + ", …" * (len(idle) > 5)
+    if len(idle) == len(lines):
+        what = f"no line of {path} names a row" + (f": {some}" if some else ", since it has none")
+        raise DataError(what, "give ids, or SHA-256s of source pictures, as `rows/*.parquet` has them")
+    if idle:
+        say(f"warning: {len(idle):,} of {len(lines):,} lines name no row: {some}")
     return np.concatenate(found)
 
 

@@ -43,6 +43,8 @@ def make_islands(campaign: Campaign) -> Partition:
     if store.exists("partition/partition.json"):
         partition = partitions.load(store)
         say(f"partition: finished already, {partition.k} clusters {partition.sizes}")
+        if campaign.has_dataset() and not partition.weighs_as(campaign.dataset()):
+            say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
         if config.student is not None and not store.exists("student/island.json"):
             _add_student(campaign, partition)
         return partition

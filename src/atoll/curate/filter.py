@@ -170,6 +170,9 @@ def filter_stage(
         say(f"{name}: {kept:,} of {size:,} rows kept ({share:.1%})")
     if not dry_run:
         weights = weights_of(dataset) if times else np.ones(len(dataset), dtype=np.float32)
+        before = dataset.column(WEIGHTS).meta.producer.get("name") if dataset.has_column(WEIGHTS) else None
+        if before not in (None, "filter") and not times:
+            say(f"warning: weights by {before} are replaced; write them again, and add --times to keep them")
         heldout = np.ones(len(dataset), dtype=bool)
         heldout[train] = False
         about = {"keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect), "times": times}
@@ -181,7 +184,9 @@ def filter_stage(
         )
         ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
         campaign.store.put("reports/kept.txt", ids.encode())
-        say(f"wrote column {WEIGHTS} and reports/kept.txt; a campaign with data.weighted=true draws by it")
+        say(
+            f"wrote reports/kept.txt and column {WEIGHTS}: a new campaign draws by it with data.weighted=true"
+        )
     return chosen
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pyarrow import csv, json
 from torch import Tensor
@@ -23,7 +22,7 @@ from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.text_hits import ragged
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.columns import Column, Progress
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import DataSet, read_parquet
 from atoll.data.samples import read_labels
 from atoll.encoders.extractors import ClipEncoder, extractor
 
@@ -113,7 +112,7 @@ def read_table(path: Path) -> pa.Table:
             return csv.read_csv(path)
         if path.suffix in (".json", ".jsonl"):
             return json.read_json(path)
-        return pq.read_table(pa.BufferReader(path.read_bytes()))
+        return read_parquet(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or first_line(error)}", "check it") from None
     except (pa.ArrowException, ValueError) as error:

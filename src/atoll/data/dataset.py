@@ -115,10 +115,8 @@ class DataSet:
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The same for one shard."""
         data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
-        # Not through a file object of Python's: Arrow's threads may still hold one when Python takes itself
-        # down, which aborts the process (apache/arrow#34314).
         try:
-            return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+            return read_parquet(data, columns)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             name = self.store.name(join(self.prefix, self.shards[shard].files["rows"].path))
             fix = "it is damaged: write the data set again"
@@ -282,6 +280,17 @@ class DataSet:
 def row_schema(names: Collection[str]) -> pa.Schema:
     """`ROWS` and those of `OPTIONAL` that are named."""
     return pa.schema([*ROWS, *(field for field in OPTIONAL if field.name in names)])
+
+
+def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table of a parquet file's bytes.
+
+    They are copied into memory of Arrow's own: its threads may still hold the bytes when Python takes itself
+    down, and giving back what is Python's then aborts the process (apache/arrow#34314).
+    """
+    sink = pa.BufferOutputStream()
+    sink.write(data)
+    return pq.read_table(pa.BufferReader(sink.getvalue()), columns=None if columns is None else list(columns))
 
 
 def to_parquet(table: pa.Table) -> bytes:

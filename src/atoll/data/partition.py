@@ -21,6 +21,7 @@ from atoll.data.cluster_map import inertia_of
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
+from atoll.data.samples import WEIGHTS, weights_of
 from atoll.data.settings import PartitionConfig
 from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
@@ -73,6 +74,12 @@ class Partition:
     def rows(self, number: int) -> NDArray[np.int64]:
         """Rows of a cluster, but for those that left."""
         return np.setdiff1d(np.flatnonzero(self.clusters == number), self.about.opted_out)
+
+    def weighs_as(self, dataset: DataSet) -> bool:
+        """Whether a data set has the weights that the cut was made with; any will do for one without."""
+        if self.about.weights is None:
+            return True
+        return dataset.has_column(WEIGHTS) and sha256(weights_of(dataset).tobytes()) == self.about.weights
 
     def nearest(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
         """Clusters of normalised features `(N, D)`."""
