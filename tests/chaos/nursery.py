@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -187,6 +188,7 @@ def _command(request: Mapping[str, Any]) -> int:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # found anew: imports may have asked for it before there was a TMPDIR
 
     import faults
 
