@@ -17,6 +17,8 @@ from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
 from atoll.data.samples import write_weights
+from atoll.data.settings import IngestConfig
+from atoll.data.split import write_split
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import command, partitioned
@@ -114,6 +116,28 @@ def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
             opt_out_stage(campaign, path)
     with pytest.raises(DataError, match="there is no data set at"):
         assign_stage(campaign, str(tmp_path / "nothing"))
+
+
+def test_a_duplicate_that_opts_out_changes_no_island(tmp_path: Path) -> None:
+    dataset = partitioned(tmp_path / "c").dataset()
+    kept = np.ones(len(dataset), dtype=bool)
+    kept[5] = kept[6] = False
+    write_split(dataset, IngestConfig.parse(dataset.manifest.config, "it"), kept=kept)
+    campaign = partitioned(tmp_path / "d", {"data": {"path": "../c/data"}})
+    assert partitions.load(campaign.store).clusters[5] == -1
+    train_run(campaign, "monolith")
+    path, rows = listed(campaign, tmp_path, 1)
+    before = digests(tmp_path / "d/islands"), digests(tmp_path / "d/monolith")
+    path.write_text(dataset.ids[5])
+    assert opt_out_stage(campaign, path) == []
+    assert (digests(tmp_path / "d/islands"), digests(tmp_path / "d/monolith")) == before
+    assert partitions.load(campaign.store).about.opted_out == [5]
+    path.write_text(f"{dataset.ids[5]}\n{dataset.ids[rows[0]]}")
+    assert opt_out_stage(Campaign.open(tmp_path / "d"), path, retrain=True) == [1]
+
+    write_split(dataset, IngestConfig.parse(dataset.manifest.config, "it"))
+    with pytest.raises(PartitionError, match="was split again after the partition"):
+        Campaign.open(tmp_path / "d").clustered()
 
 
 def test_weights_that_changed_since_are_told_and_nothing_is_lost(

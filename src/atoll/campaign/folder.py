@@ -131,6 +131,9 @@ class Campaign:
             raise PartitionError(
                 f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
             )
+        if (clusters.clusters[dataset.split("train")] < 0).any():
+            what = f"{dataset.store.location} was split again after the partition of this campaign"
+            raise PartitionError(what, "start a new campaign with it")
         return dataset, clusters
 
     def has_dataset(self) -> bool:

@@ -61,7 +61,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
     changed = [number for number in changed if number >= 0]  # a duplicate is on no island
     after = _without(dataset, partition, leaving)
-    whole = [Run(role) for role in WHOLE if store.exists(Run(role).plan)]
+    whole = [Run(role) for role in WHOLE if changed and store.exists(Run(role).plan)]
     seeded = Run("pretrain") in whole  # every expert started from what was learned from these rows
     learners = [*(run for run in experts_of(after.k) if seeded or run.expert in changed), *whole]
     _forget(campaign, learners, retrain)
@@ -124,7 +124,8 @@ def _without(dataset: DataSet, partition: Partition, leaving: I64) -> Partition:
     gone = np.union1d(about.opted_out, leaving).astype(np.int64)
     train = np.setdiff1d(dataset.split("train"), gone)
     sizes = np.bincount(clusters[train], minlength=about.k)
-    masses = weights_of(dataset)[train] if about.weights is not None else np.ones(len(train))
+    weights = weights_of(dataset) if about.weights is not None else None
+    masses = np.ones(len(train)) if weights is None else weights[train]
     held = np.bincount(clusters[train], masses, about.k)
     if not held.all():
         what = f"island {held.argmin()} would be left without rows to train on"
@@ -133,7 +134,8 @@ def _without(dataset: DataSet, partition: Partition, leaving: I64) -> Partition:
     changes = {
         "sizes": sizes.tolist(),
         "heldout": heldout.tolist(),
-        "masses": held.tolist() if about.weights is not None else [],
+        "masses": [] if weights is None else held.tolist(),
+        "buckets": partitions.buckets_of(dataset, train, clusters, about.k, weights),
         "opted_out": gone.tolist(),
         "revision": digest([about.hash, gone.tolist()]),
     }
@@ -171,7 +173,7 @@ def _count(campaign: Campaign, run: Run, rows: int) -> None:
 
 
 def _tell(after: Partition, leaving: I64, changed: list[int]) -> None:
-    counts = np.bincount(after.clusters[leaving], minlength=after.k)
+    counts = partitions.rows_in(after.clusters[leaving], after.k)
     written = ", ".join(f"{number} ({counts[number]:,} rows)" for number in changed)
     kept = ", ".join(str(number) for number in range(after.k) if number not in changed) or "none"
     say(f"{len(leaving):,} rows have left: islands {written} are written again; unchanged: {kept}")

@@ -19,7 +19,7 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe
+from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, look
 from atoll.data.encode import embed, encode_latents, encode_text
 from atoll.data.formats import ShardNote
 from atoll.data.ingest import ingest
@@ -158,7 +158,11 @@ def prepare_data(campaign: Campaign) -> None:
     if any(name.startswith("features-") for name in stale):
         embed_stage(campaign)
     if (how := config.data.dedupe) is not None:
-        wanted = about(campaign.dataset(), how, config.partition.encoder)
+        dataset = campaign.dataset()
+        wanted = about(dataset, how, config.partition.encoder)
+        if not made_by(dataset, COLUMN, wanted):  # the looks are shared work, what is alike is one process's
+            progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
+            look(dataset, progress, config.train.lease)
         _Once(campaign, COLUMN, wanted, dedupe_stage).run()
     if "latents" in stale or "text" in stale:
         encode_stage(campaign)

@@ -239,8 +239,12 @@ def lines(found: Contents) -> list[str]:
         told.append(
             f"  {found.duplicates[0]:,} show what another shows; one stands for {found.duplicates[1]:,}"
         )
-    if dataset.buckets is not None:
-        sizes, counts = np.unique(dataset.buckets, axis=0, return_counts=True)
+    try:
+        buckets = dataset.buckets
+    except AtollError:
+        buckets = None  # the problems below name the file
+    if buckets is not None:
+        sizes, counts = np.unique(buckets, axis=0, return_counts=True)
         pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
         told += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
     told += [f"  {count:,} left out: {name} (rejects.jsonl)" for name, count in manifest.rejects.items()]

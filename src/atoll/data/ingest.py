@@ -106,7 +106,8 @@ class _Ingest(Stage[DataSet]):
         """Take possession of the folder, and find mode and sizes of the pictures."""
         key, where = join(self.folder, _NOTE), self.store.name(self.folder)
         if not self.store.exists(key):
-            held = self.store.list(self.folder)
+            claims = join(self.folder, "claims/")  # a worker that was killed leaves its own
+            held = [key for key in self.store.list(self.folder) if not key.startswith(claims)]
             if held and not any(self.store.exists(join(self.folder, one)) for one in (_NOTE, MANIFEST)):
                 raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
             mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
@@ -139,6 +140,8 @@ class _Ingest(Stage[DataSet]):
 
     def make(self, number: int, seen: ShardNote | None, untouched: Callable[[], bool]) -> ShardNote | None:
         """Write the files of a shard, over others only if it is `untouched`; None if it is not."""
+        if not self.owns():  # finished or given up elsewhere
+            return None
         return self._made(number, seen.taken if seen else [], untouched)
 
     def _made(self, number: int, taken: Sequence[str], may_replace: Callable[[], bool]) -> ShardNote | None:
@@ -185,6 +188,8 @@ class _Ingest(Stage[DataSet]):
         self.store.put(join(self.folder, REJECTS), lines.encode())
         counts = Counter(reject.reason for reject in rejects)
         dataset = self._dataset(filled, source=self.about, rejects=dict(sorted(counts.items())))
+        if (done := self.done()) is not None:  # finished elsewhere, and perhaps split anew since
+            return done
         try:
             write_split(dataset, self.config)
         except DataError as error:
@@ -238,6 +243,8 @@ class _Ingest(Stage[DataSet]):
 
     def tidy(self, dataset: DataSet) -> None:
         """Remove notes, claims, and files of shards that were written again and are empty now."""
+        if self.store.exists(join(self.folder, _NOTE)):  # first: then nobody believes that the folder is his
+            self.store.delete(join(self.folder, _NOTE))
         named = {entry.path for shard in dataset.shards for entry in shard.files.values()}
         parts = [
             key for part in ("rows", "images", "claims") for key in self.store.list(join(self.folder, part))
@@ -246,8 +253,6 @@ class _Ingest(Stage[DataSet]):
         self.store.delete(
             *(join(self.folder, path) for path in paths if _OWN.fullmatch(path) and path not in named)
         )
-        if self.store.exists(join(self.folder, _NOTE)):
-            self.store.delete(join(self.folder, _NOTE))
 
 
 class _Converter:

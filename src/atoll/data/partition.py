@@ -175,7 +175,7 @@ def make(
         heldout=(rows_in(clusters, config.k) - sizes).tolist(),
         weights=None if weights is None else sha256(weights.tobytes()),
         masses=[] if weights is None else held.tolist(),
-        buckets=_buckets(dataset, train, clusters, config.k, weights),
+        buckets=buckets_of(dataset, train, clusters, config.k, weights),
         warnings=[*imbalances(sizes.tolist(), config.capacities), *_merged(values)],
         inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
@@ -184,7 +184,7 @@ def make(
     return Partition(whole, clusters, centroids, prices)
 
 
-def _buckets(
+def buckets_of(
     dataset: DataSet,
     train: NDArray[np.int64],
     clusters: NDArray[np.int64],

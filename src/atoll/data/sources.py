@@ -89,7 +89,9 @@ class SeveralSources:
         columns = {column for about in parts.values() for column in about.get("columns", [])}
         return {
             "name": ", ".join(parts),
-            "fingerprint": digest([[name, about["fingerprint"]] for name, about in parts.items()]),
+            "fingerprint": digest(
+                [[name, about["fingerprint"], about["licence"]] for name, about in parts.items()]
+            ),
             "licence": "; ".join(f"{name}: {about['licence']}" for name, about in parts.items()),
             "columns": sorted({"source", "licence", *columns}),
             "sources": parts,

@@ -137,6 +137,8 @@ def _write_some(stage: Stage[Result], claims: Claims | None, missing: list[int])
     for number in missing:
         with _claimed(claims, f"{number:05d}") as mine:
             if mine and (claims is None or stage.is_missing(number)):
+                if claims is not None and stage.done() is not None:
+                    return True  # finished elsewhere: its notes are gone, and nothing is missing
                 stage.write(number)
                 wrote = True
         if mine:
