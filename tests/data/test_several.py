@@ -157,6 +157,8 @@ def test_several_sources_tell_source_and_licence(tmp_path: Path, store: Store) -
     source = open_sources(named, CONFIG)
     count = sum(COUNTS.values())
     assert len(source) == 2 * count
+    mended = {**named, "web": named["web"].model_copy(update={"licence": "CC-BY-SA"})}
+    assert open_sources(mended, CONFIG).describe()["fingerprint"] != source.describe()["fingerprint"]
     dataset = ingest(source, store, "d", CONFIG)
     found = dataset.table().to_pylist()
     assert dataset.table().column_names == [*ROWS.names, "source", "licence"]

@@ -52,6 +52,21 @@ def serial(tmp_path: Path) -> Path:
     return tmp_path / "serial"
 
 
+def test_a_worker_that_is_behind_computes_nothing_again(store: Store) -> None:
+    """Whoever finishes removes the notes of all shards, while another one still goes through its list."""
+    config, reads = CONFIG.model_copy(update={"mode": "rgb"}), list[int]()
+
+    class Behind(Rows):
+        def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
+            reads.append(start)
+            if len(reads) == 1:
+                ingest(Rows(repeated()), store, "d", config)
+            return super().records(start, stop)
+
+    ingest(Behind(repeated()), store, "d", config, lease=LEASE)
+    assert len(reads) == 1 and not audit(DataSet.open(store, "d"))
+
+
 def test_ids_are_settled_as_if_there_were_one_shard(serial: Path, store: Store) -> None:
     """A row of a known id is rejected for that, even where its picture is broken too."""
     many = DataSet.open(Store.open(serial), "d")
