@@ -166,6 +166,7 @@ def prepare_data(campaign: Campaign) -> None:
         _Once(campaign, COLUMN, wanted, dedupe_stage).run()
     if "latents" in stale or "text" in stale:
         encode_stage(campaign)
+    campaign.dataset().tidy()
 
 
 class _Once(Stage[bool]):

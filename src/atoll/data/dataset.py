@@ -240,6 +240,12 @@ class DataSet:
         self._columns.pop(name, None)
         return self.column(name)
 
+    def tidy(self) -> None:
+        """Remove what a killed process left beside complete columns; a stage skips a column that is there."""
+        for name in self.column_names():
+            column = self.column(name)
+            remove_others(self.store, column.folder, column.meta)
+
     def localise(self, columns: Sequence[str]) -> None:
         """Verify every file of some columns and, of a remote store, fetch it: to be called before forking.
 

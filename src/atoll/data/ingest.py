@@ -39,7 +39,7 @@ from atoll.store.manifest import FileEntry, write_once
 from atoll.store.store import Absent, Conflict, Store
 
 _NOTE = "ingest.json"
-_OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)|claims/.*\.json")
+_OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)|claims/(.*\.json|probe-[0-9a-f]+)")
 
 
 def ingest(
