@@ -187,7 +187,7 @@ class Column:
         return ragged(keys, sequence)
 
     def lengths(self) -> Rows:
-        """Elements of every row's sequence of a ragged column `(rows,)`."""
+        """Elements of every stored sequence of a ragged column: one a row, unless rows share theirs."""
         return np.concatenate([self._map(shard).lengths for shard in range(len(self.meta.shards))])
 
     def extra(self, name: str) -> dict[str, Tensor]:
