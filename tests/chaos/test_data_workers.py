@@ -121,8 +121,8 @@ POINTS = [
     (r"columns/split/column\.json", "after"),
     (r"manifest\.json", "before"),
     (r"manifest\.json", "after"),
-    (r"rows/00005\.json", "removing"),
     (r"ingest\.json", "removed"),
+    (r"rows/00005\.json", "removing"),
 ]
 """Changes of the store at which a worker dies, in the order in which an ingest comes to them."""
 
