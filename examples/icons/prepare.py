@@ -121,9 +121,11 @@ def row(set_: str, icons: dict[str, Any], name: str, keep_aspect: bool) -> Row |
 
 
 def drawn(icons: dict[str, Any], icon: dict[str, Any], keep_aspect: bool) -> Image.Image | None:
-    """An icon on white."""
+    """An icon on white; None where there is nothing to see."""
     left, top = (icon.get(key, icons.get(key, 0)) for key in ("left", "top"))
     width, height = (icon.get(key, icons.get(key, 16)) for key in ("width", "height"))
+    if min(width, height) <= 0:
+        return None
     scale = SIDE / max(width, height)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" color="black"'

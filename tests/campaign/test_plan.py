@@ -68,12 +68,12 @@ def test_text_states_are_told_before_and_after_they_are_there(tmp_path: Path) ->
     stored = sum(path.stat().st_size for path in (tmp_path / "data/columns/text").glob("0*.safetensors"))
     assert counted.bytes == stored
     said = lines(make_plan(campaign.config, expected(campaign), gpus.load(), "h100"))
-    assert any(line.endswith("text states of the data set") for line in said)
+    assert any(line.endswith("captions of the data set") for line in said)
     assert any("80 distinct captions x" in line for line in said) and max(map(len, said)) <= 100
     many = replace(outlook, text=replace(text, captions=10**6))
     plan = make_plan(campaign.config, many, gpus.load(), "h100")
-    assert any(line.endswith("encoder's work: cheaper") for line in lines(plan))
-    assert not any(line.endswith("encoder's work: cheaper") for line in said)
+    assert any(line.endswith("work: cheaper, data.precompute_text=false") for line in lines(plan))
+    assert not any(line.endswith("work: cheaper, data.precompute_text=false") for line in said)
 
 
 # Arithmetic.

@@ -15,8 +15,8 @@ from atoll.campaign.prepare import prepare
 from atoll.data.dataset import DataSet
 from atoll.ensemble.expert import read_card
 from atoll.store.store import Store
+from helpers import assembled, merged, refused, write_campaign
 from helpers import command as answer
-from helpers import refused, write_campaign
 
 PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
 RUNS = ("islands/0", "islands/1", "router", "monolith")
@@ -326,3 +326,24 @@ def test_an_override_of_the_first_command_counts_for_all_later_ones(
     assert again.config.train.batch == 8
     assert again.config.sampling.steps == 3  # never fixed: campaign.yaml decides
     refused(answer(capsys, "launch", folder, "--set", "train.batch=4"), "train.batch is 4", "started with 8")
+
+
+@pytest.mark.slow
+def test_text_encoded_in_training_trains_the_same_weights(tmp_path: Path) -> None:
+    changes = {
+        "condition": "text",
+        "network": {"family": "pixart"},
+        "router": {"sees_condition": True},
+    }
+    cards = []
+    for precompute in (True, False):
+        folder = assembled(
+            tmp_path / str(precompute), merged(changes, {"data": {"precompute_text": precompute}})
+        )
+        columns = {path.name for path in folder.glob("islands/*/data/columns/*")}
+        assert columns == {"latents", "split", "text" if precompute else "tokens"}
+        store = Store.open(folder)
+        cards.append([read_card(store, f"{name}/expert") for name in ("islands/0", "islands/1", "router")])
+    for stored, encoded in zip(*cards, strict=True):
+        assert (stored.weights_sha256, stored.text) == (encoded.weights_sha256, encoded.text)
+    run("compare", folder, "--set", "evaluate.samples=8", "--set", "evaluate.components=4")

@@ -1,10 +1,14 @@
 """Rows as a network sees them."""
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from atoll.base.errors import DataError
+from atoll.base.errors import ConfigError, DataError
 from atoll.data.dataset import DataSet
 from atoll.data.encode import encode_latents, encode_text
 from atoll.data.glyphs import GlyphSource
@@ -61,6 +65,49 @@ def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
     assert null.text is not None and null.mask is not None and null.mask.all()
     assert null.mask.shape == mask.shape
     torch.testing.assert_close(null.text, states, rtol=1e-2, atol=1e-3)
+
+
+def test_tokens_are_encoded_to_the_states_that_are_stored(encoded: DataSet, tmp_path: Path) -> None:
+    store = Store.open(shutil.copytree(encoded.store.path(""), tmp_path / "tokens"))
+    shutil.rmtree(tmp_path / "tokens/columns/text")
+    dataset = DataSet.open(store, "")
+    encode_text(dataset, text_encoder("minilm", 12), precompute=False)
+    assert dataset.text().meta.dtype == "int32" and dataset.producers() == encoded.producers()
+    shape = data_shape(dataset, "text")
+    assert shape == data_shape(encoded, "text")
+    index, rows = np.array([5, 0, 7, 5]), dataset.split("train")
+    samples, stored = (Samples(one, rows, "text", shape) for one in (dataset, encoded))
+    for ours, theirs in (
+        (samples.conditions(index), stored.conditions(index)),
+        (samples.null(), stored.null()),
+    ):
+        assert ours.text is not None and ours.mask is not None
+        assert theirs.text is not None and theirs.mask is not None
+        assert torch.equal(ours.text, theirs.text) and torch.equal(ours.mask, theirs.mask)
+        assert not ours.text.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("name", "stranger/encoder", "which Atoll does not know"),
+        ("hash", "0" * 64, "is not the one of the training"),
+    ],
+)
+def test_only_the_encoder_of_the_tokens_encodes_them(
+    encoded: DataSet, tmp_path: Path, name: str, value: str, said: str
+) -> None:
+    store = Store.open(shutil.copytree(encoded.store.path(""), tmp_path / "tokens"))
+    shutil.rmtree(tmp_path / "tokens/columns/text")
+    encode_text(DataSet.open(store, ""), text_encoder("minilm", 12), precompute=False)
+    meta = tmp_path / "tokens/columns/tokens/column.json"
+    tree = json.loads(meta.read_text())
+    tree["producer"][name] = value
+    meta.write_text(json.dumps(tree))
+    dataset = DataSet.open(store, "")
+    samples = Samples(dataset, dataset.split("train"), "text", data_shape(dataset, "text"))
+    with pytest.raises(ConfigError, match=said):
+        samples.conditions(np.arange(2))
 
 
 def test_labels_and_their_null(encoded: DataSet) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, wanted_columns
+from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, training_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
@@ -23,24 +23,26 @@ LOOKED_AT = 16
 
 @dataclass(frozen=True)
 class TextStates:
-    """What the text states of a data set take.
+    """What the captions of a data set take.
 
     Attributes:
         captions: distinct ones, counted in each shard.
         tokens: of one, on average.
-        width: numbers of a token, 2 bytes each.
+        width: numbers of a token's state, 2 bytes each.
         counted: whether they are there; else captions are those of some shards, and tokens are estimated.
+        precomputed: whether states are stored; else only the tokens' ids are, 4 bytes each.
     """
 
     captions: int
     tokens: float
     width: int
     counted: bool
+    precomputed: bool = True
 
     @property
     def bytes(self) -> int:
         """Of all files."""
-        return round(self.captions * self.tokens * self.width * 2)
+        return round(self.captions * self.tokens * token_bytes(self.width, self.precomputed))
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,21 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
             buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
-    stored = [row_bytes(shape) * size for size in sizes] if sizes else None
+    bytes_ = row_bytes(shape, campaign.config.data.precompute_text)
+    stored = [bytes_ * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k
     return Expected(shape, sizes, count, stored, False, notes, text=text, buckets=buckets)
 
 
-def row_bytes(shape: DataShape) -> int:
-    """Bytes of a row's latents and text states in float16, texts at their longest; pictures stay behind."""
-    return 2 * (shape.channels * math.prod(shape.largest) + shape.text_length * shape.text_width)
+def row_bytes(shape: DataShape, precomputed: bool) -> int:
+    """Bytes of a row's latents and text in float16, texts at their longest; pictures stay behind."""
+    text = shape.text_length * token_bytes(shape.text_width, precomputed)
+    return 2 * shape.channels * math.prod(shape.largest) + text
+
+
+def token_bytes(width: int, precomputed: bool) -> int:
+    """Bytes of a token as it is stored: its state in float16, or its number."""
+    return 2 * width if precomputed else 4
 
 
 def _text_states(campaign: Campaign, dataset: DataSet) -> TextStates:
@@ -118,16 +127,15 @@ def _text_states(campaign: Campaign, dataset: DataSet) -> TextStates:
     found = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
     count = sum(map(len, found))
     captions = round(count * shards / len(some))
-    if made_by(dataset, "text", wanted_columns(campaign.config)["text"]):
-        meta = dataset.column("text").meta
-        width = meta.shape[0]
-        return TextStates(
-            captions, sum(one.bytes for one in meta.shards) / (2 * width * captions), width, True
-        )
+    name, by = [*training_columns(campaign.config).items()][-1]
     width, longest = text_size(config.text_encoder, config.text_length)
+    if made_by(dataset, name, by):
+        stored = sum(one.bytes for one in dataset.column(name).meta.shards)
+        tokens = stored / (token_bytes(width, config.precompute_text) * captions)
+        return TextStates(captions, tokens, width, True, config.precompute_text)
     # Tokenizers make about one token of four bytes of English, and add one or two of their own.
     tokens = sum(min(longest, 2 + len(one.encode()) / 4) for shard in found for one in shard) / count
-    return TextStates(captions, tokens, width, False)
+    return TextStates(captions, tokens, width, False, config.precompute_text)
 
 
 def _partitioned(campaign: Campaign) -> Expected:
@@ -137,7 +145,8 @@ def _partitioned(campaign: Campaign) -> Expected:
     stored = []
     for number, plan in enumerate(plans):
         known = stored_bytes(store, number)
-        stored.append(row_bytes(shape) * plan.rows if known is None else known[0])
+        each = row_bytes(shape, campaign.config.data.precompute_text)
+        stored.append(each * plan.rows if known is None else known[0])
     partition = read_partition(store)
     buckets = list(partition.buckets.values())
     return Expected(shape, sizes, sum(sizes), stored, True, [], partition.masses, buckets=buckets)
@@ -164,8 +173,7 @@ def _from_settings(campaign: Campaign) -> DataShape:
 
 def _from_data(campaign: Campaign, dataset: DataSet) -> DataShape:
     """The shape by the columns, or as much of it as the rows and pictures tell."""
-    wanted = wanted_columns(campaign.config)
-    if all(made_by(dataset, name, wanted[name]) for name in ("latents", "text") if name in wanted):
+    if all(made_by(dataset, name, by) for name, by in training_columns(campaign.config).items()):
         return data_shape(dataset, campaign.config.condition)
     shape = _from_settings(campaign)
     if campaign.config.data.vae == "none" and dataset.manifest.mode is not None:

@@ -11,7 +11,7 @@ from atoll.base.rng import seed_of
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, start_of
-from atoll.campaign.runs import Run, experts_of, made_by, wanted_columns
+from atoll.campaign.runs import Run, experts_of, made_by, training_columns, wanted_columns
 from atoll.campaign.settings.train import RunPlan
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
@@ -114,16 +114,14 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
             raise DataError(
                 f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
             )
-    wanted = wanted_columns(config)
-    for name, producer in wanted.items():
+    for name, producer in wanted_columns(config).items():
         if not made_by(dataset, name, producer):
             command = "embed" if name.startswith("features-") else "encode"
             what = "of other settings" if dataset.has_column(name) else "missing"
             raise DataError(
                 f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
             )
-    drawn_by = (WEIGHTS,) if config.data.weighted else ()
-    return [n for n in ("latents", "split", "text", *drawn_by) if n in wanted or n in ("split", WEIGHTS)]
+    return ["split", *training_columns(config), *([WEIGHTS] if config.data.weighted else [])]
 
 
 def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:

@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any
 
 from atoll.base.errors import ConfigError
-from atoll.base.text import in_common
+from atoll.base.text import in_common, size
 from atoll.campaign.budget import Share, divide, router_arguments
-from atoll.campaign.expected import Expected, TextStates, row_bytes
+from atoll.campaign.expected import Expected, TextStates, row_bytes, token_bytes
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.encoders.text import text_parameters
 from atoll.networks.families import family
 from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.router import Router
@@ -103,7 +104,7 @@ class RunCost:
         footprint: its memory, counted.
         gpus: GPUs it uses: at most one for each sample of a step.
         gpu: what they are.
-        beside: bytes on every GPU for networks that do not learn: a student's teachers.
+        beside: bytes on every GPU for networks that do not learn: a student's teachers, a text encoder.
     """
 
     name: str
@@ -281,35 +282,40 @@ def make_plan(
     gpu, budget = table[name], divide(config, data.shape, data.masses or data.sizes, data.buckets)
     rows = [None if data.rows is None else size for size in data.sizes]
     counts: dict[tuple[str, bool], Footprint] = {}
+    encodes = config.condition == "text" and not config.data.precompute_text
+    encoder = text_parameters(config.data.text_encoder) if encodes else 0
+    beside = WEIGHTS * (encoder or 0)
 
     def cost(run: Run, share: Share, rows: int | None, gpus: int) -> RunCost:
         network, train = config.denoiser(*run)
         key = (network.model_dump_json(), train.precision != "float32")
         if key not in counts:
             counts[key] = denoiser_footprint(network, data.shape, key[1])
-        return RunCost(run.name, share, rows, counts[key], min(gpus, share.batch), gpu)
+        return RunCost(run.name, share, rows, counts[key], min(gpus, share.batch), gpu, beside)
 
     experts = [cost(Run("expert", n), share, rows[n], gpus) for n, share in enumerate(budget.experts)]
     routing = router_footprint(config, data.shape)
-    router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu)
+    router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu, beside)
     monolith = cost(Run("monolith"), budget.monolith, data.rows, gpus * len(experts))
     pretrain = cost(Run("pretrain"), budget.pretrain, data.rows, gpus) if budget.pretrain else None
     student = None
     if budget.student:
         student = cost(Run("student"), budget.student, data.rows, gpus)
-        student = replace(student, beside=_teachers(config, experts, router))
+        student = replace(student, beside=beside + _teachers(config, experts, router))
 
     networks = sum(run.footprint.parameters for run in [*experts, router])
     ring = 2 * (len(experts) - 1) * GRADIENTS * monolith.footprint.parameters
     traffic = Traffic(
         None if data.stored is None else sum(data.stored),
-        row=row_bytes(data.shape),
+        row=row_bytes(data.shape, config.data.precompute_text),
         experts_in=EMA * networks,
         between_islands=0,
         all_reduce=ring * budget.monolith.steps,
         text_states=None if data.text is None else data.text.bytes,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
+    if encoder is None:
+        notes.append(f"memory of {config.data.text_encoder} is not counted: its config cannot be found here")
     if data.text is not None:
         shares = [*budget.experts, budget.router, *(run for run in [budget.pretrain] if run)]
         shares += [budget.monolith] if config.monolith else []
@@ -336,14 +342,17 @@ def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -
 
 
 def _text_notes(text: TextStates, samples: int) -> list[str]:
-    """How text states were counted, and what it would take not to store them."""
-    size = f"{text.captions:,} distinct captions x {text.tokens:.1f} tokens x {text.width} x 2 bytes"
-    seen = samples / text.captions
-    cheaper = ": cheaper" if seen < 1 else ""
-    return [
-        f"text states: {size}{'' if text.counted else ', estimated'}",
-        f"texts encoded in training would take no bytes and {seen:.3g} times the encoder's work{cheaper}",
-    ]
+    """How the captions' bytes were counted, and what the other way of keeping them would take."""
+    each, other = (token_bytes(text.width, one) for one in (text.precomputed, not text.precomputed))
+    counted = f"{text.captions:,} distinct captions x {text.tokens:.1f} tokens x {each} bytes"
+    stored, seen = size(text.bytes // each * other), samples / text.captions
+    works = f"{seen:.3g} times"
+    if text.precomputed:
+        cheaper = ": cheaper, data.precompute_text=false" if seen < 1 else ""
+        note = f"would take {stored} and {works} the encoder's work{cheaper}"
+    else:
+        note = f"takes {works} the encoder's work (precomputed states would take {stored})"
+    return [f"text: {counted}{'' if text.counted else ', estimated'}", f"text encoded in training {note}"]
 
 
 def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:

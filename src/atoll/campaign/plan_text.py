@@ -110,7 +110,7 @@ def _traffic(plan: Plan) -> list[str]:
     )
     stored = traffic.text_states
     return [
-        *([f"  {size(stored):>8}  text states of the data set"] if stored is not None else []),
+        *([f"  {size(stored):>8}  captions of the data set"] if stored is not None else []),
         f"  {size(out):>8}  {what} out to the islands",
         f"  {size(traffic.experts_in):>8}  networks back in",
         f"  {size(traffic.between_islands):>8}  between islands while they train",

@@ -16,7 +16,7 @@ from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
-from atoll.campaign.runs import made_by, wanted_columns
+from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, look
@@ -131,9 +131,9 @@ def encode_stage(campaign: Campaign) -> None:
     if campaign.config.condition == "text":
         encoder = text_encoder(config.text_encoder, config.text_length, device)
         progress = Progress(f"text by {config.text_encoder}", shards, unit="shards")
-        column = encode_text(dataset, encoder, progress, lease)
-        length, width = column.meta.max_length, column.meta.shape[-1]
-        say(f"text: {len(dataset):,} rows of at most {length} tokens of {width}")
+        column = encode_text(dataset, encoder, progress, lease, config.precompute_text)
+        each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
+        say(f"text: {len(dataset):,} rows of at most {column.meta.max_length} tokens{each}")
 
 
 def prepare(campaign: Campaign) -> Partition:
@@ -154,8 +154,9 @@ def prepare_data(campaign: Campaign) -> None:
     if here or not campaign.has_dataset():
         ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()
-    stale = [name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)]
-    if any(name.startswith("features-") for name in stale):
+    stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
+    encoded = stale.intersection(training_columns(config))
+    if stale - encoded:
         embed_stage(campaign)
     if (how := config.data.dedupe) is not None:
         dataset = campaign.dataset()
@@ -164,7 +165,7 @@ def prepare_data(campaign: Campaign) -> None:
             progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
             look(dataset, progress, config.train.lease)
         _Once(campaign, COLUMN, wanted, dedupe_stage).run()
-    if "latents" in stale or "text" in stale:
+    if encoded:
         encode_stage(campaign)
     campaign.dataset().tidy()
 

@@ -79,12 +79,19 @@ def runs_of(config: CampaignConfig) -> list[Run]:
 
 def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Columns that the campaign needs, and what its settings say of their producer."""
-    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
-    if config.condition == "text":
-        wanted["text"] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+    wanted = training_columns(config)
     if config.partition.method == "kmeans":
         encoder, size = config.partition.encoder, config.partition.encoder_size
         wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
+    return wanted
+
+
+def training_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
+    """Those of them that are read in training."""
+    wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
+    if config.condition == "text":
+        name = "text" if config.data.precompute_text else "tokens"
+        wanted[name] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
     return wanted
 
 

@@ -200,8 +200,12 @@ class DataSet:
 
     def producers(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What made the latents, and what made the text states, where there are any."""
-        text = self.column("text").meta.producer if self.has_column("text") else None
-        return self.column("latents").meta.producer, text
+        there = self.has_column("text") or self.has_column("tokens")
+        return self.column("latents").meta.producer, self.text().meta.producer if there else None
+
+    def text(self) -> Column:
+        """The column of text states, or of tokens where they are encoded in training."""
+        return self.column("text" if self.has_column("text") or not self.has_column("tokens") else "tokens")
 
     def write_column(
         self,

@@ -82,19 +82,25 @@ def encode_text(
     encoder: TextEncoder,
     progress: Progress | None = None,
     lease: LeaseConfig | None = None,
+    precompute: bool = True,
 ) -> Column:
     """Write (or find) the text states of all captions, float16, ragged; `null` is the state of "".
 
-    A caption's states stand once in a shard, however many rows have it.
+    Unless they are to be precomputed it is the column `tokens`, int32, and training encodes them. A caption
+    stands once in a shard, however many rows have it.
     """
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         captions = captions_of(dataset, shard)
-        states = encoder.states(caption for row in captions for caption in row)
-        return ragged(captions, lambda caption: states[caption].half())
+        distinct = {caption: None for row in captions for caption in row}
+        if precompute:
+            found = {caption: states.half() for caption, states in encoder.states(distinct).items()}
+        else:
+            found = dict(zip(distinct, encoder.tokens([*distinct]), strict=True))
+        return ragged(captions, found.__getitem__)
 
-    null = {"values": encoder.states([""])[""].half()}
-    return dataset.write_column("text", origin(encoder), compute, {"null": null}, "ragged", progress, lease)
+    null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
+    return dataset.write_column(name, origin(encoder), compute, {"null": null}, "ragged", progress, lease)
 
 
 def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.condition import Condition
+from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
+from atoll.encoders.licences import check_known
+from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "weights"
@@ -30,19 +33,26 @@ class Samples:
         rows: row numbers that count, such as one split.
         condition: what the network is conditioned on.
         shape: what networks are built for; text is padded to its length.
+        encoders: names of text encoders that the user vouches for, beside the well-known ones.
 
     Raises:
         DataError: the data set holds latents or text states of another shape.
     """
 
     def __init__(
-        self, dataset: DataSet, rows: NDArray[np.int64], condition: ConditionKind, shape: DataShape
+        self,
+        dataset: DataSet,
+        rows: NDArray[np.int64],
+        condition: ConditionKind,
+        shape: DataShape,
+        encoders: Collection[str] = (),
     ) -> None:
+        self.encoders = encoders
         self.dataset, self.rows, self.condition, self.shape = dataset, rows, condition, shape
         self._latents = dataset.column("latents")
-        self._text = dataset.column("text") if condition == "text" else None
+        self._text = dataset.text() if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
-        here = [self._latents.meta.shape, self._text.meta.shape if self._text is not None else [0]]
+        here = [self._latents.meta.shape, [0] if self._text is None else [_null_states(self._text).shape[-1]]]
         sides = [] if shape.sizes else [shape.size, shape.size]
         if here != [[shape.channels, *sides], [shape.text_width]]:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
@@ -78,6 +88,8 @@ class Samples:
         rows = self.rows[index]
         if self._text is not None:
             states, mask = self._text.read_ragged(rows, self.shape.text_length, draw)
+            if self._text.meta.name == "tokens":
+                states = self._encoder.encode_tokens(states, mask).half()  # as if they had been stored
             return Condition(text=states.float(), mask=mask)
         if self._labels is not None:
             return Condition(labels=self._labels[torch.from_numpy(rows)])
@@ -86,6 +98,12 @@ class Samples:
     def null(self) -> Condition:
         """The null condition: the stored encoding of "", the null label, or nothing. One row."""
         return self._null
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        assert self._text is not None
+        check_known(self._text.meta.producer["name"], self.encoders)
+        return text_encoder_of(self._text.meta.producer, str(own_device()))
 
     @cached_property
     def _null(self) -> Condition:
@@ -132,7 +150,8 @@ def _numbers(latents: Column, dataset: DataSet, shape: DataShape) -> NDArray[np.
 def _null_states(column: Column) -> Tensor:
     """Text states of "" `(L, D)`."""
     states = column.extra("null").get("values")
-    if states is None or list(states.shape[1:]) != column.meta.shape or states.ndim != 2 or not len(states):
+    wanted = None if states is None or column.meta.name == "tokens" else list(states.shape[1:])
+    if states is None or wanted not in (None, column.meta.shape) or states.ndim != 2 or not len(states):
         what = f"{column.store.name(column.folder)} has no states of an empty text"
         raise DataError(what, "write it again: atoll data encode")
     return states
@@ -195,7 +214,7 @@ def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
             raise DataError(what, "ingest square pictures, or with data.ingest.buckets")
         shape = DataShape(channels, height)
     if condition == "text":
-        column = dataset.column("text")
+        column = dataset.text()
         null = _null_states(column)
         length = max(column.meta.max_length, int(null.shape[0]))
         return replace(shape, text_width=int(null.shape[-1]), text_length=length)

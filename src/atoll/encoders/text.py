@@ -1,6 +1,6 @@
 """Frozen text encoders by name: captions in, token states out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -48,31 +48,39 @@ class TextEncoder:
         """What made a column of text states: name, weights' hash and settings."""
         return {"name": self.name, "hash": weights_hash(self.network), "max_length": self.max_length}
 
-    @torch.inference_mode()
-    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch.
-
-        Captions of one length are encoded together, and none is padded before, so that a caption's states do
-        not depend on the others.
+    def tokens(self, captions: Sequence[str]) -> list[Tensor]:
+        """Token ids `(length,)` int32 of every caption, cut to `max_length`.
 
         Raises:
             ConfigError: the tokenizer has a token that the network does not know.
         """
-        ids: list[list[int]] = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)[
-            "input_ids"
-        ]
+        ids = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)["input_ids"]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
         if max(max(one, default=0) for one in ids) >= known:
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
-        lengths = torch.tensor(list(map(len, ids)))
+        return [torch.tensor(one, dtype=torch.int32) for one in ids]
+
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch."""
+        tokens = self.tokens(captions)
+        lengths = torch.tensor(list(map(len, tokens)))
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        states = torch.zeros(*mask.shape, self.width)
+        return self.encode_tokens(nn.utils.rnn.pad_sequence(tokens, batch_first=True), mask), mask
+
+    @torch.inference_mode()
+    def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`.
+
+        Captions of one length are encoded together, and none is padded before, so that a caption's states do
+        not depend on the others.
+        """
+        lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
-            tokens = torch.tensor([ids[row] for row in rows], device=self.device)
-            found = self.network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+            ids = tokens[rows, :length].long().to(self.device)
+            found = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
             states[rows, :length] = found.float().cpu()
-        return states, mask
+        return states
 
     def refuse_long(self, captions: Sequence[str], fix: str = "shorten it") -> None:
         """Refuse captions that would be cut, before anything is computed.
@@ -143,6 +151,25 @@ def text_encoder(
     return TextEncoder(name, words, network, length, width, torch.device(device))
 
 
+def text_encoder_of(
+    producer: Mapping[str, Any],
+    device: str = "cpu",
+    max_length: int | None = None,
+    places: tuple[str, str] | None = None,
+) -> TextEncoder:
+    """Load the text encoder that made a column, from its name or from `places`: its folder, its tokenizer's.
+
+    Raises:
+        ConfigError: it cannot be found, or its weights are others by now.
+    """
+    name, tokenizer = places or (producer["name"], None)
+    encoder = text_encoder(name, max_length or producer["max_length"], device, tokenizer)
+    if encoder.producer()["hash"] != producer["hash"]:
+        what = f"the text encoder {producer['name']!r} is not the one of the training"
+        raise ConfigError(what, "install that one")
+    return encoder
+
+
 def knows_words(tokenizer: Any) -> bool:
     """Whether it tells words apart; transformers makes up one that does not where a folder holds none."""
     tokens = {token for word in ("a", "red", "house") for token in tokenizer(word)["input_ids"]}
@@ -165,6 +192,22 @@ def text_size(name: str, max_length: int) -> tuple[int, int]:
         fix = "use 'minilm', a folder or a hub name, or encode first: atoll data encode"
         raise ConfigError(f"cannot tell the width of the text encoder {name!r}", fix) from None
     return _size(getattr(config, "text_config", config), max_length)
+
+
+def text_parameters(name: str) -> int | None:
+    """Parameters of a text encoder, from its config: no weights. None if that is not to be found here."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            _minilm() if name == "minilm" else name, trust_remote_code=False
+        )
+    except (OSError, ValueError):
+        return None
+    if config.model_type not in TOWERS:
+        return None
+    with torch.device("meta"):
+        return int(getattr(transformers, TOWERS[config.model_type])(config).num_parameters())
 
 
 def _size(config: Any, max_length: int) -> tuple[int, int]:

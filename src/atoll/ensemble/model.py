@@ -19,7 +19,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError, nearest
 from atoll.base.text import Size, parse_size
 from atoll.encoders.licences import check_known
-from atoll.encoders.text import TextEncoder, text_encoder
+from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.ensemble.card import Card, text_length
 from atoll.ensemble.dispatch import Experts
@@ -216,17 +216,12 @@ class Model:
     def encoder(self) -> TextEncoder:
         """The text encoder of the training; `ConfigError` if its weights are others by now."""
         assert self.card.text is not None
-        length, device = text_length(self.card), str(self.device)
+        places = None
         if self._folder is not None and {"text_encoder", "tokenizer"} <= {*self._folder.components}:
-            places = [str(self._folder.root / name) for name in ("text_encoder", "tokenizer")]
-            encoder = text_encoder(places[0], length, device, tokenizer=places[1])
+            places = str(self._folder.root / "text_encoder"), str(self._folder.root / "tokenizer")
         else:
             check_known(self.card.text["name"], self._allowed)
-            encoder = text_encoder(self.card.text["name"], length, device)
-        if encoder.producer()["hash"] != self.card.text["hash"]:
-            name = self.card.text["name"]
-            raise ConfigError(f"the text encoder {name!r} is not the one of the training", "install that one")
-        return encoder
+        return text_encoder_of(self.card.text, str(self.device), text_length(self.card), places)
 
     @cached_property
     def vae(self) -> Autoencoder:

@@ -215,6 +215,5 @@ class Drawn:
 
 def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
     """Rows of a split, with the columns that a model of this card is conditioned on."""
-    return Samples(
-        dataset, of_usual_size(dataset, dataset.split(split)), campaign.config.condition, like.shape
-    )
+    rows, config = of_usual_size(dataset, dataset.split(split)), campaign.config
+    return Samples(dataset, rows, config.condition, like.shape, config.encoders)

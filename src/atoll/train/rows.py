@@ -1,7 +1,7 @@
 """What a network learns from: rows, settings, and what a sample's position draws."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -75,11 +75,17 @@ class TrainingRows:
 
     @classmethod
     def of(
-        cls, dataset: DataSet, condition: ConditionKind, recipe: Recipe, *, clusters: bool = False
+        cls,
+        dataset: DataSet,
+        condition: ConditionKind,
+        recipe: Recipe,
+        *,
+        clusters: bool = False,
+        encoders: Collection[str] = (),
     ) -> "TrainingRows":
         """Both splits of a data set; `DataError` if its columns do not say what made them."""
         train, heldout = (
-            Samples(dataset, dataset.split(name), condition, recipe.plan.shape)
+            Samples(dataset, dataset.split(name), condition, recipe.plan.shape, encoders)
             for name in ("train", "heldout")
         )
         known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None

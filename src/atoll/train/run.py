@@ -69,7 +69,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         if key := os.environ.get(KEY):
             public_key(Path(key))  # a wrong one is told now, and not when all is trained
         # Damage is told before the first step, and loader workers find all they read on local disk.
-        dataset.localise(["latents", *(["text"] if campaign.config.condition == "text" else [])])
+        dataset.localise([name for name in ("latents", "text", "tokens") if dataset.has_column(name)])
         task = _task(campaign, plan, dataset, store, name)
         tracking = campaign.config.tracking
         if not tracking.name:  # the campaign's own
@@ -123,7 +123,7 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
     plan = start(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
     labelled, device = plan.role in ("router", "student"), own_device()
-    rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled)
+    rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoders=config.encoders)
     network = network.to(device)
     if isinstance(network, Router):
         return RouterTask(network, rows, router.pure_noise)

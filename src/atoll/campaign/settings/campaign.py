@@ -44,6 +44,9 @@ class DataConfig(Config):
     """Frozen text encoder, for condition `text`."""
     text_length: int = Field(default=77, ge=1)
     """Most tokens of a caption; longer ones are cut."""
+    precompute_text: bool = True
+    """Whether text states are stored before training. If not, only token ids are, and every step of training
+    encodes its captions: no bytes on disk, the text encoder beside every network (`atoll plan` compares)."""
     vae: str = "none"
     """Frozen autoencoder; `none` trains on pixels."""
     weighted: bool = False
