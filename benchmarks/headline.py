@@ -1,12 +1,13 @@
 """The headline: islands and single networks of equal training FLOPs, judged where nothing was chosen.
 
     python benchmarks/headline.py train --source emoji64 --to headline [--only NAME ...] [--seeds 3 4 5]
-    python benchmarks/headline.py measure --to headline [--only NAME ...] [--json PATH]
+    python benchmarks/headline.py measure --to headline [--only NAME ...] [--join PATH] [--json PATH]
     python benchmarks/headline.py --quick
 
 `emoji64` is what `examples/emoji/prepare.py` writes. `train` makes a campaign for every entry and seed in a
 folder of its own, one process after the other, and goes on where it was stopped; several may run beside
-each other with other `--only`. `measure` takes what is trained. Guidance is chosen on the held-out
+each other with other `--only`. `measure` takes what is trained, and joins it to the models and seeds of an
+earlier JSON, whose campaigns may be gone. Guidance is chosen on the held-out
 pictures, for each model and seed by itself, and the distance is that to the test pictures at this guidance.
 The best single network is the one of the smallest held-out distance among those of the same FLOPs, over all
 seeds; ratios are within a seed, and their interval is Student's of the logarithms. The test pictures of a
@@ -19,7 +20,7 @@ import re
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two tiny entries of its own, trained and measured"
     )
+    parser.add_argument("--join", type=Path, metavar="JSON", help="what was measured before; ours count")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     entries = [e for e in ENTRIES if not options.only or any(text in e.name for text in options.only)]
@@ -174,7 +176,7 @@ def main() -> None:
     elif options.stage == "measure" and options.to:
         protocol = Protocol(draws=options.draws, routings=tuple(options.routings))
         chosen = [replace(e, seeds=tuple(options.seeds)) if options.seeds else e for e in entries]
-        report(measured(chosen, options.to, protocol), options.json)
+        report(joined(options.join, measured(chosen, options.to, protocol)), options.json)
     else:
         parser.error("give train --source FOLDER --to FOLDER, measure --to FOLDER, or --quick")
 
@@ -334,9 +336,13 @@ class Protocol:
         }
 
 
-def measured(entries: list[Entry], to: Path, protocol: Protocol) -> dict[str, dict[str, dict[int, Point]]]:
+Points = dict[str, dict[str, dict[int, Point]]]
+"""By entry, model and seed."""
+
+
+def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
     """Points of what is trained, by entry, model and seed."""
-    found: dict[str, dict[str, dict[int, Point]]] = {}
+    found: Points = {}
     for entry in entries:
         for seed in entry.seeds:
             folder = entry.folder(to, seed)
@@ -349,23 +355,35 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> dict[str, di
     return found
 
 
+def joined(path: Path | None, found: Points) -> Points:
+    """What an earlier JSON has of models and seeds, and what was found now."""
+    earlier = json.loads(path.read_text())["points"] if path else {}
+    for name, models in earlier.items():
+        for model, points in models.items():
+            here = found.setdefault(name, {}).setdefault(model, {})
+            here.update({int(seed): point for seed, point in points.items() if int(seed) not in here})
+    return found
+
+
 def flops(folder: Path) -> float:
     """Training operations of all that a campaign published."""
     cards = [*folder.glob("islands/*/expert/card.json"), *folder.glob("*/expert/card.json")]
     return float(sum(json.loads(card.read_text())["train_flops"] for card in cards))
 
 
-def report(found: dict[str, dict[str, dict[int, Point]]], path: Path | None) -> None:
+def report(found: Points, path: Path | None) -> None:
     """Print the table and write the JSON."""
     rows = []
     for name, models in found.items():
         for model, points in models.items():
             case, over = f"{name}: {model}", best_single(found, points)
-            for value in next(iter(points.values()))["test"]:
+            for value in in_all(points.values()):
                 rows.append(median_row(case, value, [one["test"][value] for one in points.values()]))
                 if over in (None, name) or value in SHARES:
                     continue
                 singles = found[over]["monolith"]
+                if any(value not in singles[seed]["test"] for seed in points):
+                    continue
                 pairs = [one["test"][value] / singles[seed]["test"][value] for seed, one in points.items()]
                 mean, spread = ratio_interval(pairs)
                 kind = f"{value}, over {over}" + (", 95 %" if spread else "")
@@ -373,7 +391,13 @@ def report(found: dict[str, dict[str, dict[int, Point]]], path: Path | None) -> 
     finish("headline", rows, path, {"points": found})
 
 
-def best_single(found: dict[str, dict[str, dict[int, Point]]], points: dict[int, Point]) -> str | None:
+def in_all(points: Iterable[Point]) -> list[str]:
+    """Values that all of these have, in the order of the first."""
+    first, *others = (one["test"] for one in points)
+    return [value for value in first if all(value in other for other in others)]
+
+
+def best_single(found: Points, points: dict[int, Point]) -> str | None:
     """The single network of the smallest held-out distance among those of the same FLOPs and seeds."""
     spent = statistics.fmean(one["flops"] for one in points.values())
     alike = {

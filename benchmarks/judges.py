@@ -37,7 +37,7 @@ JUDGES: dict[str, dict[str, Any]] = {
     "Lite2, 64 px, 16 axes": {"extractor_size": 64, "components": 16},
     "Lite2, 64 px, 128 axes": {"extractor_size": 64, "components": 128},
     "Lite2, 64 px, 256 axes": {"extractor_size": 64, "components": 256},
-    "Lite2, 32 px, 64 axes": {"extractor_size": 32, "components": 64},
+    "Lite2, 48 px, 64 axes": {"extractor_size": 48, "components": 64},
     "Lite2, 128 px, 64 axes": {"extractor_size": 128, "components": 64},
     "pixels, 16 px, 64 axes": {"extractor": "pixels", "extractor_size": 16, "components": 64},
 }
