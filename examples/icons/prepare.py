@@ -85,7 +85,7 @@ def write(content: bytes, to: Path, name: str, keep_aspect: bool) -> str:
         writer.write_table(table)
     if writer is not None:
         writer.close()
-        part.rename(to / f"{name}.parquet")
+        part.rename(to / f"{name}.parquet") if count else part.unlink()
     return f"{name}: {count:,} icons" + (f", {undrawn:,} that cannot be drawn" if undrawn else "")
 
 
