@@ -71,7 +71,9 @@ def main() -> None:
 def sources(folder: Path, sets: list[str] | None) -> str:
     """The setting that makes every set a source of its own, so that rows know theirs."""
     names = sets or sorted(path.stem for path in folder.glob("*.parquet"))
-    files = {name: {"source": str((folder / f"{name}.parquet").resolve())} for name in names}
+    files = {
+        name.replace("-", "_"): {"source": str((folder / f"{name}.parquet").resolve())} for name in names
+    }
     return f"data.source={json.dumps(files)}"
 
 
