@@ -1,5 +1,7 @@
 """The denoiser families: sizes, what stands for no condition, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -193,10 +195,16 @@ def test_shapes_that_would_go_wrong_silently_are_refused() -> None:
             family(name).build(NetworkConfig.parse({**TINY, "family": name, "patch": 3}, ""), shape)
 
 
-def test_pixart_takes_pictures_that_are_not_square() -> None:
-    x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0))
-    out = family("pixart").predict(denoiser(0), x, torch.rand(2), conditions(2))
-    assert out.shape == x.shape and float(out.std()) > 0.01
+@pytest.mark.parametrize("name", ["pixart", "sd3", "flux"])
+def test_one_network_takes_pictures_of_several_aspects(name: str) -> None:
+    network = denoiser(0, replace(TEXT, sizes=((16, 4), (8, 8), (4, 16))), name=name)
+    for height, width in ((16, 4), (8, 8), (4, 16)):
+        x = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+        times = torch.tensor([0.2, 0.7])
+        out = family(name).predict(network, x, times, conditions(2))
+        assert out.shape == x.shape and float(out.std()) > 0.01
+        moved = family(name).predict(network, x.roll((4, 4), (2, 3)), times, conditions(2))
+        assert not torch.allclose(moved, out.roll((4, 4), (2, 3)), rtol=0, atol=1e-5)  # it knows where a patch lies
 
 
 def test_conditions_that_a_family_cannot_take_are_refused() -> None:
