@@ -207,6 +207,7 @@ def test_a_campaign_leaves_them_out_and_shows_the_doubtful(
     assert command(capsys, "new", made, "--recipe", "cpu", *changes).code == 0
     refused(command(capsys, "data", "dedupe", made), "no data set")
     assert command(capsys, "data", "ingest", made).code == 0
+    refused(command(capsys, "partition", made), "not deduplicated")
     refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.cosine=0.9"), "data embed")
     refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.bits=9"), "bits")
     opened = Campaign.open(made)

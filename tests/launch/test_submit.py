@@ -127,14 +127,18 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
     *making, cut = (one.job for one in data_jobs(campaign, "slurm"))
     root = campaign.store.location
     told = ("-m", "atoll", "data", "prepare", root, "--set", "seed=7")
-    assert [job.argv[1:] for job in making] == [told] * 2 and making[0].slurm.partition == "cpu"
-    assert [(job.name, job.gpus, job.processes) for job in making] == [(f"data {n}", None, 1) for n in (1, 2)]
-    assert cut.name == "partition" and cut.needs == ("data 1", "data 2")
+    assert [(job.name, job.count, job.gpus, job.processes) for job in making] == [("data", 2, None, 1)]
+    assert making[0].argv[1:] == told and making[0].slurm.partition == "cpu"
+    assert cut.name == "partition" and cut.needs == ("data",) and cut.after_any
+    *each, cut = (one.job for one in data_jobs(campaign, "sky"))
+    assert [(job.name, job.count, job.argv[1:]) for job in each] == [(f"data {n}", 1, told) for n in (1, 2)]
+    assert cut.needs == ("data 1", "data 2") and cut.after_any
     before = everything(tmp_path)
     answer = run("launch", folder, "--on", "slurm", "--dry-run")
     assert answer.code == 0 and everything(tmp_path) == before and "# first" not in answer.out
     needs = "--dependency=afterok:JOB_OF_partition"
-    assert answer.out.count("#!/bin/bash") == 8 and answer.out.count(needs) == 4  # experts, router, monolith
+    assert answer.out.count("--array=1-2") == answer.out.count("--dependency=afterany:JOB_OF_data ") == 1
+    assert answer.out.count("#!/bin/bash") == 7 and answer.out.count(needs) == 4  # experts, router, monolith
     local = run("launch", folder, "--dry-run")
     assert local.code == 0 and local.out.count("atoll data prepare") == 2 and "# first" not in local.out
     partitioned(folder, {"launch": launch})

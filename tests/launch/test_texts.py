@@ -115,6 +115,13 @@ def test_what_is_not_set_is_left_to_the_cluster() -> None:
     assert not {"--mem", "--time", "--partition", "--gres", "--account", "--qos", "--constraint"} & set(found)
 
 
+def test_tasks_of_an_array_have_logs_of_their_own() -> None:
+    """Under a name in which sbatch would otherwise see its own patterns."""
+    text = slurm.script(Job("data", train("/c"), count=3), Site("/c%a", Path("/c%a/launch"), Path("/c")))
+    found = options(text)
+    assert (found["--array"], found["--output"]) == ("1-3", "/c%%a/launch/data-%a.out")
+
+
 def test_several_nodes_meet_at_the_first() -> None:
     job = Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
     text = slurm.script(job, SITE)
@@ -151,7 +158,7 @@ time.sleep(20)
 
 @pytest.mark.parametrize(
     ("number", "code", "requeued"),
-    [("USR1", 75, True), ("TERM", 75, False), ("USR1", 2, False), ("USR1", 0, False)],
+    [("USR1", 75, True), ("TERM", 75, False), ("USR1", 2, False), ("USR1", 0, False), ("USR1", 143, True)],
 )
 def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: bool, tmp_path: Path) -> None:
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
@@ -271,6 +278,20 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
         and f"{jobs[3].label(URL)} is queued already" in done.stdout
         and f"atoll assemble {URL}" in done.stdout
     )
+
+
+@pytest.mark.parametrize("after_any", [False, True])
+def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: bool, tmp_path: Path) -> None:
+    jobs = [Job("data 1", train(URL), gpus=0)]
+    jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any)]
+    sky.hand_over(jobs, Site(URL, tmp_path, tmp_path))
+    (tmp_path / "sky").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != logs ]\n')
+    (tmp_path / "sky").chmod(0o755)
+    script = ["sh", str(tmp_path / "launch.sh")]
+    done = subprocess.run(
+        script, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.PIPE, check=False
+    )
+    assert ("partition.yaml" in (tmp_path / "asked").read_text()) == (done.returncode == 0) == after_any
 
 
 @pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])

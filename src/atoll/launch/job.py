@@ -25,6 +25,8 @@ class Job:
         processes: processes of a node.
         nodes: nodes.
         needs: names of jobs that have to finish first.
+        after_any: whether a queue starts it however those ended, because it looks itself at what they made.
+        count: how many of it share one work; more than one only for launchers with `ARRAYS`.
         env: variables of its environment.
         memory_asked: whether the user set `memory`.
         slurm: what only Slurm asks for.
@@ -41,6 +43,8 @@ class Job:
     processes: int = 1
     nodes: int = 1
     needs: tuple[str, ...] = ()
+    after_any: bool = False
+    count: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     memory_asked: bool = False
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -118,6 +122,8 @@ class Launcher(Protocol):
     """Whether `hand_over` returns when the jobs are finished, and not when they are queued."""
     ASSEMBLES: bool
     """Whether the assembly can be a job of its own that waits for the others."""
+    ARRAYS: bool
+    """Whether several that share one work are one job (`Job.count`), and not as many jobs."""
 
     def gpus_of(self, place: Placement) -> int | None:
         """GPUs of a node, as the settings ask for them."""

@@ -15,7 +15,7 @@ from atoll.base.text import duration
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
-PYTHON, WAITS, ASSEMBLES = None, True, False
+PYTHON, WAITS, ASSEMBLES, ARRAYS = None, True, False, False
 
 GRACE = 60.0  # seconds between SIGTERM and SIGKILL when the launch itself is stopped
 

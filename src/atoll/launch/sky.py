@@ -13,7 +13,7 @@ from atoll.base.plain import expanded
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
-PYTHON, WAITS, ASSEMBLES = "python", False, False
+PYTHON, WAITS, ASSEMBLES, ARRAYS = "python", False, False, False
 
 SCRIPT = "launch.sh"
 RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
@@ -126,7 +126,7 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
     names = {job.name: job.label(campaign) for job in jobs}
     for job in jobs:
         for need in (n for n in job.needs if n in names and n not in waited):
-            lines.append(f"sky jobs logs --name {names[need]}  # follows it to its end; fails if it fails")
+            lines.append(f"sky jobs logs --name {names[need]}{' || true' * job.after_any}  # until it ends")
             waited.add(need)
         name = names[job.name]
         lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']

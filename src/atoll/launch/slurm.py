@@ -10,11 +10,12 @@ from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
-PYTHON, WAITS, ASSEMBLES = None, False, True
+PYTHON, WAITS, ASSEMBLES, ARRAYS = None, False, True, True
 
 # The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
 # answered with a requeue: what was cancelled stays so, and the others come back by themselves.
 # A trap ends `wait` early; it is then asked again, and still knows the code of a process that has gone.
+# 143 is the code of one that had nothing to save, and died of the TERM.
 BODY = """\
 told=0 ended= child=
 leave() {{ told=$((told + 1)); [ -z "$child" ] || {tell}; }}
@@ -28,9 +29,9 @@ while :; do
     [ "$now" -eq 127 ] || code=$now
     [ "$before" -ne "$told" ] || break
 done
-if [ "$code" -eq {left} ] && [ -z "$ended" ]; then
-    echo "saved; queued again to go on"
-    scontrol requeue "$SLURM_JOB_ID"
+if {{ [ "$code" -eq {left} ] || [ "$code" -eq 143 ]; }} && [ -z "$ended" ]; then
+    echo "queued again to go on"
+    scontrol requeue "{me}"
 fi
 exit "$code"
 """
@@ -43,6 +44,8 @@ def script(job: Job, site: Site) -> str:
     if job.slurm.setup:
         lines += ["set -e", *job.slurm.setup, "set +e"]
     command, tell = job.shell(), 'kill -TERM "$child"'
+    # SLURM_JOB_ID of an array's last task is the number of the whole array.
+    me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
     if job.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
         lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
@@ -50,21 +53,18 @@ def script(job: Job, site: Site) -> str:
             f"srun --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 "
             + job.shell("$host", "$port")
         )
-        tell = 'scancel --signal=TERM "$SLURM_JOB_ID"'
-    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=INTERRUPTED)
+        tell = f'scancel --signal=TERM "{me}"'
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=INTERRUPTED, me=me)
 
 
 def _options(job: Job, site: Site) -> Iterator[str]:
     slurm = job.slurm
-    log = str(site.prints / job.slug).replace("%", "%%") + ".out"
+    log = str(site.prints / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
     yield from (f"--job-name={job.label(site.campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
-    yield from (
-        "--requeue",
-        f"--signal=B:USR1@{slurm.warn}",
-        f"--nodes={job.nodes}",
-        "--ntasks-per-node=1",
-    )
-    yield f"--cpus-per-task={job.cpus}"
+    yield from ("--requeue", f"--signal=B:USR1@{slurm.warn}", f"--nodes={job.nodes}")
+    yield from ("--ntasks-per-node=1", f"--cpus-per-task={job.cpus}")
+    if job.count > 1:
+        yield f"--array=1-{job.count}"
     if job.gpus:
         yield _quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}")
     if job.memory_asked:
@@ -124,19 +124,21 @@ def hand_over(jobs: Sequence[Job], site: Site) -> None:
             fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
             raise AtollError(error.what + done, error.fix or fix) from None
         numbers[job.name] = answer.strip().split(";")[0]
-        say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {site.prints / job.slug}.out")
+        log = f"{site.prints / job.slug}{'-*' * (job.count > 1)}.out"
+        say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {log}")
 
 
 def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:
     needed = [numbers[name] for name in job.needs if name in numbers]
-    after = [f"--dependency=afterok:{':'.join(needed)}", "--kill-on-invalid-dep=yes"] if needed else []
+    kind = "afterany" if job.after_any else "afterok"
+    after = [f"--dependency={kind}:{':'.join(needed)}", "--kill-on-invalid-dep=yes"] if needed else []
     return ["sbatch", "--parsable", *after]
 
 
 def _queued(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
     """Numbers of the jobs that Slurm knows already, waiting or running."""
     names = {job.label(campaign): job.name for job in jobs}
-    answer = _call(["squeue", "--noheader", "--format=%A %j", f"--name={','.join(names)}"], "the queue")
+    answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
     queued = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
     return {names[name.strip()]: number for number, name in queued if name.strip() in names}
 

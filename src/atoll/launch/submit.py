@@ -3,7 +3,7 @@
 import os
 import pkgutil
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -99,10 +99,12 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     told = [part for one in campaign.overrides if not one.startswith("launch.") for part in ("--set", one)]
     make = command("data", "prepare", campaign.store.location, *told, python=python)
     cut = command("partition", campaign.store.location, *told, python=python)
-    gpus, count = launcher(target).gpus_of(place), launch.data.workers
-    jobs = [_job(f"data {number}", make, place, gpus=gpus) for number in range(1, count + 1)]
-    names = tuple(job.name for job in jobs)
-    return [Placed(job, target) for job in (*jobs, _job("partition", cut, place, needs=names, gpus=0))]
+    one, count = _job("data", make, place, gpus=launcher(target).gpus_of(place)), launch.data.workers
+    several = [replace(one, name=f"data {number}") for number in range(1, count + 1)]
+    jobs = [replace(one, count=count)] if launcher(target).ARRAYS else several
+    # One that fails is not missed if the others finish the data set; whether they did, the partition sees.
+    cutter = _job("partition", cut, place, needs=tuple(job.name for job in jobs), gpus=0)
+    return [Placed(job, target) for job in (*jobs, replace(cutter, after_any=True))]
 
 
 def run_workers(count: int, *words: str) -> None:
@@ -119,7 +121,7 @@ def launcher(name: str) -> Launcher:
     others = sorted(names - {"job", "submit", "torchrun"})
     if module is None or name not in others:
         raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, others))
-    members = ("PYTHON", "WAITS", "ASSEMBLES", "gpus_of", "check", "show", "hand_over")
+    members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "gpus_of", "check", "show", "hand_over")
     if missing := [member for member in members if not hasattr(module, member)]:
         raise ConfigError(f"launcher {name!r} has no {missing[0]}", "see Launcher in atoll/launch/job.py")
     return cast(Launcher, module)

@@ -99,7 +99,7 @@ class DataPlacement(Placement):
     """Where the data set is made."""
 
     workers: int = Field(default=0, ge=0, le=10_000)
-    """Jobs that make the data set together, a process each; with 0 the launching machine makes it."""
+    """Jobs, or tasks of a Slurm array, that make the data set together; with 0 the launching machine does."""
 
 
 class LaunchConfig(Placement):
