@@ -204,7 +204,9 @@ def test_one_network_takes_pictures_of_several_aspects(name: str) -> None:
         out = family(name).predict(network, x, times, conditions(2))
         assert out.shape == x.shape and float(out.std()) > 0.01
         moved = family(name).predict(network, x.roll((4, 4), (2, 3)), times, conditions(2))
-        assert not torch.allclose(moved, out.roll((4, 4), (2, 3)), rtol=0, atol=1e-5)  # it knows where a patch lies
+        assert not torch.allclose(
+            moved, out.roll((4, 4), (2, 3)), rtol=0, atol=1e-5
+        )  # it knows where a patch lies
 
 
 def test_conditions_that_a_family_cannot_take_are_refused() -> None:
