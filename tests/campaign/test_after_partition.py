@@ -16,7 +16,8 @@ from atoll.campaign.opt_out import opt_out_stage
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
-from atoll.data.samples import write_weights
+from atoll.data.formats import PartitionFile
+from atoll.data.samples import WEIGHTS
 from atoll.data.settings import IngestConfig
 from atoll.data.split import write_split
 from atoll.store.store import Store
@@ -62,8 +63,8 @@ def test_only_the_islands_of_rows_that_leave_are_written_again(
     assert not set(rows) & {int(row) for name in ("train", "heldout") for row in dataset.split(name)}
     assert opt_out_stage(campaign, path) == [] and digests(tmp_path / "c") == after
     train_run(Campaign.open(tmp_path / "c"), "expert", 1)
-    fields = campaign.store.get_json(partitions.FILE)
-    campaign.store.put_json(partitions.FILE, {**fields, "opted_out": rows[:1]})
+    fields = campaign.store.get_json(PartitionFile.PLACE)
+    campaign.store.put_json(PartitionFile.PLACE, {**fields, "opted_out": rows[:1]})
     with pytest.raises(PartitionError, match="not what Atoll writes"):
         partitions.load(campaign.store)
 
@@ -144,7 +145,7 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = partitioned(tmp_path / "c").dataset()
-    write_weights(dataset, np.full(len(dataset), 0.5, np.float32), {"name": "sources"})
+    dataset.write_values(WEIGHTS, {"name": "sources"}, np.full(len(dataset), 0.5, np.float32))
     campaign = partitioned(tmp_path / "w", {"data": {"path": "../c/data", "weighted": True}})
     train_run(campaign, "expert", 0)
     path, _ = listed(campaign, tmp_path, 0)

@@ -1,9 +1,7 @@
 """New rows under a partition that stays as it is: their clusters, and how unlike training rows they are."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from atoll.base.console import say
 from atoll.base.errors import DataError
@@ -47,12 +45,7 @@ def assign_stage(campaign: Campaign, path: str) -> I64:
         raise DataError(f"there is no data set at {path}", "make it: atoll data ingest, embed") from None
     features = _like_features(campaign, dataset) if partition.about.method == "kmeans" else None
     clusters = partition.assign(dataset, features)
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        some = clusters[dataset.bounds[shard] : dataset.bounds[shard + 1]]
-        return {"values": torch.from_numpy(some).to(torch.int16)}
-
-    dataset.write_column(COLUMN, {"name": "partition", "hash": partition.hash}, compute)
+    dataset.write_values(COLUMN, {"name": "partition", "hash": partition.hash}, clusters.astype(np.int16))
     finding = _drift(partition, features_of(campaign, known), known, features, clusters)
     finding.write(campaign.store, "new-rows")
     say(f"column {COLUMN!r} of {dataset.store.location}: {len(dataset):,} rows by {partition.hash[:12]}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from atoll.base.console import say
@@ -41,7 +42,7 @@ def make_islands(campaign: Campaign) -> Partition:
     """
     store, config = campaign.store, campaign.config
     store.sweep()
-    if store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         partition = partitions.load(store)
         say(f"partition: finished already, {partition.k} clusters {partition.sizes}")
         if campaign.has_dataset() and not partition.weighs_as(campaign.dataset()):
@@ -130,13 +131,8 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
 
 def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
     """Write the `clusters` column of a data set made of the islands' shards in order."""
-    numbers = [k for k, part in enumerate(parts) for _ in part.shards]
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        rows = whole.shards[shard].rows
-        return {"values": torch.full((rows,), numbers[shard], dtype=torch.int16)}
-
-    whole.write_column("clusters", {"name": "partition", "hash": partition.hash}, compute)
+    numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(part) for part in parts])
+    whole.write_values("clusters", {"name": "partition", "hash": partition.hash}, numbers)
 
 
 @dataclass

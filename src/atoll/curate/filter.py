@@ -25,7 +25,7 @@ from atoll.curate.rebalance import chunks
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.dataset import DataSet
-from atoll.data.samples import WEIGHTS, weights_of, write_weights
+from atoll.data.samples import WEIGHTS, weights_of
 
 B1 = NDArray[np.bool_]
 F32 = NDArray[np.float32]
@@ -145,8 +145,7 @@ def filter_stage(
     """
     dataset, conditions = campaign.dataset(), [Named.parse(text) or Condition.parse(text) for text in keep]
     train = dataset.split("train")
-    clustered = campaign.store.exists("partition/partition.json") or per_cluster
-    partition = campaign.clustered()[1] if clustered else None
+    partition = campaign.clustered()[1] if campaign.is_partitioned or per_cluster else None
     k = partition.k if partition else 1
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
     homes = [train[clusters[train] == number] for number in range(k)]
@@ -176,7 +175,7 @@ def filter_stage(
         heldout = np.ones(len(dataset), dtype=bool)
         heldout[train] = False
         about = {"keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect), "times": times}
-        write_weights(dataset, weights * (chosen | heldout), {"name": "filter", **about})
+        dataset.write_values(WEIGHTS, {"name": "filter", **about}, weights * (chosen | heldout))
         told = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
         heads = ["of", "rows", "kept", "share"]
         Finding(title="Rows that were kept", text=told, columns=heads, rows=table).write(

@@ -26,7 +26,6 @@ from atoll.data.settings import PartitionConfig
 from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
 
-FILE = "partition/partition.json"
 TENSORS = "partition/centroids.safetensors"
 HASHED = {"method", "k", "seed", "encoder", "rows", "data"}
 """Fields of the file that the hash covers, with the version."""
@@ -219,7 +218,7 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
     arrays = {"clusters": partition.clusters, "centroids": partition.centroids}
     arrays |= {"prices": partition.prices} if len(partition.prices) else {}
     store.put(TENSORS, save_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}))
-    store.put_json(FILE, partition.about.to_json())
+    store.put_json(PartitionFile.PLACE, partition.about.to_json())
 
 
 def load(store: Store) -> Partition:
@@ -229,7 +228,7 @@ def load(store: Store) -> Partition:
         PartitionError: it is of another schema version, or is not what its hash says.
         StoreError: a file is missing, or `partition.json` is not JSON.
     """
-    about = PartitionFile.read(store, FILE)
+    about = PartitionFile.read(store, PartitionFile.PLACE)
     try:
         tensors = load_tensors(store.get(TENSORS))
         clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
