@@ -293,7 +293,7 @@ def test_captions_that_are_none(tmp_path: Path) -> None:
         ({"caption": "n"}, ["caption is not text (fluent.parquet, row 0", "data.ingest.caption"]),
         ({"label": "concept"}, ["label is no integer", "'thing 0'", "data.ingest.label"]),
         ({"id": "nothing"}, ["no id", "data.ingest.id"]),
-        ({"image": "caption"}, ["but 'caption' holds no pictures", "`image`"]),
+        ({"image": "caption"}, ["but 'caption' holds no pictures", "data.ingest.image"]),
     ],
 )
 def test_first_rows_tell_which_setting_is_wrong(

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.plain import read_lines
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
-from atoll.curate.audit import read_lines, vocabulary_of
+from atoll.curate.audit import vocabulary_of
 from atoll.curate.counts import hits_of
 from atoll.curate.image_hits import COLUMN as IMAGE
 from atoll.curate.rebalance import chunks

@@ -179,7 +179,8 @@ def read_labels(dataset: DataSet) -> Tensor:
     column = dataset.table(["label"]).column("label")
     if column.null_count:
         raise DataError(
-            f"{column.null_count} rows have no label", "set condition: text or none, or ingest labels"
+            f"{column.null_count} rows have no label",
+            "set condition to text or none, or ingest with data.ingest.label",
         )
     return torch.from_numpy(column.to_numpy().astype(np.int64))
 

@@ -52,7 +52,7 @@ def write_split(
             raise DataError(
                 f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
                 " leaving none to train on",
-                "choose another column for group, or set heldout and test to 0",
+                "choose another data.ingest.group, or set data.ingest.heldout and data.ingest.test to 0",
             )
         bound = min(max(share, math.nextafter(low, 1.0)), high)
     sides = np.add(places < bound, places < config.test, dtype=np.int8)

@@ -14,12 +14,13 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
 from atoll.campaign.finding import SCORES, Finding
 from atoll.campaign.folder import Campaign
-from atoll.curate.aesthetics.labels import Labels, open_picture
+from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.metrics import agreement
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
 from atoll.curate.image_hits import read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.decode import open_picture
 from atoll.data.folder import SUFFIXES
 from atoll.store.store import Store
 
