@@ -147,6 +147,8 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
     dataset = partitioned(tmp_path / "c").dataset()
     dataset.write_values(WEIGHTS, {"name": "sources"}, np.full(len(dataset), 0.5, np.float32))
     campaign = partitioned(tmp_path / "w", {"data": {"path": "../c/data", "weighted": True}})
+    told = capsys.readouterr().out
+    assert "% of the weight, " in told and "steps follow the weights of its rows" in told
     train_run(campaign, "expert", 0)
     path, _ = listed(campaign, tmp_path, 0)
     assert opt_out_stage(campaign, path, retrain=True) == [0]  # islands of the same weights join
@@ -159,15 +161,23 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
         opt_out_stage(Campaign.open(tmp_path / "w"), path, retrain=True)
     told = command(capsys, "partition", tmp_path / "w")
     assert told.code == 0 and "weights have changed" in told.out
+    assert told.out.startswith("partition: finished already, 2 clusters of 74 training rows\n")
     assert digests(tmp_path / "w") == before
 
 
-def test_new_rows_get_the_clusters_that_they_would_have_had(tmp_path: Path) -> None:
+def test_new_rows_get_the_clusters_that_they_would_have_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = partitioned(tmp_path / "c")
     other = {"data": {"ingest": {"glyphs": {"limit": 100}}}}
     more = partitioned(tmp_path / "more", other).dataset()
     before = digests(tmp_path / "c")
+    capsys.readouterr()
     clusters = assign_stage(campaign, more.store.location)
+    _, head, *rows, last, place = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["cluster", "new", "rows"] and last.split()[:2] == ["all", str(len(more))]
+    assert sorted(int(row.split()[2]) for row in rows) == sorted(np.bincount(clusters).tolist())
+    assert place.startswith("all 2 clusters: ") and "reports/findings/new-rows.json" in place
     own = dict(zip(campaign.dataset().ids, partitions.load(campaign.store).clusters.tolist(), strict=True))
     both = [(own[name], int(c)) for name, c in zip(more.ids, clusters, strict=True) if name in own]
     assert len(both) > 20 and all(a == b for a, b in both)

@@ -293,6 +293,7 @@ def test_captions_that_are_none(tmp_path: Path) -> None:
         ({"caption": "n"}, ["caption is not text (fluent.parquet, row 0", "data.ingest.caption"]),
         ({"label": "concept"}, ["label is no integer", "'thing 0'", "data.ingest.label"]),
         ({"id": "nothing"}, ["no id", "data.ingest.id"]),
+        ({"group": "nope"}, ["data.ingest.group: ", "has no column 'nope'"]),
         ({"image": "caption"}, ["but 'caption' holds no pictures", "data.ingest.image"]),
     ],
 )
