@@ -12,13 +12,13 @@ from atoll.base.errors import AtollError
 from atoll.base.exits import ended
 from atoll.base.options import LOCAL, SETS
 from atoll.cli_aesthetics import aesthetics
+from atoll.cli_campaign import CAMPAIGN, open_campaign
 from atoll.cli_concepts import concepts, filter_rows
 from atoll.cli_data import data
 from atoll.cli_keys import keys
 from atoll.cli_serve import dashboard, serve
 from atoll.train.preemption import end, ends_with_run
 
-CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 MODEL = click.Choice(["ensemble", "monolith", "student"])
 
 
@@ -71,7 +71,7 @@ def partition(
     campaign: str, assign: str | None, opt_out: Path | None, retrain: bool, sets: tuple[str, ...]
 ) -> None:
     """Cut the data set into clusters and write the islands' data sets; or change who is in them."""
-    opened = _open(campaign, sets)
+    opened = open_campaign(campaign, sets)
     if (retrain and opt_out is None) or (assign is not None and opt_out is not None):
         raise AtollError("--retrain goes with --opt-out, and --opt-out without --assign", "give one")
     if assign is not None:
@@ -117,7 +117,7 @@ def plan(
     from atoll.campaign.plan import make_plan, must_fit
     from atoll.campaign.plan_text import lines
 
-    opened, known = _open(campaign, sets), kinds.load(table)
+    opened, known = open_campaign(campaign, sets), kinds.load(table)
     kinds.find(known, gpu)
     outlook = make_plan(opened.config, expected(opened, rows), known, gpu, gpus)
     say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
@@ -134,8 +134,7 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
     """Train one network; the same command again goes on where it stopped."""
     from atoll.train.run import train_run
 
-    opened = _open(campaign, sets)
-    train_run(opened, what, expert, wait=wait)
+    train_run(open_campaign(campaign, sets), what, expert, wait=wait)
 
 
 @atoll.command()
@@ -157,7 +156,7 @@ def adopt(campaign: str, **options: Any) -> None:
     from atoll.campaign.adopt import Adoption
     from atoll.campaign.adopt import adopt as take_in
 
-    take_in(_open(campaign), Adoption(**options))
+    take_in(open_campaign(campaign), Adoption(**options))
 
 
 @atoll.command()
@@ -176,7 +175,7 @@ def launch(campaign: str, target: str | None, dry_run: bool, out: Path, sets: tu
     """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
     from atoll.launch.submit import launch_campaign
 
-    launch_campaign(_open(campaign, sets), target, dry_run, out)
+    launch_campaign(open_campaign(campaign, sets), target, dry_run, out)
 
 
 @atoll.command()
@@ -188,7 +187,7 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     """How every run stands, from anywhere; ends with 1 if one has failed or fallen silent."""
     from atoll.campaign import status_text
 
-    opened = _open(campaign)
+    opened = open_campaign(campaign)
     shown = status_text.watch(opened, every, as_json) if watch else status_text.show(opened, as_json)
     if shown is not None and shown.bad:
         sys.exit(1)
@@ -209,7 +208,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
-    put_together(_open(campaign), _numbers(quarantine) if quarantine else (), trusted or None)
+    put_together(open_campaign(campaign), _numbers(quarantine) if quarantine else (), trusted or None)
 
 
 @atoll.command()
@@ -229,7 +228,7 @@ def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
     from atoll.campaign.sample import Request, sample_campaign
 
-    sample_campaign(_open(campaign), Request(prompts=prompts, out=out, **options))
+    sample_campaign(open_campaign(campaign), Request(prompts=prompts, out=out, **options))
 
 
 @atoll.command("compare")
@@ -246,7 +245,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
     from atoll.measure.seeds import compare_seeds
     from atoll.store.store import Store
 
-    opened = [_open(campaign, sets) for campaign in campaigns]
+    opened = [open_campaign(campaign, sets) for campaign in campaigns]
     if len(opened) == 1:
         compare(opened[0])
     else:
@@ -290,12 +289,12 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
     if listed:
         if campaign is None:
             raise AtollError("--list needs a campaign", "name it")
-        say(evaluation.show_all(_open(campaign).store))
+        say(evaluation.show_all(open_campaign(campaign).store))
         return
     request, sets = evaluation.requested(options)
     if evaluation.spread(processes):
         return
-    opened = _open(campaign, sets) if campaign is not None else None
+    opened = open_campaign(campaign, sets) if campaign is not None else None
     evaluation.evaluate(opened, request, evaluation.alone(sets) if opened is None else None)
 
 
@@ -306,7 +305,7 @@ def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
     from atoll.measure.diagnosis import stage
 
-    stage.diagnose(_open(campaign, sets))
+    stage.diagnose(open_campaign(campaign, sets))
 
 
 @atoll.command()
@@ -347,7 +346,7 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
     request = ExportRequest(to, numbers, **options)
-    (export_campaign if request.model == "ensemble" else export_stock)(_open(campaign), request)
+    (export_campaign if request.model == "ensemble" else export_stock)(open_campaign(campaign), request)
 
 
 atoll.add_command(aesthetics)
@@ -364,12 +363,6 @@ def main() -> None:
     ends_with_run()
     # Without `end` a thread still inside torch may abort the process as Python shuts down.
     end(ended(lambda: atoll.main(standalone_mode=False)))
-
-
-def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
-    from atoll.campaign.folder import Campaign
-
-    return Campaign.open(campaign, sets)
 
 
 def _numbers(text: str) -> list[int]:

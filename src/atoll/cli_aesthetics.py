@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from atoll.base.options import LOCAL
+from atoll.cli_campaign import open_campaign
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
@@ -76,18 +77,17 @@ def score(
     pictures: str, scorer: str | None, table: Path | None, sensitive: tuple[str, ...], out: Path, device: str
 ) -> None:
     """Score the rows of a campaign's data set, as a column of it, or the pictures of a folder."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.aesthetics.scorer import Scorer
     from atoll.curate.aesthetics.stages import import_stage, score_folder, score_stage
 
     if (scorer is None) == (table is None):
         raise click.UsageError("give --scorer or --from, one of them")
     if table is not None:
-        import_stage(Campaign.open(pictures), table, sensitive)
+        import_stage(open_campaign(pictures), table, sensitive)
     elif scorer is not None and _is_folder_of_pictures(pictures):
         score_folder(Scorer.load(scorer, device)[0], Path(pictures), out)
     elif scorer is not None:
-        score_stage(Campaign.open(pictures), scorer, device)
+        score_stage(open_campaign(pictures), scorer, device)
 
 
 @aesthetics.command("evaluate")
@@ -115,9 +115,7 @@ def evaluate(
 
 
 def _rows(campaign: str | None) -> Any:
-    from atoll.campaign.folder import Campaign
-
-    return None if campaign is None else Campaign.open(campaign).dataset()
+    return None if campaign is None else open_campaign(campaign).dataset()
 
 
 def _is_folder_of_pictures(place: str) -> bool:

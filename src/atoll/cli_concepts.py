@@ -6,8 +6,7 @@ from typing import Any, cast
 import click
 
 from atoll.base.options import LOCAL
-
-CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
+from atoll.cli_campaign import CAMPAIGN, open_campaign
 
 
 @click.group()
@@ -27,10 +26,9 @@ def concepts() -> None:
 )
 def index(campaign: str, vocabulary: Path | None, least: int, match: str) -> None:
     """Find concepts in every caption, in singular and plural."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.audit import index_stage
 
-    index_stage(Campaign.open(campaign), vocabulary, least, cast(Any, match))
+    index_stage(open_campaign(campaign), vocabulary, least, cast(Any, match))
 
 
 @concepts.command("tag")
@@ -38,10 +36,9 @@ def index(campaign: str, vocabulary: Path | None, least: int, match: str) -> Non
 @click.argument("tagger", metavar="labels|linear|clip:NAME|FILE")
 def tag(campaign: str, tagger: str) -> None:
     """Find concepts in pictures: class labels, a linear tagger, a CLIP, or a FILE of tags."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.audit import tag_stage
 
-    tag_stage(Campaign.open(campaign), tagger)
+    tag_stage(open_campaign(campaign), tagger)
 
 
 @concepts.command("audit")
@@ -51,10 +48,9 @@ def tag(campaign: str, tagger: str) -> None:
 )
 def audit(campaign: str, threshold: float) -> None:
     """Count concepts in the training rows of every expert: tail, evenness, captions that miss the picture."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.audit import audit_stage
 
-    audit_stage(Campaign.open(campaign), threshold)
+    audit_stage(open_campaign(campaign), threshold)
 
 
 @concepts.command("add")
@@ -101,12 +97,11 @@ def rebalance(
     campaign: str, t: float | None, target: int | None, per_expert: bool, other: float, dry_run: bool
 ) -> None:
     """Weights by which frequent concepts are drawn less often: a column that data.weighted=true uses."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.rebalance import Rule, rebalance_stage
 
     if (t is None) == (target is None):
         raise click.UsageError("give --t or --target-size, one of them")
-    rebalance_stage(Campaign.open(campaign), Rule(t or 1, per_expert, other), target, dry_run)
+    rebalance_stage(open_campaign(campaign), Rule(t or 1, per_expert, other), target, dry_run)
 
 
 @concepts.command("tail")
@@ -116,10 +111,9 @@ def rebalance(
 @click.option("--template", "templates", multiple=True, default=["{}"], help="Prompt; {} is the concept.")
 def tail(campaign: str, n: int, least: int, templates: tuple[str, ...]) -> None:
     """Choose rare concepts and common ones like them, to be drawn and judged."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.tail import tail_stage
 
-    tail_stage(Campaign.open(campaign), n, least, templates)
+    tail_stage(open_campaign(campaign), n, least, templates)
 
 
 @concepts.command("evaluate")
@@ -146,10 +140,9 @@ def evaluate(
     scorer: str | None,
 ) -> None:
     """Draw rare and common concepts by every model with the same noise, and judge the pictures."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.tail import Judging, evaluate_stage
 
-    opened = Campaign.open(campaign)
+    opened = open_campaign(campaign)
     own = opened.config.compare
     judge = (extractor, None) if extractor else (own.extractor, own.extractor_size)
     how = {"guidance": guidance, "steps": steps, "seed": seed}
@@ -179,7 +172,6 @@ def filter_rows(
     dry_run: bool,
 ) -> None:
     """Draw only rows that score well or have the right licence, by weights: nothing is removed."""
-    from atoll.campaign.folder import Campaign
     from atoll.curate.filter import filter_stage
 
-    filter_stage(Campaign.open(campaign), keep, per_cluster, protect, sensitive, times, dry_run)
+    filter_stage(open_campaign(campaign), keep, per_cluster, protect, sensitive, times, dry_run)

@@ -1,16 +1,14 @@
 """The commands that make, extend and check a campaign's data set."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.base.options import LOCAL, SETS
+from atoll.cli_campaign import CAMPAIGN, open_campaign
 
-CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 WORKERS = click.option(
     "--workers",
     type=click.IntRange(1, 1024),
@@ -26,56 +24,12 @@ def data() -> None:
 
 @data.command()
 @CAMPAIGN
-@WORKERS
-@SETS
-def ingest(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
-    """Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path."""
-    from atoll.campaign.prepare import ingest_stage
-
-    _work(ingest_stage, campaign, workers, sets)
-
-
-@data.command()
-@CAMPAIGN
-@WORKERS
-@SETS
-def embed(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
-    """Add the features that the partition clusters."""
-    from atoll.campaign.prepare import embed_stage
-
-    _work(embed_stage, campaign, workers, sets)
-
-
-@data.command("prepare")
-@CAMPAIGN
-@WORKERS
-@SETS
-def prepare_(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
-    """Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them."""
-    from atoll.campaign.prepare import prepare_data
-
-    _work(prepare_data, campaign, workers, sets)
-
-
-@data.command()
-@CAMPAIGN
 @SETS
 def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
     """Leave rows out that show what another row shows, as data.dedupe says; before the partition."""
     from atoll.campaign.prepare import dedupe_stage
 
-    dedupe_stage(_open(campaign, sets))
-
-
-@data.command()
-@CAMPAIGN
-@WORKERS
-@SETS
-def encode(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
-    """Add the latents and text states that the networks train on."""
-    from atoll.campaign.prepare import encode_stage
-
-    _work(encode_stage, campaign, workers, sets)
+    dedupe_stage(open_campaign(campaign, sets))
 
 
 @data.command()
@@ -86,7 +40,7 @@ def show(campaign: str, page: Path | None) -> None:
     from atoll.base.console import Progress
     from atoll.data.contents import contents, lines
 
-    opened = _open(campaign)
+    opened = open_campaign(campaign)
     found = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
     for line in lines(found):
         say(line)
@@ -103,7 +57,7 @@ def audit(campaign: str) -> None:
     """Check every file of the data set against its size and hash."""
     from atoll.data.audit import audit as check
 
-    problems = check(_open(campaign).dataset())
+    problems = check(open_campaign(campaign).dataset())
     for problem in problems:
         say(f"problem: {problem}")
     if problems:
@@ -112,19 +66,34 @@ def audit(campaign: str) -> None:
     say("no problems")
 
 
-def _work(stage: Callable[[Any], object], campaign: str, workers: int, sets: tuple[str, ...]) -> None:
-    """Do a data stage, or have several processes run this very command."""
-    opened = _open(campaign, sets)
-    if workers == 1:
-        stage(opened)
-        return
-    from atoll.launch.submit import run_workers
+def _shared(name: str, stage: str, text: str) -> None:
+    """Add the command of a stage that several processes may do together."""
 
-    command = click.get_current_context().info_name or ""
-    run_workers(workers, "data", command, campaign, *(part for one in sets for part in ("--set", one)))
+    @data.command(name, help=text)
+    @CAMPAIGN
+    @WORKERS
+    @SETS
+    def do(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
+        from atoll.campaign import prepare
+
+        opened = open_campaign(campaign, sets)
+        if workers == 1:
+            getattr(prepare, stage)(opened)
+            return
+        from atoll.launch.submit import run_workers
+
+        run_workers(workers, "data", name, campaign, *(part for one in sets for part in ("--set", one)))
 
 
-def _open(campaign: str, sets: tuple[str, ...] = ()) -> Any:
-    from atoll.campaign.folder import Campaign
-
-    return Campaign.open(campaign, sets)
+_shared(
+    "ingest",
+    "ingest_stage",
+    "Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path.",
+)
+_shared("embed", "embed_stage", "Add the features that the partition clusters.")
+_shared("encode", "encode_stage", "Add the latents and text states that the networks train on.")
+_shared(
+    "prepare",
+    "prepare_data",
+    "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them.",
+)

@@ -8,6 +8,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.options import LOCAL, SETS
+from atoll.cli_campaign import CAMPAIGN, open_campaign
 
 KEYS = click.option("--keys", "keyring", type=LOCAL, help="File of bearer keys, one a line; also ATOLL_KEYS.")
 
@@ -27,15 +28,13 @@ def serve(source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tup
 
 
 @click.command()
-@click.argument("campaign", metavar="CAMPAIGN")
+@CAMPAIGN
 @click.option("--once", type=LOCAL, metavar="FILE", help="Write one page of this moment, and end.")
 @KEYS
 @SETS
 def dashboard(campaign: str, once: Path | None, keyring: Path | None, sets: tuple[str, ...]) -> None:
     """How the islands stand, live in a browser while they train anywhere; it only reads."""
-    from atoll.campaign.folder import Campaign
-
-    opened = Campaign.open(campaign)
+    opened = open_campaign(campaign)
     if once is not None:
         from atoll.report.dashboard import Dashboard
 

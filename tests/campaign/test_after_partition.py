@@ -16,7 +16,8 @@ from atoll.campaign.opt_out import opt_out_stage
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
 from atoll.data.dataset import DataSet
-from atoll.data.samples import write_weights
+from atoll.data.formats import PartitionFile
+from atoll.data.samples import WEIGHTS
 from atoll.data.settings import IngestConfig
 from atoll.data.split import write_split
 from atoll.store.store import Store
@@ -62,8 +63,8 @@ def test_only_the_islands_of_rows_that_leave_are_written_again(
     assert not set(rows) & {int(row) for name in ("train", "heldout") for row in dataset.split(name)}
     assert opt_out_stage(campaign, path) == [] and digests(tmp_path / "c") == after
     train_run(Campaign.open(tmp_path / "c"), "expert", 1)
-    fields = campaign.store.get_json(partitions.FILE)
-    campaign.store.put_json(partitions.FILE, {**fields, "opted_out": rows[:1]})
+    fields = campaign.store.get_json(PartitionFile.PLACE)
+    campaign.store.put_json(PartitionFile.PLACE, {**fields, "opted_out": rows[:1]})
     with pytest.raises(PartitionError, match="not what Atoll writes"):
         partitions.load(campaign.store)
 
@@ -103,7 +104,7 @@ def test_opting_out_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyt
 
 def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
     campaign = partitioned(tmp_path / "c")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read .*none.txt"):
         opt_out_stage(campaign, tmp_path / "none.txt")
     dataset = campaign.dataset()
     path = tmp_path / "all.txt"
@@ -144,8 +145,10 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = partitioned(tmp_path / "c").dataset()
-    write_weights(dataset, np.full(len(dataset), 0.5, np.float32), {"name": "sources"})
+    dataset.write_values(WEIGHTS, {"name": "sources"}, np.full(len(dataset), 0.5, np.float32))
     campaign = partitioned(tmp_path / "w", {"data": {"path": "../c/data", "weighted": True}})
+    told = capsys.readouterr().out
+    assert "% of the weight, " in told and "steps follow the weights of its rows" in told
     train_run(campaign, "expert", 0)
     path, _ = listed(campaign, tmp_path, 0)
     assert opt_out_stage(campaign, path, retrain=True) == [0]  # islands of the same weights join
@@ -158,15 +161,23 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
         opt_out_stage(Campaign.open(tmp_path / "w"), path, retrain=True)
     told = command(capsys, "partition", tmp_path / "w")
     assert told.code == 0 and "weights have changed" in told.out
+    assert told.out.startswith("partition: finished already, 2 clusters of 74 training rows\n")
     assert digests(tmp_path / "w") == before
 
 
-def test_new_rows_get_the_clusters_that_they_would_have_had(tmp_path: Path) -> None:
+def test_new_rows_get_the_clusters_that_they_would_have_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = partitioned(tmp_path / "c")
     other = {"data": {"ingest": {"glyphs": {"limit": 100}}}}
     more = partitioned(tmp_path / "more", other).dataset()
     before = digests(tmp_path / "c")
+    capsys.readouterr()
     clusters = assign_stage(campaign, more.store.location)
+    _, head, *rows, last, place = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["cluster", "new", "rows"] and last.split()[:2] == ["all", str(len(more))]
+    assert sorted(int(row.split()[2]) for row in rows) == sorted(np.bincount(clusters).tolist())
+    assert place.startswith("all 2 clusters: ") and "reports/findings/new-rows.json" in place
     own = dict(zip(campaign.dataset().ids, partitions.load(campaign.store).clusters.tolist(), strict=True))
     both = [(own[name], int(c)) for name, c in zip(more.ids, clusters, strict=True) if name in own]
     assert len(both) > 20 and all(a == b for a, b in both)

@@ -73,11 +73,12 @@ def test_rows_that_are_alike_cannot_be_divided() -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"k": 3, "capacities": [1, 2]}, "not one positive number for each of k=3"),
+        ({"k": 3, "capacities": [1, 2]}, "not one positive number for each of partition.k=3"),
         ({"k": 2, "capacities": [1, 0]}, "not one positive number"),
+        ({"k": 2, "capacities": "2:1"}, r"Input should be a list, such as \[2, 1\]"),
         ({"k": 4, "max_share": 0.2}, "does not hold all rows"),
-        ({"method": "column"}, "column goes with method=column"),
-        ({"column": "source"}, "column goes with method=column"),
+        ({"method": "column"}, "column is for partition.method=column"),
+        ({"column": "source"}, "column is for partition.method=column"),
     ],
 )
 def test_settings_that_cannot_be_kept(settings: dict[str, object], what: str) -> None:

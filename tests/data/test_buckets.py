@@ -217,7 +217,7 @@ def test_squares_are_as_they_always_were(tmp_path: Path) -> None:
         ({"sizes": ["32"]}, "'32' is no size: write width x height"),
         ({"sizes": ["0x32"]}, "'0x32' is no size"),
         ({"sizes": "seven"}, "sizes"),
-        ({"multiple": 64}, "at size 32 all aspects become 64x64 px: lower buckets.multiple"),
+        ({"multiple": 64}, "at size 32 all aspects become 64x64 px: lower data.ingest.buckets.multiple"),
         ({"max_crop": 2}, "max_crop"),
     ],
 )

@@ -41,6 +41,16 @@ class Counting:
         return {"values": rows[:, None, None].float() + self.add + torch.zeros(2, 3)}
 
 
+def test_values_that_are_known_are_cut_into_shards(glyphs: DataSet, store: Store) -> None:
+    values = np.arange(2 * len(glyphs), dtype=np.int16).reshape(-1, 2)
+    values.flags.writeable = False  # as what is read from a file may be
+    column = glyphs.write_values("known", PRODUCER, values)
+    assert column.read(np.arange(len(glyphs))).tolist() == values.tolist()
+    assert (column.meta.dtype, column.meta.shape, len(column.meta.shards)) == ("int16", [2], 3)
+    with pytest.raises(DataError, match="entries"):
+        glyphs.write_values("short", PRODUCER, values[:-1])
+
+
 def test_fixed_round_trip(glyphs: DataSet, store: Store) -> None:
     column = glyphs.write_column("x", PRODUCER, Counting(glyphs))
     rows = np.array([39, 0, 17, 17, 15, 16, 31, 32, 3])

@@ -226,15 +226,24 @@ def test_rows_of_one_value_stay_together(dataset: DataSet) -> None:
     assert sorted(int(v) for names in made.about.values for v in names) == list(range(10))
     assert all(str(o) in made.about.values[c] for o, c in zip(owners, made.clusters, strict=True))
     assert made.sizes == sorted(made.sizes, reverse=True) and made.sizes[0] < 1.3 * made.sizes[-1]
-    assert "several values each: 0 (" in made.about.warnings[0] and len(made.centroids) == 0
+    assert "several values each: 0 (" in made.about.warnings[-1] and len(made.centroids) == 0
     assert np.array_equal(made.assign(dataset, None), made.clusters)
     wide = make(dataset, None, by("owner", 2, capacities=(1, 3), tolerance=0.2), 0)
     assert wide.sizes[1] == pytest.approx(3 * wide.sizes[0], rel=0.4)
-    with pytest.raises(PartitionError, match=r"would hold .* of one value, stay together"):
+    with pytest.raises(PartitionError, match=r"would hold .*, since rows of one owner stay together"):
         make(dataset, None, by("owner", 2, capacities=(1, 8), tolerance=0.01), 0)
     numbers(dataset, owners + (np.arange(ROWS) == 5) * 90)
     with pytest.raises(PartitionError, match=r"1 values of owner are in no cluster: '9\d' \(1 rows\)"):
         made.assign(dataset, None)
+
+
+def test_clusters_without_held_out_rows_are_told(dataset: DataSet) -> None:
+    split = dataset.column("split").read(np.arange(ROWS)).numpy()
+    owners = np.where((split == 0) & (np.arange(ROWS) % 3 == 0), 1, 0)
+    numbers(dataset, owners)
+    made = make(dataset, None, by("owner", 2), 0)
+    assert made.about.heldout[1] == 0 and "cluster 1 has no held-out rows" in made.about.warnings[0]
+    assert not make(dataset, None, PartitionConfig(method="random", k=2), 0).about.warnings
 
 
 def test_as_many_values_as_clusters_are_their_numbers(dataset: DataSet) -> None:

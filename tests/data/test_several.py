@@ -17,7 +17,7 @@ from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.dataset import OPTIONAL, ROWS, DataSet
 from atoll.data.ingest import ingest
 from atoll.data.records import Record
-from atoll.data.samples import WEIGHTS, weigh_sources, weights_of, write_weights
+from atoll.data.samples import WEIGHTS, weigh_sources, weights_of
 from atoll.data.settings import IngestConfig, SourceConfig, SourceOptions
 from atoll.data.sources import open_source, open_sources
 from atoll.data.subsets import union, write_subset
@@ -174,7 +174,7 @@ def test_several_sources_tell_source_and_licence(tmp_path: Path, store: Store) -
     assert set(about["sources"]) == {"tars", "web"}
     weigh_sources(dataset, {"tars": 3, "web": 1})
     assert weights_of(dataset).tolist() == [3] * count + [1] * count
-    write_weights(dataset, np.ones(len(dataset), dtype=np.float32), {"name": "filter"})
+    dataset.write_values(WEIGHTS, {"name": "filter"}, np.ones(len(dataset), dtype=np.float32))
     weigh_sources(dataset, {"tars": 3, "web": 1})  # what came later is not written over
     assert weights_of(dataset).tolist() == [1] * 2 * count
     rows = np.array([0, count, count + 1])
@@ -293,7 +293,8 @@ def test_captions_that_are_none(tmp_path: Path) -> None:
         ({"caption": "n"}, ["caption is not text (fluent.parquet, row 0", "data.ingest.caption"]),
         ({"label": "concept"}, ["label is no integer", "'thing 0'", "data.ingest.label"]),
         ({"id": "nothing"}, ["no id", "data.ingest.id"]),
-        ({"image": "caption"}, ["but 'caption' holds no pictures", "`image`"]),
+        ({"group": "nope"}, ["data.ingest.group: ", "has no column 'nope'"]),
+        ({"image": "caption"}, ["but 'caption' holds no pictures", "data.ingest.image"]),
     ],
 )
 def test_first_rows_tell_which_setting_is_wrong(

@@ -104,7 +104,9 @@ def test_folder_with_labels_and_no_captions(folder: Path) -> None:
     good, bad = read(open_source(folder, {"label": "kind"}))
     assert [(row.caption, row.label) for row in good] == [("3", 3), ("4", 4), ("5", 5)]
     assert [reject.reason for reject in bad] == ["empty caption"] * 2 + ["label is no integer"]
-    with pytest.raises(DataError, match=r"none of text, caption, prompt.*or with `label`"):
+    with pytest.raises(
+        DataError, match=r"none of text, caption, prompt.*data.ingest.caption.*data.ingest.label"
+    ):
         open_source(folder)
     with pytest.raises(DataError, match="no column 'text'"):
         open_source(folder, {"label": "kind", "caption": "text"})

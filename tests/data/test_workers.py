@@ -9,13 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.data.audit import audit
+from atoll.data.column_stage import ColumnStage
+from atoll.data.columns import Compute
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.ingest import ingest
 from atoll.data.records import Record
+from atoll.data.workers import work_together
 from atoll.store.claims import Claims
 from atoll.store.lease import LeaseConfig
 from atoll.store.store import Store
@@ -65,6 +70,27 @@ def test_a_worker_that_is_behind_computes_nothing_again(store: Store) -> None:
 
     ingest(Behind(repeated()), store, "d", config, lease=LEASE)
     assert len(reads) == 1 and not audit(DataSet.open(store, "d"))
+
+
+def test_what_is_there_is_not_claimed(glyphs: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that others wrote since the look at what is missing cost a look, and no claim."""
+    claimed, claim = list[str](), Claims.claimed
+    monkeypatch.setattr(Claims, "claimed", lambda self, part: claimed.append(part) or claim(self, part))
+
+    def stage(compute: Compute) -> ColumnStage:
+        place = (glyphs.store, "glyphs/columns/x", glyphs.shards)
+        return ColumnStage(*place, {"name": "x"}, compute, {}, "fixed", None)
+
+    def values(shard: int) -> dict[str, Tensor]:
+        return {"values": torch.zeros(glyphs.shards[shard].rows)}
+
+    def behind(shard: int) -> dict[str, Tensor]:
+        for number in range(1, len(glyphs.shards)):
+            stage(values).write(number)
+        return values(shard)
+
+    work_together(stage(behind), LEASE)
+    assert claimed == ["00000", "finish"]
 
 
 def test_ids_are_settled_as_if_there_were_one_shard(serial: Path, store: Store) -> None:

@@ -136,10 +136,17 @@ def test_each_process_is_told_its_threads(capsys: pytest.CaptureFixture[str]) ->
     assert "['3', '3']" in capsys.readouterr().out
 
 
+def test_what_processes_of_one_command_say_alike_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "print('twice'); print('twice'); print('same'); "
+    local.run([job("worker 1", code), job("worker 2", code), job("other", code + "print('own')")])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [lines.count(one) for one in ("twice", "same", "own")] == [4, 2, 1]
+
+
 def test_gpus_are_given_one_each(capsys: pytest.CaptureFixture[str]) -> None:
     """The rule alone: each process sees one device number of its own."""
     code = "import os, time; print('gpu', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.6)"
-    local.run([job(str(n), code, cpus=CORES) for n in range(3)], gpus=2)
+    local.run([job(str(n), f"{code}  # {n}", cpus=CORES) for n in range(3)], gpus=2)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "gpu" in line]
     assert sorted(lines[:2]) == ["gpu 0", "gpu 1"] and len(lines) == 3
 

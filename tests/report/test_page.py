@@ -144,6 +144,13 @@ def test_right_after_the_partition_every_section_says_what_makes_it(builder: Bui
     assert "Clustered by" not in page.text() and "random, K = 4" in page.text()
 
 
+def test_sizes_of_pictures_have_a_row_for_each_cluster(builder: Builder):
+    buckets = {"24x40": [700, 600, 500, 400], "40x24": [300, 300, 300, 300]}
+    text = "".join(Page.of(builder.campaign().partition(buckets=buckets)).text().split())
+    head = "Trainingrowsbythesizeoftheirpicturesinpixels"
+    assert f"{head}Cluster24×4040×24Cluster0700300Cluster1600300" in text
+
+
 def test_a_run_on_its_way_says_how_far_it_is(builder: Builder, page: Page):
     builder.campaign().partition().run("islands/0").run("islands/1", finished=False)
     way = Page.of(builder)

@@ -100,7 +100,7 @@ def _explain(model: type[BaseModel], error: ValidationError, where: str) -> Conf
     if first["type"] == "extra_forbidden":
         valid = _fields_at(model, path[:-1])
         return ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
     at = f"{key!r} in {where}" if key else where
     return ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
 

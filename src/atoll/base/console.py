@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Callable
 
 from atoll.base.text import duration
 
@@ -43,6 +42,3 @@ class Progress:
     def _bar(self, done: int, width: int = 20) -> str:
         full = int(width * min(done, self.total) / max(self.total, 1))
         return "█" * full + "·" * (width - full)
-
-
-ProgressCall = Callable[[int, int], None]

@@ -8,7 +8,7 @@ import yaml
 from pydantic import AfterValidator
 from pydantic_core import from_json
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, DataError
 
 LARGEST = 256 * 2**20  # bytes; the manifest of 150 million rows in shards of 4,096 has 20 MB
 LARGEST_YAML = 2**20
@@ -43,6 +43,16 @@ def read_yaml(text: bytes | str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file; `DataError` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "give a text file") from None
 
 
 def _must_be_small(tree: Any) -> None:

@@ -107,6 +107,11 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     ]
 
 
+def few(names: Sequence[str], most: int = 8) -> str:
+    """The first of some names, and whether there are more."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
 def parse_size(text: str) -> Size:
     """Width and height of `336x192`; `ValueError` for anything else."""
     match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)

@@ -9,14 +9,11 @@ from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
-from atoll.data.formats import PartitionFile
 from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import published, read_card
 from atoll.ensemble.folder import FolderWriter, defaults, parts_of
 from atoll.ensemble.model_card import listed
 from atoll.store.signatures import check_trusted
-
-PARTITION = PartitionFile.PLACE
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def warn_of_missing(assembled: Assembled) -> None:
 def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, list[int], Card]:
     """K, the numbers of the published experts, and the router's card; all belong together."""
     store = campaign.store
-    if not store.exists(PARTITION):
+    if not campaign.is_partitioned:
         raise PartitionError(
             f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )

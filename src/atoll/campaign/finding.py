@@ -35,9 +35,10 @@ class Finding(File):
             raise ValueError("a row has another number of cells than there are columns")
         return self
 
-    def write(self, store: Store, name: str) -> None:
-        """Leave it for the report under this name."""
-        store.put_json(f"{FOLDER}/{name}.json", self.to_json())
+    def write(self, store: Store, name: str) -> str:
+        """Leave it for the report under this name; where it lies."""
+        store.put_json(key := f"{FOLDER}/{name}.json", self.to_json())
+        return key
 
 
 def findings(store: Store) -> list[Finding]:

@@ -105,12 +105,17 @@ class Campaign:
         with suppress(Conflict):  # somebody did the same at the same time
             self.store.create_json(STUDENT, FrozenStudent(code=code_version(), student=settings).to_json())
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether the data set is cut."""
+        return self.store.exists(PartitionFile.PLACE)
+
     def dataset(self) -> "DataSet":
         """The campaign's data set, its splits without rows that have left; `DataError` if there is none."""
         from atoll.data.dataset import DataSet
 
         dataset = DataSet.open(self.data_store())
-        if self.store.exists(PartitionFile.PLACE):
+        if self.is_partitioned:
             dataset.opted_out = PartitionFile.read(self.store, PartitionFile.PLACE).opted_out
         return dataset
 

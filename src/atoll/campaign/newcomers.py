@@ -1,12 +1,11 @@
 """New rows under a partition that stays as it is: their clusters, and how unlike training rows they are."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from atoll.base.console import say
 from atoll.base.errors import DataError
+from atoll.base.text import columns, significant
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of
@@ -20,6 +19,8 @@ from atoll.store.store import Absent, Store
 COLUMN = "clusters"
 FAR, MANY = 0.99, 0.05
 """Quantile of the training rows' distances, and the share of new rows beyond it from which it is told."""
+SHOWN = 16
+"""Clusters that are told, those of the most new rows."""
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 
@@ -47,18 +48,14 @@ def assign_stage(campaign: Campaign, path: str) -> I64:
         raise DataError(f"there is no data set at {path}", "make it: atoll data ingest, embed") from None
     features = _like_features(campaign, dataset) if partition.about.method == "kmeans" else None
     clusters = partition.assign(dataset, features)
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        some = clusters[dataset.bounds[shard] : dataset.bounds[shard + 1]]
-        return {"values": torch.from_numpy(some).to(torch.int16)}
-
-    dataset.write_column(COLUMN, {"name": "partition", "hash": partition.hash}, compute)
+    dataset.write_values(COLUMN, {"name": "partition", "hash": partition.hash}, clusters.astype(np.int16))
     finding = _drift(partition, features_of(campaign, known), known, features, clusters)
-    finding.write(campaign.store, "new-rows")
+    place = finding.write(campaign.store, "new-rows")
     say(f"column {COLUMN!r} of {dataset.store.location}: {len(dataset):,} rows by {partition.hash[:12]}")
-    for cells in finding.rows:
-        told = zip(finding.columns[1:], cells[1:], strict=True)
-        say(f"  {cells[0]}: " + ", ".join(f"{name} {cell}" for name, cell in told if cell is not None))
+    largest = sorted(finding.rows[:-1], key=lambda cells: -float(cells[1] or 0))[:SHOWN]
+    for line in columns([finding.columns, *[list(map(_cell, one)) for one in [*largest, finding.rows[-1]]]]):
+        say(f"  {line}")
+    say(f"all {partition.k} clusters: {campaign.store.name(place)}, and in the report (atoll report)")
     far = finding.rows[-1][-1] if features is not None else None
     if isinstance(far, float) and far > MANY:
         say(f"  warning: {far:.1%} of the rows lie farther out than 99 % of their cluster's training rows")
@@ -91,12 +88,12 @@ def _drift(
     ]
     moved = round(float(np.abs(now - before).sum()) / 2, 4)
     rows.append(["all", len(clusters), None, None])
-    columns = ["cluster", "new rows", "share of training rows", "share of new rows"]
+    heads = ["cluster", "new rows", "share of training rows", "share of new rows"]
     text = (
         f"Rows that came later, by the clusters of the campaign: {moved:.1%} of them are where others were."
     )
     if known is not None and new is not None:
-        columns += ["distance of training rows", "of new rows", "farther than 99 %"]
+        heads += ["distance of training rows", "of new rows", "farther than 99 %"]
         train = dataset.split("train")
         old_d, new_d = _distances(known, train, partition), _distances(new, np.arange(len(new)), partition)
         old_c = partition.clusters[train]
@@ -107,7 +104,13 @@ def _drift(
             cells += _told(own, came, far[clusters == number])
         rows[-1] += _told(old_d, new_d, far)
         text += " The last column would be 0.01 for rows like the training rows."
-    return Finding(title="New rows", text=text, columns=columns, rows=rows)
+    return Finding(title="New rows", text=text, columns=heads, rows=rows)
+
+
+def _cell(value: str | int | float | None) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else significant(value)
 
 
 def _told(own: F32, came: F32, far: NDArray[np.bool_]) -> list[float | None]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.hashing import digest
+from atoll.base.plain import read_lines
+from atoll.base.text import few
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of, island_columns, write_clusters
 from atoll.campaign.runs import Run, experts_of
@@ -53,7 +55,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         raise PartitionError(
             what, "start a new campaign to draw by these, and leave the rows out before that"
         )
-    named = _named(dataset, _lines(path), path)
+    named = _named(dataset, {line.strip() for line in read_lines(path)} - {""}, path)
     leaving = np.setdiff1d(named, partition.about.opted_out)
     say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} have left before")
     if not len(leaving):
@@ -88,14 +90,6 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     return changed
 
 
-def _lines(path: Path) -> set[str]:
-    try:
-        return {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
-    except (OSError, UnicodeDecodeError):
-        fix = "give a text file of UTF-8 with an id or a SHA-256 a line"
-        raise DataError(f"{path} cannot be read", fix) from None
-
-
 def _named(dataset: DataSet, lines: set[str], path: Path) -> I64:
     """Numbers of the rows whose id or digest of the source is among the lines, ascending.
 
@@ -109,7 +103,7 @@ def _named(dataset: DataSet, lines: set[str], path: Path) -> I64:
         for column, hit in zip(columns, hits, strict=True):
             idle.difference_update(column.filter(hit).to_pylist())
         found.append(np.flatnonzero(pc.or_kleene(*hits).to_numpy()) + int(dataset.bounds[shard]))
-    some = ", ".join(sorted(idle)[:5]) + ", …" * (len(idle) > 5)
+    some = few(sorted(idle), 5)
     if len(idle) == len(lines):
         what = f"no line of {path} names a row" + (f": {some}" if some else ", since it has none")
         raise DataError(what, "give ids, or SHA-256s of source pictures, as `rows/*.parquet` has them")

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
+from atoll.base.text import few
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, start_of
@@ -41,9 +43,9 @@ def make_islands(campaign: Campaign) -> Partition:
     """
     store, config = campaign.store, campaign.config
     store.sweep()
-    if store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         partition = partitions.load(store)
-        say(f"partition: finished already, {partition.k} clusters {partition.sizes}")
+        say(f"partition: finished already, {partition.k} clusters of {sum(partition.sizes):,} training rows")
         if campaign.has_dataset() and not partition.weighs_as(campaign.dataset()):
             say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
         if config.student is not None and not store.exists("student/island.json"):
@@ -71,7 +73,7 @@ def make_islands(campaign: Campaign) -> Partition:
     found = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
     store.put_json(ClusterMap.PLACE, found.to_json())
     partitions.save(partition, store, dataset)
-    _tell(partition, budget)
+    _tell(partition, budget, config.budget.compute == "equal")
     return partition
 
 
@@ -130,13 +132,8 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
 
 def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:
     """Write the `clusters` column of a data set made of the islands' shards in order."""
-    numbers = [k for k, part in enumerate(parts) for _ in part.shards]
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        rows = whole.shards[shard].rows
-        return {"values": torch.full((rows,), numbers[shard], dtype=torch.int16)}
-
-    whole.write_column("clusters", {"name": "partition", "hash": partition.hash}, compute)
+    numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(part) for part in parts])
+    whole.write_values("clusters", {"name": "partition", "hash": partition.hash}, numbers)
 
 
 @dataclass
@@ -211,20 +208,24 @@ class _Plans:
             )
 
 
-def _tell(partition: Partition, budget: Budget) -> None:
-    total = sum(partition.sizes)
+def _tell(partition: Partition, budget: Budget, equal: bool) -> None:
+    about, total, weight = partition.about, sum(partition.sizes), sum(partition.masses)
     say(f"partition {partition.hash[:12]}: {partition.k} clusters of {total:,} training rows")
     for number, (size, share) in enumerate(zip(partition.sizes, budget.experts, strict=True)):
-        say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}, {share.steps:,} steps of {share.batch}")
-    for bucket, rows in partition.about.buckets.items():
-        say(f"  {bucket}: {', '.join(f'{number:,.0f}' for number in rows)} rows by cluster")
-        few = [n for n, number in enumerate(rows) if 0 < number < budget.experts[n].batch]
-        if few:
-            where = ", ".join(map(str, few))
-            say(f"  warning: cluster {where} has fewer rows of it than a step: they wait until they fill one")
-    for warning in partition.about.warnings:
+        part = f", {partition.masses[number] / weight:6.1%} of the weight" if about.masses else ""
+        of = f", {about.column or 'label'} {few(about.values[number])}" if about.values else ""
+        steps = f"{share.steps:,} steps of {share.batch}"
+        say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}{part}, {steps}{of}")
+    if about.masses and not equal:
+        say("  an expert's steps follow the weights of its rows, not how many they are (data.weighted)")
+    for bucket, rows in about.buckets.items():
+        say(f"  {bucket}: {few([f'{number:,.0f}' for number in rows], 16)} rows by cluster")
+        short = [str(n) for n, number in enumerate(rows) if 0 < number < budget.experts[n].batch]
+        if short:
+            say(f"  warning: fewer of it than a step in cluster {few(short)}: they wait until they fill one")
+    for warning in about.warnings:
         say(f"  warning: {warning}")
-    if (inertia := partition.about.inertia) is not None:
+    if (inertia := about.inertia) is not None:
         cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""
         say(f"  inertia {inertia.clusters:.4g}, of random clusters {inertia.random:.4g}{cost}")
     if budget.pretrain:

@@ -1,7 +1,6 @@
 """The stages before training, in order; each knows whether it is finished."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,13 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     Raises:
         DataError: the campaign has its partition already, or features are wanted and not there.
     """
-    if campaign.store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         what = f"{campaign.store.location} is partitioned already"
         raise DataError(what, "leave duplicates out before that, in a new campaign")
     dataset, config = campaign.dataset(), campaign.config
     how = config.data.dedupe or DedupeConfig()
-    progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
-    found = dedupe(dataset, how, config.partition.encoder, progress, config.train.lease)
+    look(dataset, Progress("looks of pictures", len(dataset.shards), unit="shards"), config.train.lease)
+    found = dedupe(dataset, how, config.partition.encoder)
     largest = max(Counter(found.groups).values())
     rows: list[list[str | int | float | None]] = [
         [name, count, round(count / len(dataset), 4)] for name, count in found.counts.items()
@@ -145,7 +144,7 @@ def prepare(campaign: Campaign) -> Partition:
 def prepare_data(campaign: Campaign) -> None:
     """Whatever is missing of the data set; any number of processes that do this at once share the work."""
     config, store = campaign.config, campaign.store
-    if store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         return
     check_checkpoints(config, store.location)
     named = config.source(store.location)
@@ -164,30 +163,24 @@ def prepare_data(campaign: Campaign) -> None:
         if not made_by(dataset, COLUMN, wanted):  # the looks are shared work, what is alike is one process's
             progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
             look(dataset, progress, config.train.lease)
-        _Once(campaign, COLUMN, wanted, dedupe_stage).run()
+        work_together(_Dedupe(campaign, wanted), config.train.lease)
     if encoded:
         encode_stage(campaign)
     campaign.dataset().tidy()
 
 
-class _Once(Stage[bool]):
-    """A stage of one part, which writes a column: one process does it, and the others wait."""
+class _Dedupe(Stage[bool]):
+    """Deduplication as a stage without shards: one process does it, and the others wait."""
 
-    def __init__(
-        self, campaign: Campaign, column: str, wanted: dict[str, Any], do: Callable[[Campaign], object]
-    ) -> None:
-        super().__init__(campaign.dataset().store, f"columns/{column}", f"columns/{column}", [])
-        self.campaign, self.column, self.wanted, self.do = campaign, column, wanted, do
-
-    def run(self) -> None:
-        """Do it, or wait until somebody has."""
-        work_together(self, self.campaign.config.train.lease)
+    def __init__(self, campaign: Campaign, wanted: dict[str, Any]) -> None:
+        super().__init__(campaign.dataset().store, f"columns/{COLUMN}", f"columns/{COLUMN}", [])
+        self.campaign, self.wanted = campaign, wanted
 
     def done(self) -> bool | None:
         """Whether the column is there."""
-        return made_by(self.campaign.dataset(), self.column, self.wanted) or None
+        return made_by(self.campaign.dataset(), COLUMN, self.wanted) or None
 
     def put_together(self, notes: list[ShardNote]) -> bool:
         """Do it."""
-        self.do(self.campaign)
+        dedupe_stage(self.campaign)
         return True

@@ -180,7 +180,7 @@ class Observer:
     def look(self) -> CampaignStatus:
         """How it stands now; a run that cannot be read is told and hides no other."""
         store = self.campaign.store
-        partitioned = store.exists("partition/partition.json")
+        partitioned = self.campaign.is_partitioned
         if self._ahead is None:
             self._ahead = self._set_clock()
         now = time.time() + self._ahead

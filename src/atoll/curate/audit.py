@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.plain import read_lines
 from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate import image_hits, text_hits
@@ -49,16 +49,6 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     return vocabulary
 
 
-def read_lines(path: Path) -> list[str]:
-    """Lines of a text file; `DataError` where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8, a concept a line") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "give a text file") from None
-
-
 def vocabulary_of(campaign: Campaign) -> Vocabulary:
     """The campaign's vocabulary; `DataError` before there is one."""
     if not campaign.store.exists(Vocabulary.PLACE):
@@ -92,20 +82,7 @@ def tag_stage(campaign: Campaign, tagger: str) -> None:
     say(f"concepts in pictures by {about['name']}: at most {column.meta.max_length} in one")
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What an audit found.
-
-    Attributes:
-        counts: by concept and cluster.
-        lines: what of it is said.
-    """
-
-    counts: ConceptCounts
-    lines: list[str]
-
-
-def audit_stage(campaign: Campaign, threshold: float) -> Audit:
+def audit_stage(campaign: Campaign, threshold: float) -> None:
     """Count the concepts of the training rows for every expert, and write the table."""
     dataset, partition = campaign.clustered()
     rows = dataset.split("train")
@@ -113,10 +90,10 @@ def audit_stage(campaign: Campaign, threshold: float) -> Audit:
     counts = count(dataset, vocabulary_of(campaign), rows, clusters, partition.k, threshold)
     if counts.image is None:
         say("pictures are not tagged with these concepts (atoll concepts tag): captions alone are counted")
-    return _written(campaign.store, counts)
+    _write(campaign.store, counts)
 
 
-def add_stage(paths: Sequence[str], out: str) -> Audit:
+def add_stage(paths: Sequence[str], out: str) -> None:
     """Add the counts of several islands' own data, each counted where it lies."""
     total: ConceptCounts | None = None
     for path in paths:
@@ -125,18 +102,16 @@ def add_stage(paths: Sequence[str], out: str) -> Audit:
         total = counts if total is None else total + counts
     if total is None:
         raise ConfigError("there are no counts to add", "give files that 'atoll concepts audit' wrote")
-    return _written(Store.open(out, create=True), total)
+    _write(Store.open(out, create=True), total)
 
 
-def _written(store: Store, counts: ConceptCounts) -> Audit:
-    found = Audit(counts, summary(counts))
+def _write(store: Store, counts: ConceptCounts) -> None:
     store.put(TABLE, to_csv(counts))
     store.put_json(COUNTS, counts.to_json())
     _finding(counts).write(store, CONCEPTS)
-    for line in found.lines:
+    for line in summary(counts):
         say(line)
     say(f"wrote {store.name(TABLE)} and .json")
-    return found
 
 
 def _finding(counts: ConceptCounts) -> Finding:

@@ -14,18 +14,19 @@ from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.plain import read_lines
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
-from atoll.curate.audit import read_lines, vocabulary_of
+from atoll.curate.audit import vocabulary_of
 from atoll.curate.counts import hits_of
 from atoll.curate.image_hits import COLUMN as IMAGE
 from atoll.curate.rebalance import chunks
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.dataset import DataSet
-from atoll.data.samples import WEIGHTS, weights_of, write_weights
+from atoll.data.samples import WEIGHTS, weights_of
 
 B1 = NDArray[np.bool_]
 F32 = NDArray[np.float32]
@@ -145,8 +146,7 @@ def filter_stage(
     """
     dataset, conditions = campaign.dataset(), [Named.parse(text) or Condition.parse(text) for text in keep]
     train = dataset.split("train")
-    clustered = campaign.store.exists("partition/partition.json") or per_cluster
-    partition = campaign.clustered()[1] if clustered else None
+    partition = campaign.clustered()[1] if campaign.is_partitioned or per_cluster else None
     k = partition.k if partition else 1
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
     homes = [train[clusters[train] == number] for number in range(k)]
@@ -176,7 +176,7 @@ def filter_stage(
         heldout = np.ones(len(dataset), dtype=bool)
         heldout[train] = False
         about = {"keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect), "times": times}
-        write_weights(dataset, weights * (chosen | heldout), {"name": "filter", **about})
+        dataset.write_values(WEIGHTS, {"name": "filter", **about}, weights * (chosen | heldout))
         told = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
         heads = ["of", "rows", "kept", "share"]
         Finding(title="Rows that were kept", text=told, columns=heads, rows=table).write(

@@ -19,7 +19,7 @@ from atoll.curate.counts import CHUNK, hits_of
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.data.columns import Column
 from atoll.data.partition import Partition
-from atoll.data.samples import write_weights
+from atoll.data.samples import WEIGHTS
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -88,7 +88,7 @@ def rebalance_stage(
     hits, train = hits_of(dataset, TEXT, vocabulary), dataset.split("train")
     if hits is None:
         raise DataError("captions are not searched for these concepts", "run 'atoll concepts index' again")
-    partition = campaign.clustered()[1] if _partitioned(campaign) or rule.per_expert else None
+    partition = campaign.clustered()[1] if campaign.is_partitioned or rule.per_expert else None
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
     k = partition.k if partition else 1
 
@@ -102,13 +102,9 @@ def rebalance_stage(
     if dry_run:
         return None
     about = {"t": t, "per_expert": rule.per_expert, "other": rule.other, "vocabulary": vocabulary.hash}
-    write_weights(dataset, weights, {"name": "rebalance", **about})
+    dataset.write_values(WEIGHTS, {"name": "rebalance", **about}, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights
-
-
-def _partitioned(campaign: Campaign) -> bool:
-    return campaign.store.exists("partition/partition.json")
 
 
 def _reached(target: int, of: Callable[[float], F32], train: I64) -> float:

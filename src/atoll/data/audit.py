@@ -1,6 +1,7 @@
 """Audit: does a data set hold what its manifest says? Read one file at a time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -22,14 +23,13 @@ def audit(dataset: DataSet, progress: Callable[[int, int], None] | None = None) 
     side_of_group: dict[str, int] = {}
     columns: list[Column] = []
     for name in dataset.column_names():
-        try:
+        with _noted(problems):
             columns.append(dataset.column(name))
-        except AtollError as error:
-            problems.append(str(error))
     for shard in range(len(dataset.shards)):
         problems += _files(dataset, shard)
         for column in columns:
-            problems += _column_shard(column, shard)
+            with _noted(problems):
+                column.tensors(shard)
         try:
             problems += _ids(dataset, shard, ids)
             if "split" in (column.meta.name for column in columns):
@@ -40,10 +40,8 @@ def audit(dataset: DataSet, progress: Callable[[int, int], None] | None = None) 
             progress(shard + 1, len(dataset.shards))
     for column in columns:
         for name, entry in column.meta.extras.items():
-            try:
+            with _noted(problems, f"column {column.meta.name!r}, {name}: "):
                 check_file(column.store, column.folder, entry)
-            except AtollError as error:
-                problems.append(f"column {column.meta.name!r}, {name}: {error}")
     return problems
 
 
@@ -62,11 +60,12 @@ def _files(dataset: DataSet, shard: int) -> Iterator[str]:
             yield f"{where} holds {rows} rows; the manifest says {expected}"
 
 
-def _column_shard(column: Column, shard: int) -> Iterator[str]:
+@contextmanager
+def _noted(problems: list[str], where: str = "") -> Iterator[None]:
     try:
-        column.tensors(shard)
+        yield
     except AtollError as error:
-        yield str(error)
+        problems.append(f"{where}{error}")
 
 
 def _ids(dataset: DataSet, shard: int, seen: set[str]) -> Iterator[str]:

@@ -51,11 +51,13 @@ class Limits:
         """No limits: every cluster may hold anything."""
         return cls(np.zeros(k), np.ones(k))
 
-    def check(self, masses: NDArray[Any], row: float = 0.0) -> None:
+    def check(
+        self, masses: NDArray[Any], row: float = 0.0, why: str = "rows that are alike stay together"
+    ) -> None:
         """Refuse masses `(K,)` that are out of the limits by more than that of one `row`.
 
         Raises:
-            PartitionError: so many rows are alike, or of one value, that they cannot be divided so.
+            PartitionError: they are, because of what `why` says.
         """
         shares = masses / masses.sum()
         over = np.maximum(self.low - shares, shares - self.high)
@@ -63,8 +65,7 @@ class Limits:
         if over[worst] > 1e-9 + row / masses.sum():
             asked = f"{self.low[worst]:.2%} to {self.high[worst]:.2%}"
             raise PartitionError(
-                f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}: rows that are alike, or of"
-                " one value, stay together",
+                f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}, since {why}",
                 "raise partition.tolerance or partition.max_share, or change partition.capacities",
             )
 

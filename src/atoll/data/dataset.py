@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import ArrayLike
+import torch
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from atoll.base.errors import AtollError, DataError, first_line
@@ -243,6 +244,11 @@ class DataSet:
         remove_others(self.store, folder, work_together(stage, lease))
         self._columns.pop(name, None)
         return self.column(name)
+
+    def write_values(self, name: str, producer: dict[str, Any], values: NDArray[Any]) -> Column:
+        """Write a column of values that are known, one of each row `(rows, *shape)`; see `write_column`."""
+        parts = np.split(values, self.bounds[1:-1])
+        return self.write_column(name, producer, lambda shard: {"values": torch.tensor(parts[shard])})
 
     def tidy(self) -> None:
         """Remove what a killed process left beside complete columns; a stage skips a column that is there."""

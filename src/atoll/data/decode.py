@@ -4,9 +4,12 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from atoll.base.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded; others that Pillow knows start programs (EPS) or are rarely tried."""
@@ -31,6 +34,16 @@ def decode(data: bytes) -> Image.Image:
     with _opened(data) as image:
         image.load()
         return _flat(_upright(image))
+
+
+def open_picture(path: Path) -> Image.Image:
+    """The picture of a file, as `decode` gives it; `DataError` in one line where it is none."""
+    try:
+        return decode(path.read_bytes())
+    except BadImageError as error:
+        raise DataError(f"{path}: {error}", "replace or remove it") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
 
 
 def upright_size(data: bytes) -> tuple[int, int]:

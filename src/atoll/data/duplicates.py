@@ -63,21 +63,13 @@ class Duplicates:
         return {name: int((self.how == number).sum()) for number, name in enumerate(HOW)}
 
 
-def dedupe(
-    dataset: DataSet,
-    config: DedupeConfig,
-    encoder: str,
-    progress: Progress | None = None,
-    lease: LeaseConfig | None = None,
-) -> Duplicates:
+def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
     """Find duplicates, write the column `duplicate_of`, and split again so that no group is on two sides.
 
     Args:
         dataset: with pictures; with features, if `config.cosine` is set.
         config: what counts as alike.
         encoder: whose features are compared.
-        progress: told how many shards have been looked at.
-        lease: given, other processes may share the looking.
 
     Raises:
         DataError: features are wanted and not there.
@@ -85,24 +77,17 @@ def dedupe(
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
         raise DataError(what, "run 'atoll data embed' first")
-    seen = look(dataset, progress, lease)
-    search = _Search(dataset)
+    seen, search = look(dataset), _Search(dataset)
     search.same_files()
     search.same_pixels(seen, config)
     if config.cosine is not None:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
     names = dataset.table(["group"]).column("group").to_numpy(zero_copy_only=False)
     found = search.found(names)
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {
-            "values": torch.from_numpy(found.of[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())
-        }
-
     kept = found.of == np.arange(len(dataset))
     settings = IngestConfig.parse(dataset.manifest.config, dataset.store.name("manifest.json"))
     write_split(dataset, settings, found.groups, kept)
-    dataset.write_column(COLUMN, about(dataset, config, encoder), compute)  # last: it says that all is done
+    dataset.write_values(COLUMN, about(dataset, config, encoder), found.of)  # last: it says that all is done
     return found
 
 

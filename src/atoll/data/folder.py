@@ -14,7 +14,6 @@ from stat import S_ISREG
 from typing import Any
 
 from atoll.base.errors import DataError
-from atoll.base.hashing import digest
 from atoll.base.plain import read_json
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
@@ -68,11 +67,7 @@ class FolderSource:
         """Name, fingerprint (paths, sizes, times of change, captions) and licence."""
         entries = [entry for entry in self._entries if isinstance(entry, _Entry)]
         state = [[entry.key, _stat(entry.path), *_caption_state(entry)] for entry in entries]
-        return {
-            "name": clean(f"folder {self.folder.name}"),
-            "fingerprint": digest([state, self.options.state()]),
-            **self.options.described(),
-        }
+        return self.options.described(clean(f"folder {self.folder.name}"), state)
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The images of some positions."""
@@ -113,7 +108,7 @@ class FolderSource:
     def _from_texts(self, images: list[Path]) -> list[_Entry | Reject]:
         if self.options.group or self.options.label or self.options.id or self.options.licence_column:
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
-            raise DataError(what, "leave out group, label, id and licence_column")
+            raise DataError(what, "leave out data.ingest.group, label, id and licence_column")
         captioned = {path for path in images if path.with_suffix(".txt").exists()}
         if not captioned:
             what = f"{self.folder} holds {len(images)} images but no captions"

@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, StoreError, first_line
-from atoll.base.hashing import digest
 from atoll.data.files import Files, listed_files
 from atoll.data.folder import LARGEST
 from atoll.data.formats import Reject, clean
@@ -136,7 +135,7 @@ class _Prepared:
         self._rows, self._image = rows, options.image or "image"
         if self._image not in rows.column_names:
             what = f"{files.root} has the columns {', '.join(rows.column_names)}, but not {self._image!r}"
-            raise DataError(what, "name with `image` the one with pictures")
+            raise DataError(what, "say with data.ingest.image which one holds the pictures")
         self.options = options.resolve([(files.root, rows.column_names)])
 
     def __len__(self) -> int:
@@ -145,10 +144,7 @@ class _Prepared:
     def describe(self) -> dict[str, Any]:
         """Fingerprint of the names and states of the files."""
         content = clean(repr([[name, *state] for name, state in self.files.states.items()]))
-        return {
-            "fingerprint": digest([content, self.options.state()]),
-            **self.options.described(),
-        }
+        return self.options.described("", content)
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The rows of some positions."""

@@ -317,7 +317,7 @@ class _Converter:
             return Reject(record.key, error.reason, error.detail)
         small = square(image, self.config.size) if where is None else cropped(image, where)
         if self.mode == "gray" and self.config.mode == "auto" and not is_gray(small):
-            return Reject(record.key, "colour in a gray data set", "set mode to rgb or gray")
+            return Reject(record.key, "colour in a gray data set", "set data.ingest.mode to rgb or gray")
         return image, small, where
 
 

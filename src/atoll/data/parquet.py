@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from atoll.base.errors import DataError, first_line
-from atoll.base.hashing import digest
 from atoll.data.files import Files
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
@@ -59,11 +58,7 @@ class ParquetSource:
             for (name, (size, _)), footer in zip(self.files.states.items(), self._footers, strict=True)
         ]
         named = Path(self.files.root if self.files.is_whole else next(iter(self.files.states))).name
-        return {
-            "name": clean(f"parquet {named}"),
-            "fingerprint": digest([content, self.options.state()]),
-            **self.options.described(),
-        }
+        return self.options.described(clean(f"parquet {named}"), content)
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The rows of some positions."""
@@ -155,7 +150,9 @@ def _image_column(schema: pa.Schema, file: str, named: str | None) -> str:
         return str(structs[0])
     lack = "no single one with pictures" if named is None else f"{named!r} holds no pictures"
     what = f"{file} has the columns {', '.join(schema.names)}, but {lack}"
-    raise DataError(what, "name with `image` the one with pictures: a struct with `bytes`, or binary")
+    raise DataError(
+        what, "say with data.ingest.image which one holds the pictures: a struct with `bytes`, or binary"
+    )
 
 
 def _footer_hash(files: Files, name: str) -> str:

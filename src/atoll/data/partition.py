@@ -15,6 +15,7 @@ from atoll.base.errors import PartitionError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
 from atoll.base.rng import generator, seed_of
+from atoll.base.text import few
 from atoll.data import cluster
 from atoll.data.balance import Limits, balanced
 from atoll.data.cluster_map import inertia_of
@@ -26,7 +27,6 @@ from atoll.data.settings import PartitionConfig
 from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
 
-FILE = "partition/partition.json"
 TENSORS = "partition/centroids.safetensors"
 HASHED = {"method", "k", "seed", "encoder", "rows", "data"}
 """Fields of the file that the hash covers, with the version."""
@@ -102,10 +102,8 @@ class Partition:
         clusters = clusters_by(values, about.values)
         if (clusters < 0).any():
             new, counts = np.unique(values[clusters < 0], return_counts=True)
-            shown = ", ".join(
-                f"{v!r} ({n:,} rows)" for v, n in zip(new[:5].tolist(), counts[:5].tolist(), strict=True)
-            )
-            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shown}"
+            told = [f"{v!r} ({n:,} rows)" for v, n in zip(new.tolist(), counts.tolist(), strict=True)]
+            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {few(told, 5)}"
             raise PartitionError(what, "leave these rows out, or start a new campaign")
         return clusters
 
@@ -156,11 +154,14 @@ def make(
     sizes = np.bincount(clusters[train], minlength=config.k)
     if not sizes.all():
         raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
+    heldout = rows_in(clusters, config.k) - sizes
     held = np.bincount(clusters[train], masses[train], config.k)
     if not held.all():
-        raise PartitionError(f"no row of cluster {held.argmin()} has any weight", "give it some, or lower K")
+        what = f"no row of cluster {held.argmin()} has any weight"
+        raise PartitionError(what, "give it some, or lower partition.k")
     if limits is not None and not clustered:
-        limits.check(held)
+        together = f"rows of one {config.column or 'label'} stay together"
+        limits.check(held, why="few random rows vary" if config.method == "random" else together)
     about = PartitionFile(
         method=config.method,
         k=config.k,
@@ -172,11 +173,11 @@ def make(
         values=values,
         capacities=list(config.capacities or ()),
         sizes=sizes.tolist(),
-        heldout=(rows_in(clusters, config.k) - sizes).tolist(),
+        heldout=heldout.tolist(),
         weights=None if weights is None else sha256(weights.tobytes()),
         masses=[] if weights is None else held.tolist(),
         buckets=buckets_of(dataset, train, clusters, config.k, weights),
-        warnings=[*imbalances(sizes.tolist(), config.capacities), *_merged(values)],
+        warnings=[*imbalances(sizes.tolist(), config.capacities), *_unseen(heldout), *_merged(values)],
         inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
     )
@@ -219,7 +220,7 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
     arrays = {"clusters": partition.clusters, "centroids": partition.centroids}
     arrays |= {"prices": partition.prices} if len(partition.prices) else {}
     store.put(TENSORS, save_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}))
-    store.put_json(FILE, partition.about.to_json())
+    store.put_json(PartitionFile.PLACE, partition.about.to_json())
 
 
 def load(store: Store) -> Partition:
@@ -229,7 +230,7 @@ def load(store: Store) -> Partition:
         PartitionError: it is of another schema version, or is not what its hash says.
         StoreError: a file is missing, or `partition.json` is not JSON.
     """
-    about = PartitionFile.read(store, FILE)
+    about = PartitionFile.read(store, PartitionFile.PLACE)
     try:
         tensors = load_tensors(store.get(TENSORS))
         clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
@@ -319,5 +320,11 @@ def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) 
 def _merged(values: list[list[str]]) -> list[str]:
     """Which clusters hold rows of several values."""
     several = [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]
-    shown = ", ".join(several[:8]) + (", …" if len(several) > 8 else "")
-    return [f"clusters hold several values each: {shown}"] if several else []
+    return [f"clusters hold several values each: {few(several)}"] if several else []
+
+
+def _unseen(heldout: NDArray[np.int64]) -> list[str]:
+    """Which clusters have no held-out rows, where others have some."""
+    names = few([*map(str, np.flatnonzero(heldout == 0))])
+    told = f"cluster {names} has no held-out rows: no validation loss tells how its expert does"
+    return [told] if names and heldout.any() else []

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "weights"
-"""Column of the weights that rows are drawn by."""
+"""Column of the weights that rows are drawn by, with `data.weighted=true`."""
 
 
 class Samples:
@@ -166,22 +165,13 @@ def weights_of(dataset: DataSet) -> NDArray[np.float32]:
     return weights
 
 
-def write_weights(dataset: DataSet, weights: NDArray[np.float32], producer: dict[str, Any]) -> None:
-    """Write the column that `data.weighted=true` draws by."""
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        return {"values": torch.from_numpy(weights[dataset.bounds[shard] : dataset.bounds[shard + 1]].copy())}
-
-    dataset.write_column(WEIGHTS, producer, compute)
-
-
 def weigh_sources(dataset: DataSet, weights: Mapping[str, float]) -> None:
     """Write the weights of several sources' rows, by name, unless others were written since."""
     if dataset.has_column(WEIGHTS) and dataset.column(WEIGHTS).meta.producer.get("name") != "sources":
         return
     names = dataset.table(["source"]).column("source").to_pylist()
     values = np.array([weights[name] for name in names], dtype=np.float32)
-    write_weights(dataset, values, {"name": "sources", "weights": dict(weights)})
+    dataset.write_values(WEIGHTS, {"name": "sources", "weights": dict(weights)}, values)
 
 
 def read_labels(dataset: DataSet) -> Tensor:
@@ -189,7 +179,8 @@ def read_labels(dataset: DataSet) -> Tensor:
     column = dataset.table(["label"]).column("label")
     if column.null_count:
         raise DataError(
-            f"{column.null_count} rows have no label", "set condition: text or none, or ingest labels"
+            f"{column.null_count} rows have no label",
+            "set condition to text or none, or ingest with data.ingest.label",
         )
     return torch.from_numpy(column.to_numpy().astype(np.int64))
 

@@ -8,7 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, later
 from atoll.base.errors import ConfigError, DataError, nearest
-from atoll.base.text import Size, parse_size
+from atoll.base.hashing import digest
+from atoll.base.text import Size, few, parse_size
 
 ConditionKind = Literal["text", "class", "none"]
 CAPTIONS = ("text", "caption", "prompt", "txt")
@@ -90,11 +91,12 @@ class RowOptions(Config):
         added = [f"captions {self.captions}, image {self.image}"] if self.captions or self.image else []
         return [*self.columns(), *added]
 
-    def described(self) -> dict[str, Any]:
-        """What a source says of these settings: its licence, and the optional columns that they ask for."""
+    def described(self, name: str, content: Any) -> dict[str, Any]:
+        """What a source says of itself, with its licence and the optional columns that are asked for."""
         asked = {"licence": self.licence_column is not None, "captions": self.captions}
         columns = [name for name, is_asked in asked.items() if is_asked]
-        return {"licence": self.licence, **({"columns": columns} if columns else {})}
+        about = {"name": name, "fingerprint": digest([content, self.state()]), "licence": self.licence}
+        return {**about, **({"columns": columns} if columns else {})}
 
     def resolve(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
         """The same with the caption's column filled in, for tables (name and columns) that are read alike.
@@ -107,13 +109,14 @@ class RowOptions(Config):
         usual = (name for _, names in tables for name in CAPTIONS if name in names)
         options = self.model_copy(update={"caption": self.caption or next(usual, None)})
         for where, names in tables:
-            for name in options.columns():
-                if name is not None and name not in names:
-                    raise DataError(f"{where} has no column {name!r}", f"it has {_listed(names)}")
+            for key in ("caption", "group", "label", "id", "licence_column"):
+                if (name := getattr(options, key)) and name not in names:
+                    what = f"data.ingest.{key}: {where} has no column {name!r}"
+                    raise DataError(what, f"it has {few(names, 20)}")
         if options.caption is None and self.label is None:
             where, names = tables[0]
-            what = f"{where} has the columns {_listed(names)}, but none of {', '.join(CAPTIONS)}"
-            fix = "say with `caption` which one holds the captions, or with `label` the class labels"
+            what = f"{where} has the columns {few(names, 20)}, but none of {', '.join(CAPTIONS)}"
+            fix = "set data.ingest.caption to the captions' one, or data.ingest.label to the class labels'"
             raise DataError(what, fix)
         return options
 
@@ -230,7 +233,7 @@ class IngestConfig(SourceOptions):
         if self.buckets is not None and isinstance(self.buckets.sizes, str) and len(self.sizes()) == 1:
             ((side, _),) = self.sizes()
             what = f"data.ingest.buckets: at size {self.size} all aspects become {side}x{side} px"
-            raise ConfigError(what, f"lower buckets.multiple, which is {self.buckets.multiple}")
+            raise ConfigError(what, f"lower data.ingest.buckets.multiple, which is {self.buckets.multiple}")
         return self
 
 
@@ -294,16 +297,16 @@ class PartitionConfig(Config):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if (self.column is not None) != (self.method == "column"):
-            raise ValueError("column goes with method=column, which needs one")
+            raise ValueError("partition.column is for partition.method=column, which needs one")
         if self.capacities is not None and (len(self.capacities) != self.k or min(self.capacities) <= 0):
-            raise ValueError(f"capacities are not one positive number for each of k={self.k} clusters")
+            raise ValueError(
+                f"partition.capacities are not one positive number for each of partition.k={self.k} clusters"
+            )
         if self.max_share is not None and self.max_share * self.k < 1:
-            raise ValueError(f"max_share={self.max_share:g} of k={self.k} clusters does not hold all rows")
+            raise ValueError(
+                f"partition.max_share={self.max_share:g} of {self.k} clusters does not hold all rows"
+            )
         return self
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "") or "no columns"
 
 
 def features_column(encoder_name: str) -> str:

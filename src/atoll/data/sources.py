@@ -46,7 +46,9 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
         options = SourceOptions.parse(options or {}, "the options of the source")
     if text == "glyphs":
         if any(options.columns()):
-            raise DataError("the source glyphs has no columns", "leave out caption, group, label and id")
+            raise DataError(
+                "the source glyphs has no columns", "leave out data.ingest.caption, group, label and id"
+            )
         return GlyphSource(options.glyphs)
     if str(text).startswith(PREFIX):
         return open_hub(str(text), options)
@@ -132,13 +134,18 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
             and `captions` is off.
     """
     if isinstance(named, str):
-        sources = {"": open_source(named, options)}
-    else:
-        check_names(named)
-        sources = {name: open_source(one.source, _options(one, options)) for name, one in named.items()}
-    for name, source in sources.items():
-        _check_first(f"data.source.{name}" if name else "data.ingest", source)
-    return sources[""] if isinstance(named, str) else SeveralSources(sources)
+        return _usable(open_source(named, options))
+    check_names(named)
+    sources = {}
+    for name, one in named.items():
+        try:
+            sources[name] = _usable(open_source(one.source, _options(one, options)))
+        except DataError as error:  # it names the settings of a single source
+            told = (
+                text.replace("data.ingest.", f"data.source.{name}.") for text in (error.what, error.fix or "")
+            )
+            raise DataError(*told) from None
+    return SeveralSources(sources)
 
 
 def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
@@ -147,31 +154,31 @@ def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
 
 
 REMEDIES = {
-    "several captions": "set {}.captions=true to keep all of them",
-    "empty caption": "say with {}.caption which column holds the captions",
-    "caption is not text": "say with {}.caption which column holds the captions",
-    "caption is not UTF-8": "say with {}.caption which column holds the captions",
-    "label is no integer": "say with {}.label which column holds integers",
-    "no id": "say with {}.id which column holds ids, or leave it out",
-    "no picture": "say with {}.image which column holds the pictures",
-    "several pictures": "say with {}.image which of them counts",
+    "several captions": "set data.ingest.captions=true to keep all of them",
+    "empty caption": "say with data.ingest.caption which column holds the captions",
+    "caption is not text": "say with data.ingest.caption which column holds the captions",
+    "caption is not UTF-8": "say with data.ingest.caption which column holds the captions",
+    "label is no integer": "say with data.ingest.label which column holds integers",
+    "no id": "say with data.ingest.id which column holds ids, or leave it out",
+    "no picture": "say with data.ingest.image which column holds the pictures",
+    "several pictures": "say with data.ingest.image which of them counts",
 }
 """Which setting to change when first rows are rejected, by reason."""
 
 
-def _check_first(where: str, source: Source) -> None:
-    """Refuse a source whose columns are taken for what they are not, before hours are spent on it."""
+def _usable(source: Source) -> Source:
+    """The source; refused if its columns are taken for what they are not, before hours are spent on it."""
     items = list(source.records(0, min(FIRST, len(source))))
     rejects = [item for item in items if isinstance(item, Reject)]
     lists = [reject for reject in rejects if reject.reason == "several captions"]
     if not rejects or (len(rejects) < len(items) and not lists):
-        return
+        return source
     reason = "several captions" if lists else Counter(r.reason for r in rejects).most_common(1)[0][0]
     fix = REMEDIES.get(reason)
     if fix is None:
-        return  # damage, not a matter of columns: the ingest names every row of it
+        return source  # damage, not a matter of columns: the ingest names every row of it
     first = next(reject for reject in rejects if reject.reason == reason)
     count = sum(reject.reason == reason for reject in rejects)
     detail = f", {first.detail}" if first.detail else ""
     what = f"{count} of the first {len(items)} rows of {source.describe()['name']} are no use: {reason}"
-    raise DataError(f"{what} ({first.key}{detail})", fix.format(where))
+    raise DataError(f"{what} ({first.key}{detail})", fix)

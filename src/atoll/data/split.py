@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
@@ -39,11 +38,12 @@ def write_split(
         DataError: there is only one group, so that one side must stay empty.
     """
     seed, share = config.seed, config.heldout + config.test
-    places = [  # a shard's names at a time: they take much more than these numbers
+    parts = [  # a shard's names at a time: they take much more than these numbers
         _places(seed, _groups(dataset, shard) if groups is None else groups[start:end])
         for shard, (start, end) in enumerate(pairwise(dataset.bounds))
     ]
-    low, high = float(min(map(np.min, places))), float(max(map(np.max, places)))
+    places = np.concatenate(parts)
+    low, high = float(places.min()), float(places.max())
     bound = share
     if share > 0:
         if low == high:
@@ -52,22 +52,19 @@ def write_split(
             raise DataError(
                 f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
                 " leaving none to train on",
-                "choose another column for group, or set heldout and test to 0",
+                "choose another data.ingest.group, or set data.ingest.heldout and data.ingest.test to 0",
             )
         bound = min(max(share, math.nextafter(low, 1.0)), high)
-
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        sides = np.add(places[shard] < bound, places[shard] < config.test, dtype=np.int8)
-        if kept is not None:
-            sides[~kept[dataset.bounds[shard] : dataset.bounds[shard + 1]]] = LEFT_OUT
-        return {"values": torch.from_numpy(sides)}
+    sides = np.add(places < bound, places < config.test, dtype=np.int8)
+    if kept is not None:
+        sides[~kept] = LEFT_OUT
 
     settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
     settings |= {"test": config.test} if config.test else {}
     if groups is not None or kept is not None:
         names = dataset.table(["group"]).column("group").to_pylist() if groups is None else list(groups)
         settings["rows"] = digest([names, [] if kept is None else np.flatnonzero(kept).tolist()])
-    dataset.write_column("split", {"name": "split", "hash": digest(settings), **settings}, compute)
+    dataset.write_values("split", {"name": "split", "hash": digest(settings), **settings}, sides)
 
 
 def _groups(dataset: DataSet, shard: int) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from atoll.base.errors import DataError
-from atoll.base.hashing import digest
 from atoll.base.plain import read_json
 from atoll.data.files import Files
 from atoll.data.folder import LARGEST, SUFFIXES
@@ -57,11 +56,7 @@ class TarSource:
         """Name, fingerprint (names, sizes and times of change or entity tags of the tars) and licence."""
         named = self.files.root if self.files.is_whole else next(iter(self.files.states))
         content = [[name, *state] for name, state in self.files.states.items()]
-        return {
-            "name": clean(f"tar {PurePosixPath(named).name}"),
-            "fingerprint": digest([clean(repr(content)), self.options.state()]),
-            **self.options.described(),
-        }
+        return self.options.described(clean(f"tar {PurePosixPath(named).name}"), clean(repr(content)))
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
         """The samples of some positions."""
@@ -93,7 +88,7 @@ class TarSource:
         if not pictures:
             return Reject(key, "no picture", f"it has {', '.join(members)}")
         if len(pictures) > 1:
-            return Reject(key, "several pictures", f"{', '.join(pictures)}: choose one with image")
+            return Reject(key, "several pictures", f"{', '.join(pictures)}: choose by data.ingest.image")
         if members[pictures[0]][1] > LARGEST:
             return Reject(key, "too large", f"{members[pictures[0]][1]:,} bytes")
         row = _row(file, members, self.options)

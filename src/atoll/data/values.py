@@ -35,7 +35,8 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
         missing = np.zeros(len(values), bool)
     else:
         names = [*known, *dataset.column_names()]
-        raise DataError(f"{dataset.store.location} has no column {name!r}", nearest(name, names))
+        what = f"partition.column: {dataset.store.location} has no column {name!r}"
+        raise DataError(what, nearest(name, names))
     if missing.any():
         count, first = int(missing.sum()), dataset.ids[int(missing.argmax())]
         fix = "give them one, or choose another column"
@@ -63,7 +64,9 @@ def merge(values: NDArray[np.str_], masses: NDArray[np.floating], config: Partit
     trained = int((weights > 0).sum())
     if trained < k:
         what = f"{config.column or 'label'} has {trained} values among the training rows for K = {k} clusters"
-        raise PartitionError(what, f"lower partition.k to {max(trained, 1)}, or choose another column")
+        raise PartitionError(
+            what, f"lower partition.k to {max(trained, 1)}, or cut by another partition.column"
+        )
     if len(names) == k and config.capacities is None:
         numbers = all(name.lstrip("-").isdecimal() for name in names.tolist())
         return [[name] for name in sorted(names.tolist(), key=int if numbers else str)]

@@ -49,13 +49,13 @@ def _gpus() -> int:
 class _Running:
     """A started job; a thread forwards its lines, so that the process never blocks on a full pipe."""
 
-    def __init__(self, job: Job, devices: set[int], gpus: int) -> None:
+    def __init__(self, job: Job, devices: set[int], gpus: int, said: dict[str, "_Running"]) -> None:
         environment = {**os.environ, **job.environment}
         if gpus:
             mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = [mine[number] if mine else str(number) for number in sorted(devices)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        self.job, self.devices = job, devices
+        self.job, self.devices, self.said = job, devices, said
         self.process = subprocess.Popen(
             job.local_argv(),
             env=environment,
@@ -74,7 +74,8 @@ class _Running:
         with self.process.stdout as lines:
             for line in lines:
                 self.tail.append(line.rstrip())
-                say(f"  {line.rstrip()}")
+                if self.said.setdefault(line, self) is self:  # what all find alike is told once
+                    say(f"  {line.rstrip()}")
 
 
 def run(jobs: Sequence[Job], gpus: int = 0) -> None:
@@ -93,6 +94,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     needed = {name for job in jobs for name in job.needs}
     waiting = deque(sorted(jobs, key=lambda job: (job.name not in needed, -job.work)))
     running: list[_Running] = []
+    said: dict[tuple[str, ...], dict[str, _Running]] = {}
+    """By command and line who said it first: processes of one command do one work together."""
     start = time.monotonic()
     with _noted() as signals:
         try:
@@ -101,7 +104,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     raise KeyboardInterrupt
                 while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
                     waiting.remove(job)
-                    running.append(_Running(job, free, gpus))
+                    running.append(_Running(job, free, gpus, said.setdefault(job.argv, {})))
                     say(f"started {job.name} (process {running[-1].process.pid})")
                 time.sleep(0.2)
                 _bury(running)

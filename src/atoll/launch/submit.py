@@ -25,7 +25,6 @@ from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
-PARTITION = "partition/partition.json"
 BESIDE = ("monolith", "student")  # runs that the ensemble does without
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
@@ -59,7 +58,7 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     if making and launcher(making[0].target).WAITS:
         _do(campaign, making, dry_run, out)
         making = []
-    elif dry_run and not making and not campaign.store.exists(PARTITION):
+    elif dry_run and not making and not campaign.is_partitioned:
         say("# first, on this machine: whatever is missing of the data set, then the partition")
     if not dry_run and not making:
         prepare(campaign)
@@ -91,7 +90,7 @@ def _do(campaign: Campaign, placed: list[Placed], dry_run: bool, out: Path) -> N
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     """Jobs that make the data set together, and one that cuts it; none if that is done, or not asked for."""
     launch = campaign.config.launch
-    if not launch.data.workers or campaign.store.exists(PARTITION):
+    if not launch.data.workers or campaign.is_partitioned:
         return []
     place, target = launch.of("data"), launch.target("data", None, on)
     python = place.python or launcher(target).PYTHON

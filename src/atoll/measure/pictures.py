@@ -14,7 +14,7 @@ from PIL import Image
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.dataset import DataSet
-from atoll.data.decode import BadImageError, decode
+from atoll.data.decode import open_picture
 from atoll.data.folder import SUFFIXES
 from atoll.ensemble.trace import Trace
 
@@ -98,7 +98,7 @@ class Folder:
     @cached_property
     def size(self) -> tuple[int, int]:
         """Width and height of the first picture."""
-        return self._read(self.files[0]).size
+        return open_picture(self.files[0]).size
 
     @cached_property
     def digest(self) -> str:
@@ -115,19 +115,11 @@ class Folder:
             yield Batch(numbers, [self._sized(self.files[number]) for number in numbers])
 
     def _sized(self, path: Path) -> Image.Image:
-        picture = self._read(path)
+        picture = open_picture(path)
         if picture.size != self.size:
             (a, b), (c, d) = picture.size, self.size
             raise DataError(f"{path} is {a}x{b}, {self.files[0].name} is {c}x{d}", "bring all to one size")
         return picture
-
-    def _read(self, path: Path) -> Image.Image:
-        try:
-            return decode(path.read_bytes())
-        except BadImageError as error:
-            raise DataError(f"{path}: {error}", "replace or remove it") from None
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
 
 
 def _digest_of(path: Path) -> str:

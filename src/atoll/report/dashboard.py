@@ -57,7 +57,7 @@ class Dashboard:
     def still(self) -> str:
         """The partition, which never changes: sizes of the clusters and their contact sheets; or nothing."""
         store = self.campaign.store
-        if not store.exists("partition/partition.json"):
+        if not self.campaign.is_partitioned:
             return ""
         facts = Facts(store)
         return _render("dashboard_still.html", facts=facts, clusters=clusters.section(facts))

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from atoll.base import text as numbers
 from atoll.base.errors import ConfigError, PartitionError
+from atoll.data.formats import PartitionFile
 from atoll.report import charts, palette, text
 from atoll.report.facts import Facts
 from atoll.report.sections import (
@@ -64,7 +65,7 @@ def write_report(store: Store) -> str:
         DataError: a file of the campaign is not what Atoll writes.
         StoreError: a file cannot be read or written.
     """
-    if not store.exists("partition/partition.json"):
+    if not store.exists(PartitionFile.PLACE):
         where = store.location
         raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
     facts = Facts(store)

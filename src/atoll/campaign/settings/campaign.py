@@ -202,7 +202,7 @@ class CampaignConfig(Config):
             if TAKES_TEXT[network.family] != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
-                    "use pixart, sd3 or flux for text, dit for class or none",
+                    "set network.family to pixart, sd3 or flux for text, to dit for class or none",
                 )
         check_sides("router", self.router.patch if pixels else 1, sides)
         self._check_sources()

@@ -14,7 +14,7 @@ from atoll.base.errors import DataError
 from atoll.curate.aesthetics.scale import Scale
 from atoll.curate.image_hits import read_table
 from atoll.data.dataset import DataSet
-from atoll.data.decode import BadImageError, decode
+from atoll.data.decode import open_picture
 
 
 @dataclass
@@ -111,13 +111,3 @@ def _number(value: object, path: Path, row: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
         raise DataError(f"{path}, row {row}: {value!r} is no score", "give numbers")
     return float(value)
-
-
-def open_picture(path: Path) -> Image.Image:
-    """A picture of a file; `DataError` in one line where it is none."""
-    try:
-        return decode(path.read_bytes())
-    except BadImageError as error:
-        raise DataError(f"{path}: {error}", "replace it, or leave the row out") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from None

@@ -1,6 +1,5 @@
 """The stages of aesthetics: train a scorer, score rows and folders, compare scores with people's."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
 from atoll.campaign.finding import SCORES, Finding
 from atoll.campaign.folder import Campaign
-from atoll.curate.aesthetics.labels import Labels, open_picture
+from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.metrics import agreement
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
 from atoll.curate.image_hits import read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.decode import open_picture
 from atoll.data.folder import SUFFIXES
 from atoll.store.store import Store
 
@@ -49,7 +49,9 @@ def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
         parts = [scorer.scores(pictures[i : i + BATCH]) for i in range(0, len(pictures), BATCH)]
         return {"values": torch.cat(parts) if parts else torch.empty(0, len(names))}
 
-    return _written(campaign, {**producer, "sensitive": [*file.scale.sensitive]}, compute)
+    producer["sensitive"] = [*file.scale.sensitive]
+    progress = Progress("scores", len(dataset.shards), unit="shards")
+    return _shown(campaign, dataset.write_column(COLUMN, producer, compute, progress=progress))
 
 
 def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> Column:
@@ -75,27 +77,19 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         row, number = wrong[0]
         what = f"{path}: {names[number]} of {dataset.ids[row]!r} is {values[row, number]:g}"
         raise DataError(what, "bring scores to 0 to 1")
-    bounds = dataset.bounds
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        return {"values": torch.from_numpy(values[bounds[shard] : bounds[shard + 1]].copy())}
-
     producer = {"name": "imported", "table": sha256(path.read_bytes()), "scores": names}
-    return _written(campaign, {**producer, "sensitive": [n for n in sensitive if n in names]}, compute)
+    producer["sensitive"] = [n for n in sensitive if n in names]
+    return _shown(campaign, dataset.write_values(COLUMN, producer, values))
 
 
-def _written(
-    campaign: Campaign, producer: dict[str, Any], compute: Callable[[int], dict[str, Tensor]]
-) -> Column:
-    dataset = campaign.dataset()
-    progress = Progress("scores", len(dataset.shards), unit="shards")
-    column = dataset.write_column(COLUMN, producer, compute, progress=progress)
-    values = column.read(np.arange(len(dataset)))
+def _shown(campaign: Campaign, column: Column) -> Column:
+    """The scores, after their means are told and written for the report."""
+    values = column.read(np.arange(len(column)))
     parts = [("all", values)]
-    if campaign.store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         partition = campaign.clustered()[1]
         parts += [(f"cluster {k}", values[partition.clusters == k]) for k in range(partition.k)]
-    names = producer["scores"]
+    names = column.meta.producer["scores"]
     shown = names.index(MEAN) if MEAN in names else 0
     order = [shown, *(n for n in range(len(names)) if n != shown)]
     rows: list[list[str | int | float | None]] = [

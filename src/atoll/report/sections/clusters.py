@@ -13,7 +13,6 @@ Dot = tuple[float, float]
 def section(facts: Facts) -> dict[str, Any]:
     """For each cluster its run, sizes, sheet and words; the even size, the longest bar, and a map."""
     partition = facts.partition
-    heldout = [*partition.heldout, *[None] * partition.k]
     found = facts.optional(ClusterMap.PLACE, ClusterMap)
     words = [*(found.words if found else []), *[[]] * partition.k]
     cards = [
@@ -24,7 +23,9 @@ def section(facts: Facts) -> dict[str, Any]:
             "sheet": facts.picture(f"partition/sheets/{number}.png"),
             "words": ", ".join(words[number]),
         }
-        for number, (run, size, rows) in enumerate(zip(facts.experts, partition.sizes, heldout, strict=False))
+        for number, (run, size, rows) in enumerate(
+            zip(facts.experts, partition.sizes, partition.heldout, strict=False)
+        )
     ]
     total = sum(partition.sizes)
     even = total / partition.k
