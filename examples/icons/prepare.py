@@ -5,7 +5,7 @@
     python examples/icons/prepare.py iconify-json-2.2.535.tgz FOLDER_OF_PARQUET [--sets NAME ...]
 
 Every icon is drawn on white, black where its colour is left to the page, its longer side 64 pixels; the
-rest of the square is white, or with `--keep-aspect` not there. Columns: `image` (the Hugging Face image
+rest of the square is white, or with `--keep-aspect` not there; what is white itself is left out. Columns: `image` (the Hugging Face image
 layout, lossless WebP), `id`, `caption` ("arrow left bold, Material Design Icons style"), `concept`
 ("arrow left bold"), `style`, `category`, `licence` (SPDX), `coloured`, `group`. The group, by which rows
 are held out, is the name: many sets draw the same thing. A set that is written already is not drawn
@@ -143,7 +143,8 @@ def drawn(icons: dict[str, Any], icon: dict[str, Any], keep_aspect: bool) -> Ima
     canvas.alpha_composite(
         picture, tuple((c - p) // 2 for c, p in zip(canvas.size, picture.size, strict=True))
     )
-    return canvas.convert("RGB")
+    seen = canvas.convert("RGB")
+    return None if all(low == 255 for low, _ in seen.getextrema()) else seen  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -183,6 +183,13 @@ def test_several_sources_tell_source_and_licence(tmp_path: Path, store: Store) -
     assert union(store, "u", [part], [WEIGHTS]).table().column_names == dataset.table().column_names
 
 
+def test_what_a_source_does_not_say_is_as_for_a_single_one(tmp_path: Path) -> None:
+    bare = open_sources({"web": SourceConfig(source=as_folder(tmp_path))}, CONFIG)
+    first = next(iter(bare.records(0, 1)))
+    assert isinstance(first, Record)
+    assert (first.id, first.group, first.label) == ("web-fluent-0", "thing 0", 0)
+
+
 @pytest.mark.parametrize("start", [0, 5, 31, 32, 33, 34, 60, 66])
 def test_positions_of_several_sources(tmp_path: Path, start: int) -> None:
     source = open_sources(two(tmp_path), CONFIG)
@@ -199,7 +206,10 @@ def test_the_order_and_names_of_sources_count_and_their_weights_do_not(tmp_path:
 
     first = fingerprint()
     assert fingerprint(web=named["web"].model_copy(update={"weight": 9})) == first
-    assert fingerprint(web=named["web"].model_copy(update={"group": "concept"})) != first
+    assert fingerprint(web=named["web"].model_copy(update={"group": "caption"})) != first
+    assert (
+        fingerprint(web=named["web"].model_copy(update={"group": "concept"})) == first
+    )  # as data.ingest has it
     with pytest.raises(ConfigError, match="cannot name a source"):
         open_sources({"a-b": named["web"]}, CONFIG)
     with pytest.raises(ConfigError, match="names no source"):

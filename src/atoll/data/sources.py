@@ -126,8 +126,8 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
     """Open the source or the several sources of a campaign, and look at the first rows of each.
 
     Args:
-        named: as `open_source` takes it, or settings by name, which stand in for the options' columns.
-        options: of a single source; those of glyphs count for several too.
+        named: as `open_source` takes it, or settings by name.
+        options: of a single source; several take them where they do not say otherwise.
 
     Raises:
         DataError: as `open_source`; none of a source's first rows can be used, or one has several captions
@@ -149,8 +149,8 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
 
 
 def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
-    columns = one.model_dump(exclude={"source", "weight"})
-    return SourceOptions(**columns, glyphs=options.glyphs)
+    own = one.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
+    return options.model_copy(update=own)
 
 
 REMEDIES = {
