@@ -5,11 +5,11 @@
     python examples/icons/prepare.py iconify-json-2.2.535.tgz FOLDER_OF_PARQUET [--sets NAME ...]
 
 Every icon is drawn on white, black where its colour is left to the page, its longer side 64 pixels; the
-rest of the square is white, or with `--keep-aspect` not there; what is white itself is left out. Columns: `image` (the Hugging Face image
-layout, lossless WebP), `id`, `caption` ("arrow left bold, Material Design Icons style"), `concept`
-("arrow left bold"), `style`, `category`, `licence` (SPDX), `coloured`, `group`. The group, by which rows
-are held out, is the name: many sets draw the same thing. A set that is written already is not drawn
-again.
+rest of the square is white, or with `--keep-aspect` not there. One that is white itself is left out.
+Columns: `image` (the Hugging Face image layout, lossless WebP), `id`, `caption` ("arrow left bold, Material
+Design Icons style"), `concept` ("arrow left bold"), `style`, `category`, `licence` (SPDX), `coloured`,
+`group`. The group, by which rows are held out, is the name: many sets draw the same thing. A set that is
+written already is not drawn again.
 """
 
 import argparse
