@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
+from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign import gpus
 from atoll.campaign.budget import divide
 from atoll.campaign.expected import Expected, expected
@@ -21,10 +22,12 @@ from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make
 from atoll.campaign.plan_text import lines
 from atoll.campaign.prepare import encode_stage, ingest_stage
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.encoders.text import text_parameters
 from atoll.networks.families import family
 from atoll.networks.memory import Footprint
 from atoll.networks.settings import DataShape
 from atoll.recipes import catalogue
+from atoll.train.run import train_run
 from helpers import SMALL, Answer, command, merged, partitioned, refused, write_campaign
 
 SHAPE = DataShape(channels=1, size=8, classes=2)
@@ -52,7 +55,7 @@ def small(sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = N
     return make_plan(config, data, table or gpus.load(), "h100", gpus_each)
 
 
-def test_text_states_are_told_before_and_after_they_are_there(tmp_path: Path) -> None:
+def test_bytes_of_captions_are_told_before_and_after_they_are_there(tmp_path: Path) -> None:
     changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
     campaign = Campaign.open(write_campaign(tmp_path, changes))
     assert expected(campaign).text is None
@@ -74,6 +77,51 @@ def test_text_states_are_told_before_and_after_they_are_there(tmp_path: Path) ->
     plan = make_plan(campaign.config, many, gpus.load(), "h100")
     assert any(line.endswith("work: cheaper, data.precompute_text=false") for line in lines(plan))
     assert not any(line.endswith("work: cheaper, data.precompute_text=false") for line in said)
+
+
+def test_texts_encoded_in_training_are_planned(tmp_path: Path) -> None:
+    changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
+    folder = write_campaign(tmp_path, {**changes, "data": {"precompute_text": False}})
+    campaign = Campaign.open(folder)
+    ingest_stage(campaign)
+    encode_stage(campaign)
+    told = expected(campaign)
+    assert told.text is not None and told.text.counted and told.text.width == 384
+    plan = make_plan(campaign.config, told, gpus.load(), "h100")
+    assert {run.beside for run in plan.own} == {4.0 * 22_713_216}  # of MiniLM
+    said = lines(plan)
+    assert any("text encoded in training takes" in line for line in said)
+    assert any("without the encoding of texts" in line for line in said)
+
+
+def test_parameters_of_a_tower_are_those_of_its_text_half(tmp_path: Path) -> None:
+    half = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(text_config={**half, "vocab_size": 40}, vision_config=half)
+    config.save_pretrained(tmp_path)
+    tower = transformers.CLIPTextModel(config.text_config)
+    assert text_parameters(str(tmp_path)) == tower.num_parameters()
+    assert text_parameters(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("name", "stranger/encoder", "which Atoll does not know"),
+        ("hash", "0" * 64, "is not the one of the training"),
+        ("hash", None, "is not told"),
+    ],
+)
+def test_only_the_encoder_of_the_tokens_encodes_them(
+    tmp_path: Path, name: str, value: str, said: str
+) -> None:
+    changes = {"condition": "text", "network": {"family": "pixart"}}
+    campaign = partitioned(tmp_path, {**changes, "data": {"precompute_text": False}})
+    meta = tmp_path / "islands/0/data/columns/tokens/column.json"
+    tree = json.loads(meta.read_text())
+    tree["producer"][name] = value
+    meta.write_text(json.dumps(tree))
+    with pytest.raises(AtollError, match=said):
+        train_run(campaign, "expert", 0)
 
 
 # Arithmetic.

@@ -66,7 +66,7 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
     adapter = _family(checkpoint, campaign.config.condition)
     prediction, curve = _objective(checkpoint, wanted)
     shape = plan.shape
-    latents, text = DataSet.open(store, "data").producers()
+    latents, text = DataSet.open(store, "data").producers(campaign.config.data.text_column)
     check_producers(latents, text)
     _check_shape(checkpoint, adapter, shape)
     _check_vae(checkpoint, latents)

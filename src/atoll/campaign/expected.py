@@ -22,7 +22,7 @@ LOOKED_AT = 16
 
 
 @dataclass(frozen=True)
-class TextStates:
+class CaptionBytes:
     """What the captions of a data set take.
 
     Attributes:
@@ -69,7 +69,7 @@ class Expected:
     partitioned: bool
     notes: list[str]
     masses: Sequence[float] = ()
-    text: TextStates | None = None
+    text: CaptionBytes | None = None
     buckets: Sequence[Sequence[float]] = ()
 
 
@@ -83,7 +83,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     Raises:
         ConfigError: the settings do not tell the shape, such as a VAE that is not known.
     """
-    if campaign.store.exists("partition/partition.json"):
+    if campaign.is_partitioned:
         return _partitioned(campaign)
     k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
     shape, count, text, buckets = None, rows, None, list[list[float]]()
@@ -97,7 +97,7 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
         dataset = campaign.dataset()
         count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         shape = _from_data(campaign, dataset)
-        text = _text_states(campaign, dataset) if campaign.config.condition == "text" else None
+        text = _caption_bytes(campaign, dataset) if campaign.config.condition == "text" else None
         if dataset.buckets is not None:
             _, each = np.unique(dataset.buckets, axis=0, return_counts=True)
             buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
@@ -120,22 +120,23 @@ def token_bytes(width: int, precomputed: bool) -> int:
     return 2 * width if precomputed else 4
 
 
-def _text_states(campaign: Campaign, dataset: DataSet) -> TextStates:
+def _caption_bytes(campaign: Campaign, dataset: DataSet) -> CaptionBytes:
     """What they take by the captions of a few shards, and by the column where it is there."""
     config, shards = campaign.config.data, len(dataset.shards)
     some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
     found = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
     count = sum(map(len, found))
     captions = round(count * shards / len(some))
-    name, by = [*training_columns(campaign.config).items()][-1]
-    width, longest = text_size(config.text_encoder, config.text_length)
-    if made_by(dataset, name, by):
+    name = config.text_column
+    if made_by(dataset, name, training_columns(campaign.config)[name]):
         stored = sum(one.bytes for one in dataset.column(name).meta.shards)
+        width = data_shape(dataset, "text", name).text_width
         tokens = stored / (token_bytes(width, config.precompute_text) * captions)
-        return TextStates(captions, tokens, width, True, config.precompute_text)
+        return CaptionBytes(captions, tokens, width, True, config.precompute_text)
+    width, longest = text_size(config.text_encoder, config.text_length)
     # Tokenizers make about one token of four bytes of English, and add one or two of their own.
     tokens = sum(min(longest, 2 + len(one.encode()) / 4) for shard in found for one in shard) / count
-    return TextStates(captions, tokens, width, False, config.precompute_text)
+    return CaptionBytes(captions, tokens, width, False, config.precompute_text)
 
 
 def _partitioned(campaign: Campaign) -> Expected:
@@ -174,7 +175,7 @@ def _from_settings(campaign: Campaign) -> DataShape:
 def _from_data(campaign: Campaign, dataset: DataSet) -> DataShape:
     """The shape by the columns, or as much of it as the rows and pictures tell."""
     if all(made_by(dataset, name, by) for name, by in training_columns(campaign.config).items()):
-        return data_shape(dataset, campaign.config.condition)
+        return data_shape(dataset, campaign.config.condition, campaign.config.data.text_column)
     shape = _from_settings(campaign)
     if campaign.config.data.vae == "none" and dataset.manifest.mode is not None:
         shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)

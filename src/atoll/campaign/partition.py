@@ -59,7 +59,7 @@ def make_islands(campaign: Campaign) -> Partition:
     features = features_of(campaign, dataset)
     weights = weights_of(dataset) if config.data.weighted else None
     partition = partitions.make(dataset, features, config.partition, config.seed, weights)
-    shape = data_shape(dataset, config.condition)
+    shape = data_shape(dataset, config.condition, config.data.text_column)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     campaign.freeze()
 

@@ -13,7 +13,7 @@ from typing import Any
 from atoll.base.errors import ConfigError
 from atoll.base.text import in_common, size
 from atoll.campaign.budget import Share, divide, router_arguments
-from atoll.campaign.expected import Expected, TextStates, row_bytes, token_bytes
+from atoll.campaign.expected import CaptionBytes, Expected, row_bytes, token_bytes
 from atoll.campaign.gpus import Gpu
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -187,7 +187,7 @@ class Traffic:
         between_islands: while they train.
         all_reduce: what a monolith trained data-parallel over as many nodes sends meanwhile, all nodes
             together: float32 gradients around a ring at every step.
-        text_states: of the data set; None where that is not known, or without text.
+        captions: of the data set; None where that is not known, or without text.
     """
 
     data_out: int | None
@@ -195,7 +195,7 @@ class Traffic:
     experts_in: int
     between_islands: int
     all_reduce: int
-    text_states: int | None
+    captions: int | None
 
 
 @dataclass(frozen=True)
@@ -311,9 +311,11 @@ def make_plan(
         experts_in=EMA * networks,
         between_islands=0,
         all_reduce=ring * budget.monolith.steps,
-        text_states=None if data.text is None else data.text.bytes,
+        captions=None if data.text is None else data.text.bytes,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
+    if encodes:
+        notes.append("times and prices are without the encoding of texts in training")
     if encoder is None:
         notes.append(f"memory of {config.data.text_encoder} is not counted: its config cannot be found here")
     if data.text is not None:
@@ -325,7 +327,7 @@ def make_plan(
         notes.append(
             f"the student's FLOPs hold its teachers' forward passes: {part:.3f} of the monolith's in all"
         )
-        notes.append(f"{student.beside / 2**30:.1f} GiB of the student's GPU are its teachers'")
+        notes.append(f"{(student.beside - beside) / 2**30:.1f} GiB of the student's GPU are its teachers'")
     common = in_common(config.budget.pretrain, config.network.init != "scratch")
     return Plan(
         name, gpu, gpus, experts, router, pretrain, monolith, config.monolith, student, common, traffic, notes
@@ -341,7 +343,7 @@ def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -
     return resident + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
 
 
-def _text_notes(text: TextStates, samples: int) -> list[str]:
+def _text_notes(text: CaptionBytes, samples: int) -> list[str]:
     """How the captions' bytes were counted, and what the other way of keeping them would take."""
     each, other = (token_bytes(text.width, one) for one in (text.precomputed, not text.precomputed))
     counted = f"{text.captions:,} distinct captions x {text.tokens:.1f} tokens x {each} bytes"

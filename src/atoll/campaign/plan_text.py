@@ -108,7 +108,7 @@ def _traffic(plan: Plan) -> list[str]:
     out, what = (
         (traffic.data_out or 0, "data sets") if known else (traffic.row, "for every row of the data sets")
     )
-    stored = traffic.text_states
+    stored = traffic.captions
     return [
         *([f"  {size(stored):>8}  captions of the data set"] if stored is not None else []),
         f"  {size(out):>8}  {what} out to the islands",

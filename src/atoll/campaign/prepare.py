@@ -121,7 +121,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
 
 
 def encode_stage(campaign: Campaign) -> None:
-    """Add the latents column and, for condition `text`, the text column."""
+    """Add the latents column and, for condition `text`, that of text states or tokens."""
     dataset, config, device = campaign.dataset(), campaign.config.data, str(own_device())
     shards, lease = len(dataset.shards), campaign.config.train.lease
     vae = autoencoder(config.vae, device)

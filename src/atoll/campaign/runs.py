@@ -90,8 +90,10 @@ def training_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Those of them that are read in training."""
     wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
     if config.condition == "text":
-        name = "text" if config.data.precompute_text else "tokens"
-        wanted[name] = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+        wanted[config.data.text_column] = {
+            "name": config.data.text_encoder,
+            "max_length": config.data.text_length,
+        }
     return wanted
 
 

@@ -199,14 +199,10 @@ class DataSet:
         keys = [key.removeprefix(folder + "/") for key in self.store.list(folder)]
         return [key.removesuffix("/column.json") for key in keys if key.endswith("/column.json")]
 
-    def producers(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What made the latents, and what made the text states, where there are any."""
-        there = self.has_column("text") or self.has_column("tokens")
-        return self.column("latents").meta.producer, self.text().meta.producer if there else None
-
-    def text(self) -> Column:
-        """The column of text states, or of tokens where they are encoded in training."""
-        return self.column("text" if self.has_column("text") or not self.has_column("tokens") else "tokens")
+    def producers(self, text: str = "text") -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What made the latents, and what made this column of captions, where it is there."""
+        by = self.column(text).meta.producer if self.has_column(text) else None
+        return self.column("latents").meta.producer, by
 
     def write_column(
         self,

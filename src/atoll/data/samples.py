@@ -1,7 +1,7 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.condition import Condition
-from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
-from atoll.encoders.licences import check_known
-from atoll.encoders.text import TextEncoder, text_encoder_of
+from atoll.encoders.text import TextEncoder
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "weights"
@@ -32,7 +30,7 @@ class Samples:
         rows: row numbers that count, such as one split.
         condition: what the network is conditioned on.
         shape: what networks are built for; text is padded to its length.
-        encoders: names of text encoders that the user vouches for, beside the well-known ones.
+        encoder: given, the column `tokens` is read and encoded, as if `text` had been stored.
 
     Raises:
         DataError: the data set holds latents or text states of another shape.
@@ -44,12 +42,12 @@ class Samples:
         rows: NDArray[np.int64],
         condition: ConditionKind,
         shape: DataShape,
-        encoders: Collection[str] = (),
+        encoder: TextEncoder | None = None,
     ) -> None:
-        self.encoders = encoders
+        self.encoder, text = encoder, "text" if encoder is None else "tokens"
         self.dataset, self.rows, self.condition, self.shape = dataset, rows, condition, shape
         self._latents = dataset.column("latents")
-        self._text = dataset.text() if condition == "text" else None
+        self._text = dataset.column(text) if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
         here = [self._latents.meta.shape, [0] if self._text is None else [_null_states(self._text).shape[-1]]]
         sides = [] if shape.sizes else [shape.size, shape.size]
@@ -87,8 +85,8 @@ class Samples:
         rows = self.rows[index]
         if self._text is not None:
             states, mask = self._text.read_ragged(rows, self.shape.text_length, draw)
-            if self._text.meta.name == "tokens":
-                states = self._encoder.encode_tokens(states, mask).half()  # as if they had been stored
+            if self.encoder is not None:
+                states = self.encoder.encode_tokens(states, mask).half()
             return Condition(text=states.float(), mask=mask)
         if self._labels is not None:
             return Condition(labels=self._labels[torch.from_numpy(rows)])
@@ -97,12 +95,6 @@ class Samples:
     def null(self) -> Condition:
         """The null condition: the stored encoding of "", the null label, or nothing. One row."""
         return self._null
-
-    @cached_property
-    def _encoder(self) -> TextEncoder:
-        assert self._text is not None
-        check_known(self._text.meta.producer["name"], self.encoders)
-        return text_encoder_of(self._text.meta.producer, str(own_device()))
 
     @cached_property
     def _null(self) -> Condition:
@@ -185,8 +177,8 @@ def read_labels(dataset: DataSet) -> Tensor:
     return torch.from_numpy(column.to_numpy().astype(np.int64))
 
 
-def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
-    """What networks must fit, read from the columns."""
+def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -> DataShape:
+    """What networks must fit, read from the columns; `text` is that of captions."""
     latents = dataset.column("latents")
     ragged = latents.meta.kind == "ragged"
     if len(latents.meta.shape) != (1 if ragged else 3):
@@ -205,7 +197,7 @@ def data_shape(dataset: DataSet, condition: ConditionKind) -> DataShape:
             raise DataError(what, "ingest square pictures, or with data.ingest.buckets")
         shape = DataShape(channels, height)
     if condition == "text":
-        column = dataset.text()
+        column = dataset.column(text)
         null = _null_states(column)
         length = max(column.meta.max_length, int(null.shape[0]))
         return replace(shape, text_width=int(null.shape[-1]), text_length=length)

@@ -150,7 +150,9 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
 
 def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
     own = one.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
-    return options.model_copy(update=own)
+    if one.source == "glyphs":  # they have no columns
+        return SourceOptions(**own, glyphs=options.glyphs)
+    return options.model_copy(update={name: value or None for name, value in own.items()})
 
 
 REMEDIES = {

@@ -78,7 +78,8 @@ class TextEncoder:
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
             ids = tokens[rows, :length].long().to(self.device)
-            found = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+            with torch.autocast(self.device.type, enabled=False):  # as where states are stored
+                found = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
             states[rows, :length] = found.float().cpu()
         return states
 
@@ -207,7 +208,8 @@ def text_parameters(name: str) -> int | None:
     if config.model_type not in TOWERS:
         return None
     with torch.device("meta"):
-        return int(getattr(transformers, TOWERS[config.model_type])(config).num_parameters())
+        tower = getattr(transformers, TOWERS[config.model_type])
+        return int(tower(getattr(config, "text_config", config)).num_parameters())
 
 
 def _size(config: Any, max_length: int) -> tuple[int, int]:

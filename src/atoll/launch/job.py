@@ -26,6 +26,7 @@ class Job:
         nodes: nodes.
         needs: names of jobs that have to finish first.
         after_any: whether a queue starts it however those ended, because it looks itself at what they made.
+        saves: whether a warning lets it save and leave; else it dies of it, and is queued again all the same.
         count: how many of it share one work; more than one only for launchers with `ARRAYS`.
         env: variables of its environment.
         memory_asked: whether the user set `memory`.
@@ -44,6 +45,7 @@ class Job:
     nodes: int = 1
     needs: tuple[str, ...] = ()
     after_any: bool = False
+    saves: bool = True
     count: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     memory_asked: bool = False

@@ -10,12 +10,13 @@ from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
+DIED = 143
+"""Code of a process that a TERM ended."""
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, False, True, True
 
 # The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
 # answered with a requeue: what was cancelled stays so, and the others come back by themselves.
 # A trap ends `wait` early; it is then asked again, and still knows the code of a process that has gone.
-# 143 is the code of one that had nothing to save, and died of the TERM.
 BODY = """\
 told=0 ended= child=
 leave() {{ told=$((told + 1)); [ -z "$child" ] || {tell}; }}
@@ -29,7 +30,7 @@ while :; do
     [ "$now" -eq 127 ] || code=$now
     [ "$before" -ne "$told" ] || break
 done
-if {{ [ "$code" -eq {left} ] || [ "$code" -eq 143 ]; }} && [ -z "$ended" ]; then
+if [ "$code" -eq {left} ] && [ -z "$ended" ]; then
     echo "queued again to go on"
     scontrol requeue "{me}"
 fi
@@ -46,6 +47,7 @@ def script(job: Job, site: Site) -> str:
     command, tell = job.shell(), 'kill -TERM "$child"'
     # SLURM_JOB_ID of an array's last task is the number of the whole array.
     me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
+    left = INTERRUPTED if job.saves else DIED
     if job.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
         lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
@@ -54,7 +56,7 @@ def script(job: Job, site: Site) -> str:
             + job.shell("$host", "$port")
         )
         tell = f'scancel --signal=TERM "{me}"'
-    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=INTERRUPTED, me=me)
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, me=me)
 
 
 def _options(job: Job, site: Site) -> Iterator[str]:

@@ -20,6 +20,7 @@ from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
+from atoll.encoders.text import text_parameters
 from atoll.ensemble.expert import published
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
@@ -99,6 +100,7 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     make = command("data", "prepare", campaign.store.location, *told, python=python)
     cut = command("partition", campaign.store.location, *told, python=python)
     one, count = _job("data", make, place, gpus=launcher(target).gpus_of(place)), launch.data.workers
+    one = replace(one, saves=False)  # what it wrote is there, shard by shard
     several = [replace(one, name=f"data {number}") for number in range(1, count + 1)]
     jobs = [replace(one, count=count)] if launcher(target).ARRAYS else several
     # One that fails is not missed if the others finish the data set; whether they did, the partition sees.
@@ -174,6 +176,8 @@ def _run(campaign: Campaign, run: Run, on: Target | None, needs: tuple[str, ...]
         plan = RunPlan.read(campaign.store, run.plan)
         memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
         memory += _teacher_bytes(campaign) if role == "student" else 0
+        if config.condition == "text" and not config.data.precompute_text:
+            memory += 4 * (text_parameters(config.data.text_encoder) or 0)
     threads = config.training(*run).threads
     return Placed(_job(run.name, argv, place, threads, memory, work, needs, gpus), target)
 

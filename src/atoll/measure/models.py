@@ -15,6 +15,7 @@ from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
@@ -216,4 +217,4 @@ class Drawn:
 def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
     """Rows of a split, with the columns that a model of this card is conditioned on."""
     rows, config = of_usual_size(dataset, dataset.split(split)), campaign.config
-    return Samples(dataset, rows, config.condition, like.shape, config.encoders)
+    return Samples(dataset, rows, config.condition, like.shape, token_encoder(campaign, dataset))

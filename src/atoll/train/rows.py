@@ -1,7 +1,7 @@
 """What a network learns from: rows, settings, and what a sample's position draws."""
 
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples, weights_of
 from atoll.data.settings import ConditionKind
+from atoll.encoders.text import TextEncoder
 from atoll.ensemble.card import Card, check_producers
 from atoll.flow.objective import drop_condition
 from atoll.flow.schedule import schedule
@@ -81,15 +82,15 @@ class TrainingRows:
         recipe: Recipe,
         *,
         clusters: bool = False,
-        encoders: Collection[str] = (),
+        encoder: TextEncoder | None = None,
     ) -> "TrainingRows":
         """Both splits of a data set; `DataError` if its columns do not say what made them."""
         train, heldout = (
-            Samples(dataset, dataset.split(name), condition, recipe.plan.shape, encoders)
+            Samples(dataset, dataset.split(name), condition, recipe.plan.shape, encoder)
             for name in ("train", "heldout")
         )
         known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None
-        producers = dataset.producers()
+        producers = dataset.producers("text" if encoder is None else "tokens")
         check_producers(*producers)
         return cls(train, heldout, recipe, *producers, known)
 

@@ -18,6 +18,7 @@ from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import KEY, tidy
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import Recipe, RunPlan
+from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import published, read_card
@@ -69,7 +70,8 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         if key := os.environ.get(KEY):
             public_key(Path(key))  # a wrong one is told now, and not when all is trained
         # Damage is told before the first step, and loader workers find all they read on local disk.
-        dataset.localise([name for name in ("latents", "text", "tokens") if dataset.has_column(name)])
+        config = campaign.config
+        dataset.localise(["latents", *([config.data.text_column] if config.condition == "text" else [])])
         task = _task(campaign, plan, dataset, store, name)
         tracking = campaign.config.tracking
         if not tracking.name:  # the campaign's own
@@ -123,7 +125,9 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
     plan = start(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
     labelled, device = plan.role in ("router", "student"), own_device()
-    rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoders=config.encoders)
+    rows = TrainingRows.of(
+        dataset, config.condition, recipe, clusters=labelled, encoder=token_encoder(campaign, dataset)
+    )
     network = network.to(device)
     if isinstance(network, Router):
         return RouterTask(network, rows, router.pure_noise)

@@ -53,6 +53,11 @@ class DataConfig(Config):
     """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
     router alike, so the weights are part of the partition's hash."""
 
+    @property
+    def text_column(self) -> str:
+        """Column that training reads captions from."""
+        return "text" if self.precompute_text else "tokens"
+
     @field_validator("source", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:

@@ -1,0 +1,31 @@
+"""The text encoder of a campaign that encodes its captions in training."""
+
+from functools import lru_cache
+
+from atoll.base.device import own_device
+from atoll.campaign.folder import Campaign
+from atoll.data.dataset import DataSet
+from atoll.encoders.licences import check_known
+from atoll.encoders.text import TextEncoder, text_encoder_of
+from atoll.ensemble.card import check_producers
+
+
+def token_encoder(campaign: Campaign, dataset: DataSet) -> TextEncoder | None:
+    """What made the tokens of a data set, loaded once in a process; None where text states are stored.
+
+    Raises:
+        ConfigError: it is a stranger's, cannot be found, or has other weights by now.
+        DataError: the column does not say what made it.
+    """
+    config = campaign.config
+    if config.condition != "text" or config.data.precompute_text:
+        return None
+    by = dataset.column("tokens").meta.producer
+    check_producers(dataset.column("latents").meta.producer, by)
+    check_known(by["name"], config.encoders)
+    return _loaded(by["name"], by["hash"], by["max_length"], str(own_device()))
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, digest: str, length: int, device: str) -> TextEncoder:
+    return text_encoder_of({"name": name, "hash": digest, "max_length": length}, device)
