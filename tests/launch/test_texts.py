@@ -164,7 +164,8 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)
-    job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)))
+    argv = (sys.executable, "-S", "-c", CHILD.format(code=code))
+    job = Job("expert 0", argv, saves=code != 143)
     process = subprocess.Popen(
         ["bash", "-c", slurm.script(job, SITE)],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},

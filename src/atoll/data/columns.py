@@ -31,6 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 Compute = Callable[[int], Mapping[str, Tensor]]
 Extras = Mapping[str, Mapping[str, Tensor]]
 Progress = Callable[[int, int], None]
+Bytes = NDArray[np.uint8]
 Form = tuple[str, list[int], int]
 """Type and shape of a column's values, and its longest sequence."""
 MAPPED_SHARDS = 4096
@@ -39,6 +40,7 @@ MAPPED_SHARDS = 4096
 
 class _Mapped(NamedTuple):
     values: Tensor
+    bytes: Bytes  # of each value, in the same memory
     lengths: Rows  # empty for a fixed column
     starts: Rows
     which: Rows  # the index; empty where row n has sequence n
@@ -51,7 +53,8 @@ class _Mapped(NamedTuple):
             tensors.get(name, none).numpy().astype(np.int64) for name in ("lengths", "index", "choices")
         )
         bounds = np.concatenate([[0], choices.cumsum()])
-        return cls(tensors["values"], lengths, lengths.cumsum() - lengths, index, bounds)
+        values = tensors["values"]
+        return cls(values, _bytes(values), lengths, lengths.cumsum() - lengths, index, bounds)
 
     @property
     def chooses(self) -> bool:
@@ -110,8 +113,9 @@ class Column:
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
         out = torch.empty((len(rows), *self.meta.shape), dtype=self.dtype)
+        target = _bytes(out)  # numpy copies: torch would wake its threads for every few rows
         for mapped, where, local in parts:
-            _copy(mapped.values, local, out, where)
+            target[where] = mapped.bytes[local]
         return out
 
     def blocks(self, rows: Rows, size: int) -> Iterator[tuple[Rows, Tensor]]:
@@ -161,13 +165,13 @@ class Column:
         lengths = lengths.clip(max=longest)
         mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
         out = torch.zeros((len(rows), longest, *self.meta.shape), dtype=self.dtype)
-        flat = out.flatten(0, 1)
+        flat = _bytes(out.flatten(0, 1))
         for mapped, where, local in parts:
             counts = lengths[where]
             position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
             source = np.repeat(mapped.starts[local], counts) + position
             target = np.repeat(where * longest, counts) + position
-            _copy(mapped.values, source, flat, target)
+            flat[target] = mapped.bytes[source]
         return out, mask
 
     def take_ragged(self, rows: ArrayLike) -> dict[str, Tensor]:
@@ -298,22 +302,15 @@ def by_shard(bounds: Rows, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:
     """For every shard concerned: its number, positions within `rows`, and row numbers within it."""
     shard = np.searchsorted(bounds, rows, side="right") - 1
     order = np.argsort(shard, kind="stable")
-    for where in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1):
-        if len(where):
-            first = int(shard[where[0]])
-            yield first, where, rows[where] - bounds[first]
+    local, begin = (rows - bounds[shard])[order], 0
+    for end in (np.flatnonzero(np.diff(shard[order], append=-1)) + 1).tolist():
+        yield int(shard[order[begin]]), order[begin:end], local[begin:end]
+        begin = end
 
 
-def _copy(source: Tensor, index: Rows, target: Tensor, places: Rows) -> None:
-    """`target[places] = source[index]`, by numpy: torch would wake its threads for every few rows."""
-    _bytes(target)[places] = _bytes(source).take(index, axis=0)
-
-
-def _bytes(values: Tensor) -> NDArray[np.uint8]:
+def _bytes(values: Tensor) -> Bytes:
     """The bytes of each element `(n, bytes)`, in its own memory; numpy lacks some of torch's types."""
-    flat: NDArray[np.uint8] = (
-        values.reshape(len(values), math.prod(values.shape[1:])).view(torch.uint8).numpy()
-    )
+    flat: Bytes = values.reshape(len(values), math.prod(values.shape[1:])).view(torch.uint8).numpy()
     return flat
 
 
