@@ -135,16 +135,17 @@ def _write_some(stage: Stage[Result], claims: Claims | None, missing: list[int])
         start = seed_of(0, claims.claim.holder) % left
         missing = missing[start:] + missing[:start]
     for number in missing:
-        there = claims is not None and not stage.is_missing(number)
-        with nullcontext(True) if there else _claimed(claims, f"{number:05d}") as mine:
-            if mine and not there and (claims is None or stage.is_missing(number)):
+        if claims is None or stage.is_missing(number):
+            with _claimed(claims, f"{number:05d}") as mine:
+                if not mine:
+                    continue
                 if claims is not None and stage.done() is not None:
                     return True  # finished elsewhere: its notes are gone, and nothing is missing
-                stage.write(number)
-                wrote = True
-        if mine:
-            left -= 1
-            stage.report(left)
+                if claims is None or stage.is_missing(number):
+                    stage.write(number)
+                    wrote = True
+        left -= 1
+        stage.report(left)
     return wrote
 
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,7 +49,7 @@ def _gpus() -> int:
 class _Running:
     """A started job; a thread forwards its lines, so that the process never blocks on a full pipe."""
 
-    def __init__(self, job: Job, devices: set[int], gpus: int, said: dict[str, "_Running"]) -> None:
+    def __init__(self, job: Job, devices: set[int], gpus: int, said: "dict[str, _Running] | None") -> None:
         environment = {**os.environ, **job.environment}
         if gpus:
             mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -74,7 +74,7 @@ class _Running:
         with self.process.stdout as lines:
             for line in lines:
                 self.tail.append(line.rstrip())
-                if self.said.setdefault(line, self) is self:  # what all find alike is told once
+                if self.said is None or self.said.setdefault(line, self) is self:
                     say(f"  {line.rstrip()}")
 
 
@@ -94,8 +94,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     needed = {name for job in jobs for name in job.needs}
     waiting = deque(sorted(jobs, key=lambda job: (job.name not in needed, -job.work)))
     running: list[_Running] = []
-    said: dict[tuple[str, ...], dict[str, _Running]] = {}
-    """By command and line who said it first: processes of one command do one work together."""
+    # Processes of one command do one work together: what they find alike is told by the first.
+    said = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
     start = time.monotonic()
     with _noted() as signals:
         try:
@@ -104,7 +104,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     raise KeyboardInterrupt
                 while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
                     waiting.remove(job)
-                    running.append(_Running(job, free, gpus, said.setdefault(job.argv, {})))
+                    running.append(_Running(job, free, gpus, said.get(job.argv)))
                     say(f"started {job.name} (process {running[-1].process.pid})")
                 time.sleep(0.2)
                 _bury(running)
