@@ -188,6 +188,14 @@ def test_what_a_source_does_not_say_is_as_for_a_single_one(tmp_path: Path) -> No
     first = next(iter(bare.records(0, 1)))
     assert isinstance(first, Record)
     assert (first.id, first.group, first.label) == ("web-fluent-0", "thing 0", 0)
+    bare = open_sources({"web": SourceConfig(source=str(tmp_path), group="", licence="MIT")}, CONFIG)
+    first = next(iter(bare.records(0, 1)))
+    assert isinstance(first, Record)
+    assert (first.id, first.group, first.licence) == ("web-fluent-0", None, "MIT")
+    assert len(open_sources({"drawn": SourceConfig(source="glyphs")}, CONFIG))  # they have no columns
+    wrong = SourceConfig(source=str(tmp_path), label="kind")
+    with pytest.raises(DataError, match=r"data\.source\.web\.label: .* has no column 'kind'"):
+        open_sources({"web": wrong}, CONFIG)
 
 
 @pytest.mark.parametrize("start", [0, 5, 31, 32, 33, 34, 60, 66])

@@ -11,7 +11,7 @@ from atoll.campaign.runs import experts_of, made_by, read_partition, stored_byte
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
-from atoll.data.samples import data_shape, read_labels
+from atoll.data.samples import data_shape, null_states, read_labels
 from atoll.encoders.text import text_size
 from atoll.encoders.vae import latent_size
 from atoll.networks.settings import DataShape
@@ -37,7 +37,7 @@ class CaptionBytes:
     tokens: float
     width: int
     counted: bool
-    precomputed: bool = True
+    precomputed: bool
 
     @property
     def bytes(self) -> int:
@@ -103,8 +103,8 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
             buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
     shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
-    bytes_ = row_bytes(shape, campaign.config.data.precompute_text)
-    stored = [bytes_ * size for size in sizes] if sizes else None
+    row = row_bytes(shape, campaign.config.data.precompute_text)
+    stored = [row * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k
     return Expected(shape, sizes, count, stored, False, notes, text=text, buckets=buckets)
 
@@ -129,8 +129,9 @@ def _caption_bytes(campaign: Campaign, dataset: DataSet) -> CaptionBytes:
     captions = round(count * shards / len(some))
     name = config.text_column
     if made_by(dataset, name, training_columns(campaign.config)[name]):
-        stored = sum(one.bytes for one in dataset.column(name).meta.shards)
-        width = data_shape(dataset, "text", name).text_width
+        column = dataset.column(name)
+        stored = sum(one.bytes for one in column.meta.shards)
+        width = int(null_states(column).shape[1])
         tokens = stored / (token_bytes(width, config.precompute_text) * captions)
         return CaptionBytes(captions, tokens, width, True, config.precompute_text)
     width, longest = text_size(config.text_encoder, config.text_length)
@@ -143,11 +144,10 @@ def _partitioned(campaign: Campaign) -> Expected:
     store = campaign.store
     plans = [RunPlan.read(store, run.plan) for run in experts_of(campaign.config.partition.k)]
     shape, sizes = plans[0].shape, [plan.rows for plan in plans]
-    stored = []
+    stored, row = [], row_bytes(shape, campaign.config.data.precompute_text)
     for number, plan in enumerate(plans):
         known = stored_bytes(store, number)
-        each = row_bytes(shape, campaign.config.data.precompute_text)
-        stored.append(each * plan.rows if known is None else known[0])
+        stored.append(row * plan.rows if known is None else known[0])
     partition = read_partition(store)
     buckets = list(partition.buckets.values())
     return Expected(shape, sizes, sum(sizes), stored, True, [], partition.masses, buckets=buckets)

@@ -282,8 +282,7 @@ def make_plan(
     gpu, budget = table[name], divide(config, data.shape, data.masses or data.sizes, data.buckets)
     rows = [None if data.rows is None else size for size in data.sizes]
     counts: dict[tuple[str, bool], Footprint] = {}
-    encodes = config.condition == "text" and not config.data.precompute_text
-    encoder = text_parameters(config.data.text_encoder) if encodes else 0
+    encoder = text_parameters(config.data.text_encoder) if config.encodes_text else 0
     beside = WEIGHTS * (encoder or 0)
 
     def cost(run: Run, share: Share, rows: int | None, gpus: int) -> RunCost:
@@ -314,7 +313,7 @@ def make_plan(
         captions=None if data.text is None else data.text.bytes,
     )
     notes = [*data.notes, *_notes([*experts, router], gpus, config)]
-    if encodes:
+    if config.encodes_text:
         notes.append("times and prices are without the encoding of texts in training")
     if encoder is None:
         notes.append(f"memory of {config.data.text_encoder} is not counted: its config cannot be found here")

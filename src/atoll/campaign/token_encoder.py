@@ -17,12 +17,11 @@ def token_encoder(campaign: Campaign, dataset: DataSet) -> TextEncoder | None:
         ConfigError: it is a stranger's, cannot be found, or has other weights by now.
         DataError: the column does not say what made it.
     """
-    config = campaign.config
-    if config.condition != "text" or config.data.precompute_text:
+    if not campaign.config.encodes_text:
         return None
     by = dataset.column("tokens").meta.producer
     check_producers(dataset.column("latents").meta.producer, by)
-    check_known(by["name"], config.encoders)
+    check_known(by["name"], campaign.config.encoders)
     return _loaded(by["name"], by["hash"], by["max_length"], str(own_device()))
 
 

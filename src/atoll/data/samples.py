@@ -49,7 +49,7 @@ class Samples:
         self._latents = dataset.column("latents")
         self._text = dataset.column(text) if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
-        here = [self._latents.meta.shape, [0] if self._text is None else [_null_states(self._text).shape[-1]]]
+        here = [self._latents.meta.shape, [0] if self._text is None else [null_states(self._text).shape[-1]]]
         sides = [] if shape.sizes else [shape.size, shape.size]
         if here != [[shape.channels, *sides], [shape.text_width]]:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
@@ -99,7 +99,7 @@ class Samples:
     @cached_property
     def _null(self) -> Condition:
         if self._text is not None:
-            states = _null_states(self._text).float()[None]
+            states = null_states(self._text).float()[None]
             return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))
         if self._labels is not None:
             return Condition(labels=torch.tensor([self.shape.classes]))
@@ -138,11 +138,11 @@ def _numbers(latents: Column, dataset: DataSet, shape: DataShape) -> NDArray[np.
     return numbers
 
 
-def _null_states(column: Column) -> Tensor:
-    """Text states of "" `(L, D)`."""
+def null_states(column: Column) -> Tensor:
+    """Text states of "" `(L, D)` of a column of captions; `DataError` if it has none."""
     states = column.extra("null").get("values")
-    wanted = None if states is None or column.meta.name == "tokens" else list(states.shape[1:])
-    if states is None or wanted not in (None, column.meta.shape) or states.ndim != 2 or not len(states):
+    shape = [] if states is None or column.meta.name == "tokens" else list(states.shape[1:])
+    if states is None or states.ndim != 2 or not len(states) or column.meta.shape != shape:
         what = f"{column.store.name(column.folder)} has no states of an empty text"
         raise DataError(what, "write it again: atoll data encode")
     return states
@@ -198,7 +198,7 @@ def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -
         shape = DataShape(channels, height)
     if condition == "text":
         column = dataset.column(text)
-        null = _null_states(column)
+        null = null_states(column)
         length = max(column.meta.max_length, int(null.shape[0]))
         return replace(shape, text_width=int(null.shape[-1]), text_length=length)
     if condition == "class":

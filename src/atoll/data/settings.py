@@ -112,10 +112,12 @@ class RowOptions(Config):
             for key in ("caption", "group", "label", "id", "licence_column"):
                 if (name := getattr(options, key)) and name not in names:
                     what = f"data.ingest.{key}: {where} has no column {name!r}"
-                    raise DataError(what, f"it has {few(names, 20)}")
+                    raise DataError(what, f"it has {few(names, 20) or 'no columns'}")
         if options.caption is None and self.label is None:
             where, names = tables[0]
-            what = f"{where} has the columns {few(names, 20)}, but none of {', '.join(CAPTIONS)}"
+            what = (
+                f"{where} has the columns {few(names, 20) or 'no columns'}, but none of {', '.join(CAPTIONS)}"
+            )
             fix = "set data.ingest.caption to the captions' one, or data.ingest.label to the class labels'"
             raise DataError(what, fix)
         return options

@@ -152,7 +152,8 @@ def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
     own = one.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
     if one.source == "glyphs":  # they have no columns
         return SourceOptions(**own, glyphs=options.glyphs)
-    return options.model_copy(update={name: value or None for name, value in own.items()})
+    empty = {name: None for name, value in own.items() if value == "" and name != "licence"}
+    return options.model_copy(update=own | empty)
 
 
 REMEDIES = {

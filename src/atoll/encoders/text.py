@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -195,6 +196,7 @@ def text_size(name: str, max_length: int) -> tuple[int, int]:
     return _size(getattr(config, "text_config", config), max_length)
 
 
+@cache
 def text_parameters(name: str) -> int | None:
     """Parameters of a text encoder, from its config: no weights. None if that is not to be found here."""
     import transformers

@@ -176,7 +176,7 @@ def _run(campaign: Campaign, run: Run, on: Target | None, needs: tuple[str, ...]
         plan = RunPlan.read(campaign.store, run.plan)
         memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
         memory += _teacher_bytes(campaign) if role == "student" else 0
-        if config.condition == "text" and not config.data.precompute_text:
+        if config.encodes_text:
             memory += 4 * (text_parameters(config.data.text_encoder) or 0)
     threads = config.training(*run).threads
     return Placed(_job(run.name, argv, place, threads, memory, work, needs, gpus), target)

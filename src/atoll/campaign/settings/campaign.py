@@ -275,6 +275,11 @@ class CampaignConfig(Config):
         return network, TrainConfig.parse({**self.train.model_dump(), **settings.train}, f"{where}.train")
 
     @property
+    def encodes_text(self) -> bool:
+        """Whether training encodes captions, so that the text encoder lies beside every network."""
+        return self.condition == "text" and not self.data.precompute_text
+
+    @property
     def encoders(self) -> tuple[str, str]:
         """Names of the encoders that the settings choose, which the user vouches for."""
         return self.data.vae, self.data.text_encoder
