@@ -373,7 +373,7 @@ def flops(folder: Path) -> float:
 
 def report(found: Points, path: Path | None) -> None:
     """Print the table and write the JSON."""
-    rows = []
+    rows, ratios = [], dict[str, dict[str, dict[int, float]]]()
     for name, models in found.items():
         for model, points in models.items():
             case, over = f"{name}: {model}", best_single(found, points)
@@ -384,11 +384,14 @@ def report(found: Points, path: Path | None) -> None:
                 singles = found[over]["monolith"]
                 if any(value not in singles[seed]["test"] for seed in points):
                     continue
-                pairs = [one["test"][value] / singles[seed]["test"][value] for seed, one in points.items()]
-                mean, spread = ratio_interval(pairs)
+                pairs = {
+                    seed: one["test"][value] / singles[seed]["test"][value] for seed, one in points.items()
+                }
+                ratios.setdefault(case, {})[value] = pairs
+                mean, spread = ratio_interval([*pairs.values()])
                 kind = f"{value}, over {over}" + (", 95 %" if spread else "")
                 rows.append(row(case, kind, mean, spread=spread))
-    finish("headline", rows, path, {"points": found})
+    finish("headline", rows, path, {"ratios": ratios, "points": found})
 
 
 def in_all(points: Iterable[Point]) -> list[str]:
