@@ -106,6 +106,8 @@ ALONE = (RATE, "budget.pretrain=0")
 EVEN = ("data.weighted=true",)
 JOINT = ("train.lr=0.002", "train.batch=8")
 """At 0.004 the pretraining diverged after 70,000 images."""
+LONG = ("train.precision=bf16", "train.validations=2", "train.previews=0")
+"""Of the long runs, for their time: matrix products in bf16."""
 ENTRIES = [
     *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
     single(8, 0.002, 400_000, "train.milestones=8"),
@@ -113,8 +115,8 @@ ENTRIES = [
     islands(APART, 400_000, *ALONE),
     islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
-    single(8, 0.002, 160 * EPOCH, "train.milestones=8", seeds=(3,)),
-    islands(APART, 160 * EPOCH, *ALONE, seeds=(3,)),
+    single(8, 0.002, 160 * EPOCH, "train.milestones=8", *LONG, seeds=(3,)),
+    islands(APART, 160 * EPOCH, *ALONE, *LONG, "train.parallel.compile=true", seeds=(3,)),
     islands(f"{APART}, equal compute", 400_000, *ALONE, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters", 400_000, *ALONE, "partition.method=random", seeds=(3,)),
     single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
@@ -123,7 +125,7 @@ ENTRIES = [
     islands(f"{SHARED}, K = 16", 400_000, *JOINT, "budget.pretrain=0.5", "partition.k=16", seeds=(3,)),
     islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
     islands(f"{APART}, K = 16", 400_000, *ALONE, "partition.k=16", seeds=(3,)),
-    *(single(8, 0.002, samples, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
+    *(single(8, 0.002, samples, *LONG, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
     replace(single(8, 0.002, 400_000, *EVEN, seeds=(3,), name="single, drawn by weight"), weighted=True),
     replace(islands(f"{APART}, drawn by weight", 400_000, *ALONE, *EVEN, seeds=(3,)), weighted=True),
 ]

@@ -4,7 +4,7 @@ import json
 import math
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from atoll.train import state as checkpoint
 from atoll.train.ema import Ema
 from atoll.train.loggers import Subject, Tracks
 from atoll.train.parallel import StepSharding, whole
+from atoll.train.precision import Float32Attention
 from atoll.train.preemption import Interrupted, leaving
 from atoll.train.prefetch import Ahead
 from atoll.train.rows import TrainingRows
@@ -99,6 +100,8 @@ class _Run:
         self.autocast = settings.precision == "bf16" or (
             settings.precision == "auto" and group.device.type != "cpu"
         )
+        narrow = self.autocast and group.device.type == "cpu"
+        self.attention = Float32Attention() if narrow else nullcontext()
         self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
         self.forward = self.sharding.wrap(task.step)
         self.parameters = list(network.parameters())
@@ -286,7 +289,7 @@ class _Run:
         parts = self.sharding.parts(begin)
         for part, batch in zip(parts, batches, strict=True):
             weight = self.sharding.weight(part)
-            with self.sharding.accumulating(self.forward, part is parts[-1]):
+            with self.sharding.accumulating(self.forward, part is parts[-1]), self.attention:
                 with self._precision():
                     loss, metrics = self.forward(batch)
                 (loss if weight == 1 else loss * weight).backward()
@@ -330,7 +333,7 @@ class _Run:
             return
         self.phase = "validating"
         network.eval()
-        with state.ema.in_place(), torch.no_grad(), self._precision():
+        with state.ema.in_place(), torch.no_grad(), self._precision(), self.attention:
             if validate:
                 started = time.monotonic()
                 metrics = self.task.validate()
