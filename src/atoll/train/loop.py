@@ -100,8 +100,8 @@ class _Run:
         self.autocast = settings.precision == "bf16" or (
             settings.precision == "auto" and group.device.type != "cpu"
         )
-        narrow = self.autocast and group.device.type == "cpu"
-        self.attention = Float32Attention() if narrow else nullcontext()
+        wide = self.autocast and group.device.type == "cpu" and not settings.parallel.checkpointing
+        self.attention = Float32Attention() if wide else nullcontext()
         self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
         self.forward = self.sharding.wrap(task.step)
         self.parameters = list(network.parameters())
@@ -289,8 +289,8 @@ class _Run:
         parts = self.sharding.parts(begin)
         for part, batch in zip(parts, batches, strict=True):
             weight = self.sharding.weight(part)
-            with self.sharding.accumulating(self.forward, part is parts[-1]), self.attention:
-                with self._precision():
+            with self.sharding.accumulating(self.forward, part is parts[-1]):
+                with self._precision(), self.attention:
                     loss, metrics = self.forward(batch)
                 (loss if weight == 1 else loss * weight).backward()
             values: dict[str, Any] = {"loss": loss.detach(), **metrics}

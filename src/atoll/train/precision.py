@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 class Float32Attention(TorchFunctionMode):
     """Attention in float32 under autocast on the CPU, where bf16 makes its backward pass six times slower.
 
-    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. It has to
-    surround the backward pass as well, in which recomputed activations must be the same.
+    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. Activations
+    that a backward pass computes again are out of its reach: torch suspends such modes there.
     """
 
     def __torch_function__(
@@ -33,4 +33,3 @@ def _float32(value: Any) -> Any:
     """A tensor of a shorter floating-point type widened; anything else as it is."""
     short = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if short else value
-
