@@ -1,10 +1,12 @@
-"""In bf16 on the CPU all but attention is in bf16, in training as in the recomputation of activations."""
+"""In bf16 on the CPU all but attention is in bf16, unless activations are computed again."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from atoll.train.precision import Float32Attention
 from atoll.train.run import train_run
@@ -24,15 +26,40 @@ def test_attention_is_in_float32_and_the_rest_in_bf16(kind: torch.dtype | None) 
     assert torch.allclose(whole, short.float(), atol=0.03)
 
 
+class Attended(TorchFunctionMode):
+    """Notes what attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def losses(folder: Path, precision: str, **parallel: bool) -> list[float]:
+    """Of every step of an expert."""
+    text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 4}}
+    train = {"precision": precision, "parallel": parallel, "log_every": 1}
+    train_run(partitioned(folder, {**text, "train": train}), "expert", 0)
+    return [line["loss"] for line in metrics(folder / "islands/0") if "loss" in line]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_run_in_bf16(checkpointing: bool, tmp_path: Path) -> None:
-    losses = {}
-    for precision in ("bf16", "float32"):
-        train = {"precision": precision, "parallel": {"checkpointing": checkpointing}}
-        text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 4}}
-        campaign = partitioned(tmp_path / precision, {**text, "train": train})
-        train_run(campaign, "expert", 0)
-        lines = metrics(tmp_path / precision / "islands/0")
-        losses[precision] = [line["loss"] for line in lines if "loss" in line]
-    assert losses["bf16"] != losses["float32"]
-    assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
+    with Attended() as attended:
+        short = losses(tmp_path / "short", "bf16", checkpointing=checkpointing)
+    assert (torch.bfloat16 in attended.dtypes) == checkpointing
+    whole = losses(tmp_path / "whole", "float32", checkpointing=checkpointing)
+    assert short != whole
+    assert short == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_run_in_bf16(tmp_path: Path) -> None:
+    """The compiler follows attention too."""
+    compiled, eager = (losses(tmp_path / str(way), "bf16", compile=way) for way in (True, False))
+    assert compiled == pytest.approx(eager, rel=0.01)

@@ -100,9 +100,9 @@ class _Run:
         self.autocast = settings.precision == "bf16" or (
             settings.precision == "auto" and group.device.type != "cpu"
         )
-        wide = self.autocast and group.device.type == "cpu" and not settings.parallel.checkpointing
-        self.attention = Float32Attention() if wide else nullcontext()
         self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
+        wide = self.autocast and group.device.type == "cpu" and not self.sharding.recomputes
+        self.attention = Float32Attention() if wide else nullcontext()
         self.forward = self.sharding.wrap(task.step)
         self.parameters = list(network.parameters())
         optimizer = torch.optim.AdamW(

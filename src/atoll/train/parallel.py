@@ -34,6 +34,9 @@ class StepSharding:
         batch: global samples per step.
         bf16: whether autocast is on: sharded weights are then gathered in bf16, gradients summed in float32.
 
+    Attributes:
+        recomputes: whether the backward pass computes activations again.
+
     Raises:
         ConfigError: more processes than samples in a step, or a mesh that does not fit.
     """
@@ -46,8 +49,10 @@ class StepSharding:
                 f"{group.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
             )
         self.network, self.config, self.group, self.size = network, config, group, batch
-        if config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False):
-            network.enable_gradient_checkpointing()  # type: ignore[operator]  # the router is too small for it
+        # The router is too small for it.
+        self.recomputes = config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False)
+        if self.recomputes:
+            network.enable_gradient_checkpointing()  # type: ignore[operator]
         if config.compile:
             network.compile()
         if group.size > 1 and config.strategy == "fsdp":

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 class Float32Attention(TorchFunctionMode):
     """Attention in float32 under autocast on the CPU, where bf16 makes its backward pass six times slower.
 
-    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. Activations
-    that a backward pass computes again are out of its reach: torch suspends such modes there.
+    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. Not for
+    networks that compute activations again: backward passes, which do so, lie outside of it.
     """
 
     def __torch_function__(
