@@ -116,7 +116,7 @@ ENTRIES = [
     islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
     single(8, 0.002, 160 * EPOCH, "train.milestones=8", *LONG, seeds=(3,)),
-    islands(APART, 160 * EPOCH, *ALONE[1:], *JOINT[:1], *LONG, "train.parallel.compile=true", seeds=(3,)),
+    islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *LONG, "train.parallel.compile=true", seeds=(3,)),
     islands(f"{APART}, equal compute", 400_000, *ALONE, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters", 400_000, *ALONE, "partition.method=random", seeds=(3,)),
     single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),

@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -169,7 +169,7 @@ def measure(
     bare: bool = True,
     compiled: bool = False,
     recompute: bool = False,
-    precision: str = "auto",
+    precision: Literal["auto", "bf16"] = "auto",
     average: bool = True,
     **network: Any,
 ) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def measure(
     training = TrainConfig(
         batch=batch,
         threads=threads,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         validations=0,
         previews=0,
         checkpoint_every_s=6e07,
