@@ -42,7 +42,7 @@ ROUTINGS = ("top-1", "once", "once null sample-1", "top-1 null sample-1")
 FRESH = (3, 4, 5)
 """Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
 SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
-SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins")
+SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins", "copies")
 """What is measured beside distances."""
 EPOCH = 13_928
 

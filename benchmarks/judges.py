@@ -128,16 +128,22 @@ class Album:
             extractor_size: in pixels, that the extractor sees.
             components: of the distance.
             nearest: root mean square of the difference of pixels in [-1, 1] below which two are twins.
+
+        Returns:
+            The distance; `twins`, the share of the split's rows that have one; `copies`, that of the drawn.
         """
-        rows, known = self.conditions.samples, _flat(self.training)
-        alone = (torch.cdist(_flat(rows), known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
+        rows, known = _flat(self.conditions.samples), _flat(self.training)
+        alone, own = (
+            (torch.cdist(pixels, known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
+            for pixels in (rows, self._pixels().flatten(1))
+        )
         encoder = extractor(self.campaign.config.evaluate.extractor, extractor_size)
         drawn = extract(Folder(self.folder), encoder, "pictures", 250)
         real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
         assert drawn is not None and real is not None
         axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
         distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
-        return {"without twins": distance, "twins": float((~alone).mean())}
+        return {"without twins": distance, "twins": float((~alone).mean()), "copies": float((~own).mean())}
 
 
 def _flat(samples: Samples) -> Tensor:

@@ -2,8 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # What a shell starts in its background ignores Ctrl-C, and processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,6 +31,14 @@ torch.set_num_threads(1)
 jaxtyping.install_import_hook(["atoll.flow", "atoll.ensemble", "atoll.networks"], "typecheck.check")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`helpers.command` of this test."""
+    from helpers import command  # it imports the package
+
+    return lambda *argv: command(capsys, *argv)
 
 
 @pytest.fixture(scope="session")

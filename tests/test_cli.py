@@ -11,14 +11,9 @@ from PIL import Image
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
-from helpers import Answer, atoll, command, partitioned, refused, start, write_campaign
+from helpers import Answer, atoll, partitioned, refused, start, write_campaign
 
 Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import yaml
 
 from atoll.store import cache
 from atoll.store.store import Store
-from helpers import SMALL, WEIGHTS, Answer, assembled, atoll, command, merged, partitioned, refused
+from helpers import SMALL, WEIGHTS, Answer, assembled, atoll, merged, partitioned, refused
 from s3 import BUCKET, S3
 
 Run = Callable[..., Answer]
@@ -22,11 +22,6 @@ def url(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in {**s3.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{uuid.uuid4().hex}/c"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 def copy(source: Store, target: Store) -> None:

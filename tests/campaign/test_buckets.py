@@ -32,7 +32,6 @@ from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from helpers import (
     Answer,
-    command,
     environment,
     merged,
     newest_checkpoint,
@@ -57,11 +56,6 @@ SETTINGS: dict[str, Any] = {
 }
 SIZES = {"none": ["16x16", "24x12", "12x24"], "vae": ["32x32", "48x24", "24x48"]}
 Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 def settings(folder: Path, vae: str) -> dict[str, Any]:

@@ -20,15 +20,10 @@ from atoll.store.lease import LeaseConfig, acquire, process
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Answer, command, partitioned, start
+from helpers import Answer, partitioned, start
 
 Run = Callable[..., Answer]
 CHANGES = {"train": {"lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 30.0}}}
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from PIL import Image
 
 from atoll.base.errors import ConfigError
 from atoll.encoders.vae import autoencoder, autoencoder_of
+from helpers_export import small_vae
 
 
 def pictures(mode: str = "RGB", count: int = 3, size: int = 16) -> list[Image.Image]:
@@ -20,18 +21,7 @@ def pictures(mode: str = "RGB", count: int = 3, size: int = 16) -> list[Image.Im
 
 @pytest.fixture(scope="module")
 def kl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kl")
-    torch.manual_seed(0)
-    diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    ).save_pretrained(folder)
-    return folder
+    return small_vae(tmp_path_factory.mktemp("kl"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from atoll.campaign.folder import Campaign
 from atoll.data.audit import audit
 from atoll.launch import sky
 from atoll.launch.submit import data_jobs, plan_jobs
-from helpers import Answer, atoll, command, partitioned, refused, write_campaign
+from helpers import Answer, atoll, partitioned, refused, write_campaign
 
 Run = Callable[..., Answer]
 
@@ -24,11 +24,6 @@ MIXED: dict[str, Any] = {
     "islands": {0: {"gpus": 4, "memory_gb": 2.5, "cpus": 16}, 1: {"on": "local", "processes": 2}},
     "monolith": {"nodes": 2, "gpus": 8},
 }
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 def opened(folder: Path, launch: dict[str, Any], **more: Any) -> Campaign:

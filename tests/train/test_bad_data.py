@@ -10,14 +10,9 @@ from safetensors.torch import load_file
 
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
-from helpers import Answer, command, partitioned, refused
+from helpers import Answer, partitioned, refused
 
 Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return lambda *argv: command(capsys, *argv)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Threads of the CPU that torch computes with."""
+"""Threads that torch computes with: more than there are cores wait for each other at every layer."""
 
 import os
 from collections.abc import Iterator
@@ -7,11 +7,17 @@ from contextlib import contextmanager
 import torch
 
 
+def cores() -> int:
+    """Cores that this process is bound to, by `taskset`, a container's cpuset or Slurm; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads for a while; 0 is one for every core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or os.cpu_count() or 1)
+    """Let torch use this many threads for a while; 0 is `OMP_NUM_THREADS`, else a share of the cores."""
+    before, told = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(count or (int(told) if told.isdigit() else 0) or max(1, share))
     try:
         yield
     finally:

@@ -4,12 +4,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import AtollError
 from atoll.base.pictures import grid, png
+from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.model import Model, Pictures
 
@@ -48,19 +47,14 @@ def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
         ConfigError: prompts that do not fit the model's condition, an unknown strategy.
     """
     settings = campaign.config.sampling
-    generation = settings.with_(
-        routing=request.routing,
-        guidance=request.guidance,
-        steps=request.steps,
-        seed=request.seed,
-        size=request.size,
-    )
+    asked = ("routing", "guidance", "steps", "seed", "size")
+    generation = settings.with_(**{name: getattr(request, name) for name in asked})
     generation.routing.check(campaign.config.partition.k)
     _writable(request.out)
-    torch.set_num_threads(os.cpu_count() or 1)
     place = settings.residency, own_device()
     model = Model.load(campaign.store, request.model, *place, settings, campaign.config.encoders)
-    drawn = model(request.prompts, request.count, generation)
+    with using_threads(0):
+        drawn = model(request.prompts, request.count, generation)
     sheet = grid(
         drawn.images,
         columns=request.count,

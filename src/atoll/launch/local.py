@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.base.text import duration
+from atoll.base.threads import cores
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
@@ -166,8 +167,7 @@ def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
         return None
     if wanted or not running:
         return set(free[:wanted])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if sum(r.job.cpus for r in running) + job.cpus > cores:
+    if sum(r.job.cpus for r in running) + job.cpus > cores():
         return None
     memory = 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # less a tenth for the rest
     return set() if sum(r.job.memory for r in running) + job.memory <= memory else None

@@ -1,6 +1,5 @@
 """From a campaign to jobs, and from jobs to this machine, Slurm or SkyPilot."""
 
-import os
 import pkgutil
 import shlex
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from atoll import launch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.plain import expanded
+from atoll.base.threads import cores
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
 from atoll.campaign.prepare import prepare
@@ -110,8 +110,8 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
 
 def run_workers(count: int, *words: str) -> None:
     """Run one command as several processes of this machine, which share its cores and GPUs, to their end."""
-    cores = max(1, (os.cpu_count() or 1) // count)
-    jobs = [Job(f"worker {number}", command(*words), cpus=cores) for number in range(1, count + 1)]
+    share = max(1, cores() // count)
+    jobs = [Job(f"worker {number}", command(*words), cpus=share) for number in range(1, count + 1)]
     local.hand_over(jobs, Site("", Path(), Path()))
 
 

@@ -13,7 +13,7 @@ from atoll.base.config import set_value
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.processes import ProcessGroup, joined
-from atoll.base.threads import using_threads
+from atoll.base.threads import cores, using_threads
 from atoll.campaign.folder import Campaign
 from atoll.campaign.points import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
@@ -90,9 +90,7 @@ def evaluate(
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
     store = campaign.store if campaign is not None else Store.open(request.out, create=True)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = config.threads or max(1, (os.cpu_count() or 1) // processes)
-    with using_threads(threads), joined() as world:
+    with using_threads(config.threads), joined() as world:
         point = _measured(campaign, request, config, store, world)
         if point is None:
             return None
@@ -160,10 +158,9 @@ def spread(processes: int) -> bool:
     """
     if processes == 1 or "WORLD_SIZE" in os.environ:
         return False
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
     command = [sys.executable, "-m", "atoll.launch.torchrun", "--nnodes", "1", "--standalone"]
     command += ["--nproc-per-node", str(processes), "-m", "atoll", *sys.argv[1:]]
-    environment = {"OMP_NUM_THREADS": threads, **dict(os.environ)}
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)

@@ -54,7 +54,7 @@ class CompareConfig(Config):
     curve_samples: int | None = Field(default=None, ge=2)
     """Pictures drawn at each point of the curve; `samples` if not set, so that its ends are known."""
     threads: int = loose(default=0, ge=0)
-    """CPU threads; 0 uses all cores."""
+    """CPU threads; 0 is `OMP_NUM_THREADS`, else all cores that the process is bound to."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -95,7 +95,7 @@ class EvaluateConfig(Config):
     kid_size: int = Field(default=1000, ge=2)
     """Pictures of a subset; as many as there are if that is less."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of a process; 0 shares all cores among the processes."""
+    """CPU threads of a process; 0 is `OMP_NUM_THREADS`, else its share of the cores."""
 
     def components_of(self, kind: str, width: int) -> int:
         """Dimensions that the Fréchet distance is taken in."""
@@ -138,7 +138,7 @@ class DiagnoseConfig(Config):
     named: int = Field(default=12, ge=0)
     """Most suspicious samples that are named and shown."""
     threads: int = loose(default=0, ge=0)
-    """CPU threads; 0 uses all cores."""
+    """CPU threads; 0 is `OMP_NUM_THREADS`, else all cores that the process is bound to."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

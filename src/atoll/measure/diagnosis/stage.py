@@ -62,10 +62,8 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     dataset, partition = _data(campaign)
     departure = Departure.of(campaign, config)
     strategies = [str(Routing.named(name)) for name in routings(campaign, config.strategies, USUAL)]
-    settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)}) | {
-        "seed": seed,
-        "strategies": strategies,
-    }
+    settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)})
+    settings |= {"seed": seed, "strategies": strategies}
     settings |= {name: getattr(departure.generation, name) for name in ("steps", "guidance")}
     settings |= {"shift": departure.generation.shift} if departure.generation.shift != 1 else {}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
