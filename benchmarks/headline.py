@@ -405,14 +405,15 @@ def in_all(points: Iterable[Point]) -> list[str]:
 def best_single(found: Points, points: dict[int, Point]) -> str | None:
     """The single network of the smallest held-out distance among those of the same FLOPs and seeds.
 
-    Controls do not count: who is told the cluster is told more than a caption.
+    Who is told the cluster does not count: it is told more than the caption.
     """
+    told = {entry.name for entry in ENTRIES if entry.told}
     spent = statistics.fmean(one["flops"] for one in points.values())
     alike = {
         name: statistics.fmean(min(models["monolith"][seed]["all"].values()) for seed in points)
         for name, models in found.items()
         if "monolith" in models
-        and name not in {entry.name for entry in ENTRIES if entry.told or entry.weighted}
+        and name not in told
         and points.keys() <= models["monolith"].keys()
         and abs(statistics.fmean(one["flops"] for one in models["monolith"].values()) / spent - 1) < 0.01
     }

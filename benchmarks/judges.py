@@ -127,13 +127,14 @@ class Album:
         Args:
             extractor_size: in pixels, that the extractor sees.
             components: of the distance.
-            nearest: root mean square of the difference of pixels in [-1, 1] below which two are twins.
+            nearest: root mean square of the difference of pixels in [-1, 1] below which one
+                is the other's twin or copy.
 
         Returns:
             The distance; `twins`, the share of the split's rows that have one; `copies`, that of the drawn.
         """
         rows, known = _flat(self.conditions.samples), _flat(self.training)
-        alone, own = (
+        alone, new = (
             (torch.cdist(pixels, known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
             for pixels in (rows, self._pixels().flatten(1))
         )
@@ -143,7 +144,7 @@ class Album:
         assert drawn is not None and real is not None
         axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
         distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
-        return {"without twins": distance, "twins": float((~alone).mean()), "copies": float((~own).mean())}
+        return {"without twins": distance, "twins": float((~alone).mean()), "copies": float((~new).mean())}
 
 
 def _flat(samples: Samples) -> Tensor:

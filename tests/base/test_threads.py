@@ -10,7 +10,7 @@ import torch
 from atoll.base.threads import cores, using_threads
 
 
-@pytest.mark.parametrize("told", ["", "3,2", "none", "0"])
+@pytest.mark.parametrize("told", ["", "3,2", "none", "²", "0"])
 @pytest.mark.parametrize("processes", [1, 10_000])
 @pytest.mark.parametrize("count", [0, 5])
 def test_what_is_asked_for_comes_before_what_the_environment_says(

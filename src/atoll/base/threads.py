@@ -17,7 +17,7 @@ def using_threads(count: int) -> Iterator[None]:
     """Let torch use this many threads for a while; 0 is `OMP_NUM_THREADS`, else a share of the cores."""
     before, told = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(count or (int(told) if told.isdigit() else 0) or max(1, share))
+    torch.set_num_threads(count or (int(told) if told.isdecimal() else 0) or max(1, share))
     try:
         yield
     finally:
