@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,10 @@ class Answer:
 
     def __repr__(self) -> str:
         return f"Answer({self.code}, out={self.out!r}, err={self.err!r})"
+
+
+Run = Callable[..., Answer]
+"""The `run` fixture: the command's words to what a user would see."""
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Answer:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from PIL import Image
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
-from helpers import Answer, atoll, partitioned, refused, start, write_campaign
-
-Run = Callable[..., Answer]
+from helpers import Answer, Run, atoll, partitioned, refused, start, write_campaign
 
 
 @pytest.fixture(scope="module")

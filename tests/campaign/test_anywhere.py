@@ -1,7 +1,6 @@
 """Campaigns at a URL, by the same commands; copied elsewhere they go on; damage on the way is seen."""
 
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ import yaml
 
 from atoll.store import cache
 from atoll.store.store import Store
-from helpers import SMALL, WEIGHTS, Answer, assembled, atoll, merged, partitioned, refused
+from helpers import SMALL, WEIGHTS, Run, assembled, atoll, merged, partitioned, refused
 from s3 import BUCKET, S3
 
-Run = Callable[..., Answer]
 TINY = {"budget": {"samples": 320}, "monolith": False, "train": {"previews": 0, "threads": 1}}
 
 

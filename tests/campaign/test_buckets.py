@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from atoll.train.expert import DenoiserTask
 from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from helpers import (
-    Answer,
+    Run,
     environment,
     merged,
     newest_checkpoint,
@@ -55,7 +54,6 @@ SETTINGS: dict[str, Any] = {
     "train": {"previews": 1, "validations": 2},
 }
 SIZES = {"none": ["16x16", "24x12", "12x24"], "vae": ["32x32", "48x24", "24x48"]}
-Run = Callable[..., Answer]
 
 
 def settings(folder: Path, vae: str) -> dict[str, Any]:

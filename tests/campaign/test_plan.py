@@ -28,11 +28,10 @@ from atoll.networks.memory import Footprint
 from atoll.networks.settings import DataShape
 from atoll.recipes import catalogue
 from atoll.train.run import train_run
-from helpers import SMALL, Answer, merged, partitioned, refused, write_campaign
+from helpers import SMALL, Run, merged, partitioned, refused, write_campaign
 
 SHAPE = DataShape(channels=1, size=8, classes=2)
 BIG = Footprint(3_000_000_000, 100_000_000, 30_000_000, 6_000_000_000, 1.2e9, 5e7)
-Run = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")

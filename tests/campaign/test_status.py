@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from atoll.store.lease import LeaseConfig, acquire, process
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Answer, partitioned, start
+from helpers import Run, partitioned, start
 
-Run = Callable[..., Answer]
 CHANGES = {"train": {"lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 30.0}}}
 
 

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from atoll.campaign.folder import Campaign
 from atoll.data.audit import audit
 from atoll.launch import sky
 from atoll.launch.submit import data_jobs, plan_jobs
-from helpers import Answer, atoll, partitioned, refused, write_campaign
-
-Run = Callable[..., Answer]
+from helpers import Run, atoll, partitioned, refused, write_campaign
 
 MIXED: dict[str, Any] = {
     "on": "slurm",

@@ -1,7 +1,6 @@
 """Data that cannot be trained on end a run in one line, and what was mended can be trained on."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ from safetensors.torch import load_file
 
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
-from helpers import Answer, partitioned, refused
-
-Run = Callable[..., Answer]
+from helpers import Run, partitioned, refused
 
 
 @pytest.fixture
