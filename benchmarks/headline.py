@@ -42,7 +42,8 @@ ROUTINGS = ("top-1", "once", "once null sample-1", "top-1 null sample-1")
 FRESH = (3, 4, 5)
 """Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
 SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
-SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins", "copies")
+COST = "training FLOPs over its teachers'"
+SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins", "copies", COST)
 """What is measured beside distances."""
 EPOCH = 13_928
 
@@ -71,6 +72,11 @@ class Entry:
     def samples(self) -> int:
         """Training images that a single network of these FLOPs sees."""
         return next(int(one.split("=")[1]) for one in self.sets if one.startswith("budget.samples"))
+
+    @property
+    def student(self) -> bool:
+        """Whether the experts teach a student."""
+        return any(one.startswith("student=") for one in self.sets)
 
     def folder(self, to: Path, seed: int) -> Path:
         """Of the campaign of a seed."""
@@ -108,6 +114,9 @@ JOINT = ("train.lr=0.002", "train.batch=8")
 """At 0.004 the pretraining diverged after 70,000 images, and an expert of 160 epochs after 54,000."""
 LONG = ("train.precision=bf16", "train.validations=2", "train.previews=0")
 """Of the long runs, for their time: matrix products in bf16."""
+FAST = (*LONG, "train.parallel.compile=true")
+TAUGHT = "student={start: scratch, batch_share: 1, step_share: 0.25}"
+"""A third of the FLOPs: a quarter of the single network's steps, each with its teacher's forward pass."""
 ENTRIES = [
     *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
     single(8, 0.002, 400_000, "train.milestones=8"),
@@ -117,8 +126,10 @@ ENTRIES = [
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
     single(8, 0.002, 160 * EPOCH, "train.milestones=8", *LONG, seeds=(3,)),
     islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *LONG, "train.parallel.compile=true", seeds=(3,)),
-    islands(f"{APART}, equal compute", 400_000, *ALONE, "budget.compute=equal", seeds=(3,)),
-    islands(f"{APART}, random clusters", 400_000, *ALONE, "partition.method=random", seeds=(3,)),
+    islands(f"{SHARED}, a student from scratch, bf16", 400_000, *JOINT, "budget.pretrain=0.5", *FAST, TAUGHT),
+    single(8, 0.002, 400_000, "train.milestones=8", *LONG, seeds=(3,), name="single, bf16"),
+    islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
+    islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
     single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
     single(8, 0.002, 107_174, "network.heads=6", seeds=(3,), name="single, 192 channels"),
     islands(f"{SHARED} of a quarter", 400_000, *JOINT, "budget.pretrain=0.25", seeds=(3,)),
@@ -237,6 +248,8 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str], alone: bool 
         run("train", role, str(folder), *which)
     if not entry.single:
         run("assemble", str(folder))
+    if entry.student:
+        run("train", "student", str(folder))
 
 
 def tell(source: Path, islands: Path, to: Path) -> None:
@@ -273,7 +286,8 @@ def names(campaign: Campaign, folder: Path) -> Path:
 
 
 Point = dict[str, Any]
-"""Of a model and seed: `guidance` chosen, `test` values at it, `flops`, and `all` held-out distances."""
+"""Of a model and seed: `guidance` chosen, `test` values at it, `flops` of its campaign without the student,
+and `all` held-out distances."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +316,7 @@ class Protocol:
 
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
-        model, routing = (name, None) if name == "monolith" else ("ensemble", name)
+        model, routing = (name, None) if name in ("monolith", "student") else ("ensemble", name)
         judge, campaign = next(iter(self.judges.values())), Campaign.open(folder)
         heldout = {
             guidance: atoll.evaluate(
@@ -328,10 +342,12 @@ class Protocol:
         known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
         album, network = albums[0], matcher(albums[0].training, folder.parent / known, self.epochs)
         test = album.distances(self.judges) | album.matches(network) | album.without_twins(**judge)
-        first = next(iter(self.judges))
+        first, spent = next(iter(self.judges)), flops(folder)
+        if name == "student":
+            test[COST] = flops(folder, "student") / spent
         return {
             "guidance": best,
-            "flops": flops(folder),
+            "flops": spent,
             "test": test,
             "all": {f"{guidance:g}": value for guidance, value in heldout.items()},
             "drawn again": [one.distances({first: judge})[first] for one in albums[1:]],
@@ -352,7 +368,9 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
             if not (folder / ready).exists():
                 print(f"{folder.name}: not trained yet")
                 continue
-            for name in ("monolith",) if entry.single else protocol.routings:
+            names = ["monolith"] if entry.single else [*protocol.routings]
+            names += ["student"] if (folder / "student/expert/card.json").exists() else []
+            for name in names:
                 found.setdefault(entry.name, {}).setdefault(name, {})[seed] = protocol.point(folder, name)
     return found
 
@@ -367,10 +385,12 @@ def joined(path: Path | None, found: Points) -> Points:
     return found
 
 
-def flops(folder: Path) -> float:
-    """Training operations of all that a campaign published."""
+def flops(folder: Path, role: str = "*") -> float:
+    """Training operations of all that a campaign published but its student, or of one role."""
     cards = [*folder.glob("islands/*/expert/card.json"), *folder.glob("*/expert/card.json")]
-    return float(sum(json.loads(card.read_text())["train_flops"] for card in cards))
+    counted = {card for card in cards if card.match(f"{role}/expert/card.json")}
+    counted -= {folder / "student/expert/card.json"} if role == "*" else set()
+    return float(sum(json.loads(card.read_text())["train_flops"] for card in counted))
 
 
 def report(found: Points, path: Path | None) -> None:
@@ -381,7 +401,7 @@ def report(found: Points, path: Path | None) -> None:
             case, over = f"{name}: {model}", best_single(found, points)
             for value in in_all(points.values()):
                 rows.append(median_row(case, value, [one["test"][value] for one in points.values()]))
-                if over in (None, name) or value in SHARES:
+                if over in (None, name) or value.split(" within ")[0] in SHARES:
                     continue
                 singles = found[over]["monolith"]
                 if any(value not in singles[seed]["test"] for seed in points):

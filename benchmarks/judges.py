@@ -7,7 +7,7 @@ one also tells how often a picture finds its own caption among a hundred.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,30 +121,39 @@ class Album:
         pictures = np.stack([np.atleast_3d(np.asarray(Image.open(file).convert(mode))) for file in files])
         return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
-    def without_twins(self, extractor_size: int, components: int, nearest: float = 0.05) -> dict[str, float]:
+    def without_twins(
+        self, extractor_size: int, components: int, bounds: Sequence[float] = (0.05, 0.1, 0.15)
+    ) -> dict[str, float]:
         """The distance without rows that have a twin among the training pictures, on either side.
 
         Args:
             extractor_size: in pixels, that the extractor sees.
             components: of the distance.
-            nearest: root mean square of the difference of pixels in [-1, 1] below which one
-                is the other's twin or copy.
+            bounds: root mean squares of the difference of pixels in [-1, 1] up to which one is the
+                other's twin or copy; the distance is that of the first.
 
         Returns:
-            The distance; `twins`, the share of the split's rows that have one; `copies`, that of the drawn.
+            The distance; `twins`, the share of the split's rows that have one; `copies`, that of the
+            drawn; and both within each further bound.
         """
         rows, known = _flat(self.conditions.samples), _flat(self.training)
-        alone, new = (
-            (torch.cdist(pixels, known) / known.shape[1] ** 0.5).amin(1).numpy() > nearest
+        real_apart, drawn_apart = (
+            (torch.cdist(pixels, known) / known.shape[1] ** 0.5).amin(1).numpy()
             for pixels in (rows, self._pixels().flatten(1))
         )
+        shares = {
+            f"{name} within {bound:g}" if bound != bounds[0] else name: float((apart <= bound).mean())
+            for bound in bounds
+            for name, apart in (("twins", real_apart), ("copies", drawn_apart))
+        }
+        alone = real_apart > bounds[0]
         encoder = extractor(self.campaign.config.evaluate.extractor, extractor_size)
         drawn = extract(Folder(self.folder), encoder, "pictures", 250)
         real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
         assert drawn is not None and real is not None
         axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
         distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
-        return {"without twins": distance, "twins": float((~alone).mean()), "copies": float((~new).mean())}
+        return {"without twins": distance, **shares}
 
 
 def _flat(samples: Samples) -> Tensor:

@@ -93,6 +93,8 @@ def partitioned(folder: Path, changes: Mapping[str, Any] | None = None) -> Campa
 def assembled(folder: Path, changes: Mapping[str, Any]) -> Path:
     """The folder of a campaign whose experts and router are trained and assembled."""
     campaign = partitioned(folder, changes)
+    if campaign.config.budget.pretrain:
+        train_run(campaign, "pretrain")
     for k in range(campaign.config.partition.k):
         train_run(campaign, "expert", k)
     train_run(campaign, "router")

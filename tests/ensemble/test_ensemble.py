@@ -25,9 +25,9 @@ X, COND, NULL = noise(B), conditions(B), null()
 
 
 def new_ensemble() -> tuple[Ensemble, Logits]:
-    """Four experts, and their router, which counts its calls."""
+    """Four experts, the network they started from, and their router, which counts its calls."""
     counting = Logits(router(9, K))
-    return Ensemble([expert(k) for k in range(K)], counting), counting
+    return Ensemble([expert(k) for k in range(K)], counting, pretrain=expert(K)), counting
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,10 @@ def test_an_expert_sees_only_the_samples_that_chose_it(ensemble: Ensemble) -> No
 # Sampling.
 
 
-@pytest.mark.parametrize("routing", ["monolith", "full", "top-2", "sample-2", "oracle", "once null sample-1"])
+@pytest.mark.parametrize(
+    "routing",
+    ["monolith", "full", "top-2", "sample-2", "oracle", "once null sample-1", "top-1 null pretrain"],
+)
 def test_a_picture_does_not_depend_on_its_batch(routing: str, ensemble: Ensemble) -> None:
     labels = torch.arange(B) % K
 
@@ -130,6 +133,7 @@ def test_samples_of_any_kind_share_a_batch_and_do_not_notice(ensemble: Ensemble)
         Generation(steps=4, guidance=3.0, routing="once null sample-1", seed=3),
         Generation(steps=5, guidance=2.0, routing="oracle", seed=4),
         Generation(steps=2, guidance=2.0, routing="sample-2", seed=1),
+        Generation(steps=3, guidance=2.5, routing="top-1 null pretrain", seed=2),
     ]
 
     def alone(row: int) -> RoutedField:
@@ -148,8 +152,8 @@ def test_samples_of_any_kind_share_a_batch_and_do_not_notice(ensemble: Ensemble)
         expected.append(x)
     rows, steps, x, done = [0, 1], [0, 0], X[:2], {}
     field = RoutedField.merged([alone(0), alone(1)], [[0], [0]])
-    for turn in range(7):
-        if turn in (1, 2, 4):  # another one joins
+    for turn in range(8):
+        if turn in (1, 2, 4, 5):  # another one joins
             new = max([*rows, *done]) + 1
             field = RoutedField.merged([field, alone(new)], [range(len(rows)), [0]])
             rows, steps, x = [*rows, new], [*steps, 0], torch.cat([x, X[new : new + 1]])
@@ -228,6 +232,25 @@ def test_a_null_branch_of_its_own(routing: str, ensemble: Ensemble) -> None:
     assert torch.equal(plain.trace.weights[0], served) and float((v - shared).abs().max()) > 1e-2
     assert field.trace.router_calls == plain.trace.router_calls + B
     assert field.trace.expert_calls == plain.trace.expert_calls == 2 * B
+
+
+@pytest.mark.parametrize("routing", ["full", "top-1", "once"])
+def test_a_null_branch_of_shared_pretraining(routing: str, ensemble: Ensemble) -> None:
+    """One more network serves it for all samples; the router is asked for the others only."""
+    field, time = field_of(ensemble, f"{routing} null pretrain", 3.0), torch.full((B,), 0.7)
+    v, served = field(X, 0.7, 0), field.trace.weights[0]
+    each = torch.stack([one.velocity(X, time, COND) for one in ensemble.experts])
+    assert ensemble.pretrain is not None
+    away = ensemble.pretrain.velocity(X, time, NULL.expand(B))
+    close(v, away + 3.0 * (torch.einsum("bk,kbchw->bchw", served, each) - away))
+    assert float((v - field_of(ensemble, routing, 3.0)(X, 0.7, 0)).abs().max()) > 1e-2
+    plain = field_of(ensemble, routing)
+    plain(X, 0.7, 0)
+    assert field.trace.router_calls == plain.trace.router_calls == B
+    assert field.trace.expert_calls == plain.trace.expert_calls + B
+    without = Ensemble(ensemble.experts, ensemble.router)
+    with pytest.raises(ConfigError, match="there is no network of shared pretraining"):
+        field_of(without, f"{routing} null pretrain")
 
 
 @pytest.mark.parametrize("routing", ["full", "top-2", "once", "once null sample-1"])

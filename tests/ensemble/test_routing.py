@@ -27,6 +27,7 @@ CANONICAL = [
     "once(0.5)",
     "top-1 every 5",
     "once null sample-1",
+    "top-2 every 5 null pretrain",
     "top-1 every 5 null nucleus(0.9, 2.0) every 2",
     "once without 0,2 null sample-1",
 ]
@@ -69,6 +70,8 @@ def test_names_and_spellings() -> None:
         ("oracle without 2", "give a strategy that asks the router"),
         ("top-1 null full without 2", "the null branch takes full, top-K"),
         ("top-1 null", "there is no routing 'top-1 null'"),
+        ("pretrain", "there is no routing 'pretrain'"),
+        ("top-1 null pretrain 2", "there is no routing 'pretrain 2'"),
         ("top-1 null comit", "there is no routing 'comit'"),
         ("top-1 null commit", "the null branch takes full, top-K"),
         ("top-1 null sample-1 null full", "the null branch takes full, top-K"),

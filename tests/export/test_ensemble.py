@@ -21,8 +21,8 @@ from helpers_export import load
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three experts and the router of class labels, assembled."""
-    changes = {"partition": {"k": 3}, "budget": {"samples": 320}, "monolith": False}
+    """Three experts of one pretraining, and the router of class labels, assembled."""
+    changes = {"partition": {"k": 3}, "budget": {"samples": 480, "pretrain": 0.3}, "monolith": False}
     return assembled(tmp_path_factory.mktemp("export") / "letters", changes)
 
 
@@ -32,19 +32,21 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def times(folder: Path) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"experts/*/{WEIGHTS}")}
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"experts/[0-9]/{WEIGHTS}")}
 
 
 def test_the_assembled_folder_is_a_pipeline(trained: Path) -> None:
     """Its pictures are those of `atoll sample`, and its card names data, partition and cost."""
     pipe, labels = load(trained / "ensemble"), [0, 1, 1, 0]
     assert pipe.config.num_inference_steps == 3 and pipe.config.routing == "once"
-    call = {"class_labels": labels, "routing": "top-1", "output_type": "latent"}
-    images = pipe(generator=torch.Generator().manual_seed(5), **call).images
-    model = Model.load(trained)
-    generation = Campaign.open(trained).config.sampling.with_(routing="top-1", seed=5, steps=3)
-    (batch,) = model.generate(model.conditions(labels), generation)
-    assert torch.equal(images, batch.latents)
+    model, drawn = Model.load(trained), []
+    for routing in ("top-1", "top-1 null pretrain"):
+        call = {"class_labels": labels, "routing": routing, "output_type": "latent", "guidance_scale": 2.0}
+        drawn.append(pipe(generator=torch.Generator().manual_seed(5), **call).images)
+        how = Campaign.open(trained).config.sampling.with_(routing=routing, seed=5, steps=3, guidance=2.0)
+        (batch,) = model.generate(model.conditions(labels), how)
+        assert torch.equal(drawn[-1], batch.latents)
+    assert not torch.equal(*drawn)
     text, cut = (
         (trained / "ensemble/README.md").read_text(),
         Store.open(trained).get_json("partition/partition.json"),
@@ -87,12 +89,12 @@ def test_export_writes_a_folder_that_stands_alone(
     text = (root / "README.md").read_text()
     assert "license: cc-by-4.0" in text and "![Samples](picture.png)" in text and "**Partial" not in text
     one, other = load(trained / "ensemble"), load(root)
-    call = {"class_labels": [0, 1], "output_type": "latent"}
+    call = {"class_labels": [0, 1], "output_type": "latent", "routing": "once null pretrain"}
     pictures = [pipe(generator=torch.Generator().manual_seed(3), **call).images for pipe in (one, other)]
     assert torch.equal(*pictures)
     other.save_pretrained(tmp_path / "again")
     parts = [p.relative_to(root).as_posix() for f in ("experts", "router") for p in (root / f).rglob("*.*")]
-    assert len(parts) == 13
+    assert len(parts) == 16
     for name in ("README.md", "picture.png", "model_index.json", *parts):
         again = (tmp_path / "again" / name).read_bytes()
         assert again.replace(b"FOLDER", b"out") == (root / name).read_bytes(), name

@@ -53,21 +53,22 @@ def assemble(
     """
     store = campaign.store
     k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
+    pretrain = [Run("pretrain")] if published(store, Run("pretrain").network) else []
+    runs = [*(Run("expert", number) for number in numbers), *pretrain, Run("router")]
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
-        for run in (Run("router"), *(Run("expert", number) for number in numbers)):
+        for run in runs:
             check_trusted(store, f"{run.network}/card.json", keys)
     store.sweep("ensemble")
     result = Assembled(k, numbers)
     writer = FolderWriter(store.sub("ensemble"), k)
-    for number in numbers:
-        writer.copy(store, Run("expert", number).network, number)
-    writer.copy(store, Run("router").network)
+    for run in runs:
+        writer.copy(store, run.network)
     sampling = campaign.config.sampling
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
-    facts = about(campaign, parts_of(writer.experts, router))
+    facts = about(campaign, parts_of(writer.experts, router, writer.pretrain))
     writer.finish(facts, name=f"{facts['name']}/ensemble")
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
     warn_of_missing(result)

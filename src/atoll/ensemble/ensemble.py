@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from atoll.base.condition import Condition
+from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
 from atoll.ensemble.dispatch import Dispatch, Experts
@@ -40,6 +40,7 @@ class Ensemble:
         router: gives the logits.
         missing: numbers of experts that do not exist, beside those that are None; they get no weight.
         costs: operations of the parts, for the trace.
+        pretrain: network of shared pretraining, which may serve guidance's null branch.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Ensemble:
         router: LogitSource,
         missing: Sequence[int] = (),
         costs: Costs | None = None,
+        pretrain: Denoiser | None = None,
     ) -> None:
-        self.experts, self.router, self.costs = experts, router, costs
+        self.experts, self.router, self.costs, self.pretrain = experts, router, costs, pretrain
         plain = experts if isinstance(experts, list | tuple) else ()
         self.missing = tuple(sorted({*missing, *(n for n, expert in enumerate(plain) if expert is None)}))
 

@@ -19,7 +19,7 @@ from atoll.base.rng import Position, uniforms
 from atoll.ensemble.dispatch import Dispatch
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.routing import PRETRAIN, Routing
 from atoll.ensemble.trace import Trace
 from atoll.flow.guidance import guide
 
@@ -115,7 +115,7 @@ class RoutedField:
         if labelled and labels is None:
             raise ConfigError("routing 'oracle' needs the cluster of every sample", "use another strategy")
         for routing in {str(one.routing): one.routing for one in generations}.values():
-            routing.check(len(ensemble.experts))
+            routing.check(len(ensemble.experts)).check_null(ensemble.pretrain is not None)
             if len({*ensemble.missing, *routing.without}) == len(ensemble.experts):
                 raise ConfigError(f"routing {str(routing)!r} leaves no expert", "leave fewer out")
         self.ensemble, self.later = ensemble, later
@@ -132,6 +132,11 @@ class RoutedField:
             [one.routing for one in generations],
             [one.routing.of_null if row in guided else None for row, one in enumerate(generations)],
         )
+        # Rows after those of all samples, in the order of `Branches.both`, that no expert serves.
+        self._pretrained = [
+            row for row, one in enumerate(self.branches.guided) if generations[one].routing.null == PRETRAIN
+        ]
+        self._null_of_pretrain: Condition | None = None
         self._chosen: list[Tensor | None] = [chosen, None]
         unknown = [-1] * len(self.positions)
         self._steps = [unknown if chosen is None else [0] * len(unknown), unknown]
@@ -212,7 +217,10 @@ class RoutedField:
                 own = [row for row, routing in enumerate(self._routings[1]) if routing is not None]
                 null = self._chosen[1]
                 null = weights if null is None else replaced(weights, own, rows_of(null, own), len(x_t))
-                both = torch.cat([weights, self.branches.of_guided(null)])
+                null = self.branches.of_guided(null)
+                if self._pretrained:
+                    null = null.index_fill(0, torch.tensor(self._pretrained, device=null.device), 0)
+                both = torch.cat([weights, null])
             self._dispatch = Dispatch(both, self.branches.both, self._dispatch)
             self.weights = weights.float().cpu()
             host = both.cpu() > 0
@@ -277,14 +285,24 @@ class RoutedField:
     def _evaluate(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         dispatch, costs = self._dispatch, self.ensemble.costs
         assert dispatch is not None
-        self.trace.expert_calls += sum(dispatch.calls)
-        self.trace.expert_runs += len(dispatch.numbers)
+        others = len(self._pretrained)
+        self.trace.expert_calls += sum(dispatch.calls) + others
+        self.trace.expert_runs += len(dispatch.numbers) + (others > 0)
         self.trace.expert_flops += (
             sum(n * cost for n, cost in zip(dispatch.calls, costs.experts, strict=True))
+            + others * costs.pretrain
             if costs
             else math.nan
         )
-        return dispatch.run(self.ensemble.experts, x_t, t, self.later)
+        v = dispatch.run(self.ensemble.experts, x_t, t, self.later)
+        if self._pretrained:
+            assert self.ensemble.pretrain is not None
+            rows = torch.tensor(self._pretrained, device=x_t.device) + len(self.positions)
+            if self._null_of_pretrain is None:
+                self._null_of_pretrain = cond.select(rows)
+            own = self.ensemble.pretrain.velocity(x_t[rows], t[rows], self._null_of_pretrain)
+            v = v.index_copy(0, rows, own.to(v.dtype))
+        return v
 
 
 class SingleField:

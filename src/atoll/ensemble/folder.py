@@ -18,16 +18,19 @@ from torch import nn
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.ensemble.card import LARGEST_K, Card
+from atoll.ensemble.expert import read_card
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.integrate import scheduler_of
 from atoll.ensemble.model_card import model_card
 from atoll.ensemble.parts import CARD, FILES, copy_part, save_part
+from atoll.ensemble.routing import PRETRAIN
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
 
 MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
 EXPERTS = "experts.json"
+PRETRAIN_PART = f"experts/{PRETRAIN}"
 PIPELINE = "AtollPipeline"
 BANK = ("atoll.export.bank", "ExpertBank")
 ROUTER = ("atoll.networks.router", "Router")
@@ -50,7 +53,8 @@ class Manifest(File):
     partition: str
     """Hash of the partition that all parts were made for."""
     parts: dict[str, str]
-    """Digest of the weights of every part: `experts/K` and `router`."""
+    """Digest of the weights of every part: `experts/K`, `router`, and `experts/pretrain` where the experts
+    started from one network."""
     about: dict[str, Any] = {}
     """What the model card says beside the cards: data, partition, costs, evaluation."""
     files: OwnFiles
@@ -60,7 +64,7 @@ class Manifest(File):
     def _agrees(self) -> Self:
         if self.experts != sorted(set(self.experts) & set(range(self.k))):
             raise ValueError("experts are not rising numbers below k")
-        if self.parts.keys() != {"router", *(f"experts/{number}" for number in self.experts)}:
+        if self.parts.keys() - {PRETRAIN_PART} != {"router", *(f"experts/{n}" for n in self.experts)}:
             raise ValueError("parts are not the router and the experts")
         return self
 
@@ -73,18 +77,25 @@ class ExpertIndex(File):
     k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""
     experts: dict[str, str]
-    """Digest of the weights of every expert that is there, by number."""
+    """Digest of the weights of every expert that is there, by number, and of `pretrain`, the network of
+    shared pretraining, if that is there."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if not self.experts.keys() <= {str(number) for number in range(self.k)}:
+        if not self.experts.keys() <= {PRETRAIN, *(str(number) for number in range(self.k))}:
             raise ValueError("experts are not numbers below k")
         return self
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the experts, rising."""
+        return sorted(int(name) for name in self.experts if name != PRETRAIN)
+
     @classmethod
-    def of(cls, k: int, cards: Mapping[int, Card]) -> "ExpertIndex":
+    def of(cls, k: int, cards: Mapping[int, Card], pretrain: Card | None) -> "ExpertIndex":
         """The index of these experts."""
-        return cls(k=k, experts={str(number): cards[number].weights_sha256 for number in sorted(cards)})
+        experts = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
+        return cls(k=k, experts=experts | ({PRETRAIN: pretrain.weights_sha256} if pretrain else {}))
 
 
 def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
@@ -109,7 +120,7 @@ def verify_folder(
     Raises:
         StoreError: a file is not listed, is missing, or is not what its entry says.
     """
-    parts = ["router", *(f"experts/{number}" for number in experts)]
+    parts = {"router", *(f"experts/{n}" for n in experts), *({PRETRAIN_PART} & manifest.parts.keys())}
     names = [f"{part}/{file}" for part in parts for file in FILES]
     names += [key for component in components for key in folder.list(component)]
     names += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
@@ -121,10 +132,11 @@ def verify_folder(
         list(pool.map(lambda name: check_file(folder, "", entries[name]), names))
 
 
-def parts_of(experts: Mapping[int, Card], router: Card) -> dict[str, str]:
+def parts_of(experts: Mapping[int, Card], router: Card, pretrain: Card | None = None) -> dict[str, str]:
     """Digest of the weights of every part, as the manifest names them."""
-    digests = {f"experts/{number}": card.weights_sha256 for number, card in experts.items()}
-    return {**digests, "router": router.weights_sha256}
+    cards = {f"experts/{number}": card for number, card in experts.items()} | {"router": router}
+    cards |= {PRETRAIN_PART: pretrain} if pretrain else {}
+    return {name: card.weights_sha256 for name, card in cards.items()}
 
 
 def defaults(generation: Generation) -> dict[str, Any]:
@@ -164,25 +176,30 @@ class FolderWriter:
         self.folder, self.k = folder, k
         self.experts: dict[int, Card] = {}
         self.router: Card | None = None
+        self.pretrain: Card | None = None
         self.entries: list[FileEntry] = []
         self.before: list[FileEntry] = []
         with suppress(StoreError):
             self.before = Manifest.read(folder, MANIFEST).files
 
-    def copy(self, source: Store, prefix: str, number: int | None = None) -> None:
-        """Copy an expert, or without a number the router, from where it was published."""
-        self._place(copy_part(source, prefix, self.folder, _part(number)), number)
+    def copy(self, source: Store, prefix: str) -> None:
+        """Copy an expert, the router or shared pretraining's network from where it was published."""
+        self.add(copy_part(source, prefix, self.folder, _part(read_card(source, prefix))))
 
-    def save(self, network: nn.Module, card: Card, number: int | None = None) -> Card:
-        """Write an expert, or without a number the router, from memory; its card as it is now."""
-        return self._place(save_part(self.folder, _part(number), network, card), number)
-
-    def _place(self, card: Card, number: int | None) -> Card:
-        if number is None:
-            self.router = card
-        else:
-            self.experts[number] = card
+    def save(self, network: nn.Module, card: Card) -> Card:
+        """Write one of them from memory; its card as it is now."""
+        self.add(card := save_part(self.folder, _part(card), network, card))
         return card
+
+    def add(self, card: Card) -> None:
+        """Count a part that lies there."""
+        if card.role == "router":
+            self.router = card
+        elif card.role == PRETRAIN:
+            self.pretrain = card
+        else:
+            assert card.island is not None
+            self.experts[card.island] = card
 
     def scheduler(self, generation: Generation) -> tuple[str, str]:
         """Write the scheduler that pictures are drawn with; its library and class."""
@@ -212,7 +229,8 @@ class FolderWriter:
             **{name: generation[name] for name in DEFAULTS.values()},
         }
         self._put(MODEL_INDEX, to_json(index))
-        self._put(f"experts/{EXPERTS}", to_json(ExpertIndex.of(self.k, self.experts).to_json()))
+        listing = ExpertIndex.of(self.k, self.experts, self.pretrain)
+        self._put(f"experts/{EXPERTS}", to_json(listing.to_json()))
         self._remove_others()
         parts = index_entries(index)
         names = [n for n in self.folder.list() if n == MODEL_INDEX or n.split("/")[0] in parts]
@@ -234,7 +252,7 @@ class FolderWriter:
         else:
             self.folder.put(PICTURE, picture)
         generation = self.folder.get_json(MODEL_INDEX)
-        parts = parts_of(self.experts, self.router)
+        parts = parts_of(self.experts, self.router, self.pretrain)
         about = {**about, "signed": {part: signer(self.folder, f"{part}/{CARD}") for part in parts}}
         card = model_card(self.router, self.experts, self.k, about, generation, picture is not None, name)
         self.folder.put(README, card.encode())
@@ -254,7 +272,7 @@ class FolderWriter:
 
     def _remove_others(self) -> None:
         """Remove the experts of an earlier folder that are not among these."""
-        kept = {f"experts/{number}/" for number in self.experts}
+        kept = {f"experts/{name}/" for name in (*self.experts, *([PRETRAIN] if self.pretrain else []))}
         for name in self.folder.list("experts"):
             if name.count("/") > 1 and not name.startswith(tuple(kept)):
                 self.folder.delete(name)
@@ -263,5 +281,6 @@ class FolderWriter:
                         (self.folder.local / name).parent.rmdir()
 
 
-def _part(number: int | None) -> str:
-    return "router" if number is None else f"experts/{number}"
+def _part(card: Card) -> str:
+    """Folder of a part."""
+    return {"router": "router", PRETRAIN: PRETRAIN_PART}.get(card.role, f"experts/{card.island}")

@@ -28,6 +28,7 @@ from atoll.ensemble.expert import Expert, RouterModel, published, read_card
 from atoll.ensemble.folder import (
     MANIFEST,
     MODEL_INDEX,
+    PRETRAIN_PART,
     SCHEDULER,
     defaults_in,
     read_manifest,
@@ -143,7 +144,12 @@ class Model:
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
             experts = load_experts(store, content.k, places, residency, device)
-            return Ensemble(experts, router, absent, Costs.of(card, cards, content.k))
+            pretrain, costs = None, Costs.of(card, cards, content.k)
+            if PRETRAIN_PART in content.parts:
+                pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}")
+                pretrain.network.to(device)
+                costs = Costs.of(card, cards, content.k, pretrain.card)
+            return Ensemble(experts, router, absent, costs, pretrain)
 
         model = cls(denoiser, card, device, generation or _defaults(store, prefix))
         model._allowed = encoders

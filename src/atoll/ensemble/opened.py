@@ -19,6 +19,7 @@ from atoll.ensemble.folder import (
     MODEL_INDEX,
     PICTURE,
     PIPELINE,
+    PRETRAIN_PART,
     README,
     ROUTER,
     ExpertIndex,
@@ -104,8 +105,8 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     if not is_hub_name(name):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
     root = _fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
-    numbers = sorted(map(int, read_index(root / "experts").experts))
-    wanted = [f"experts/{number}/*" for number in choose(experts, numbers)]
+    numbers = read_index(root / "experts").numbers
+    wanted = [f"experts/{number}/*" for number in choose(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
@@ -129,17 +130,21 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         raise StoreError(f"{root} is not complete (no {MANIFEST})", AGAIN)
     manifest = Manifest.read(files, MANIFEST)
     listing = read_index(root / "experts")
-    chosen = choose(experts, sorted(map(int, listing.experts)))
+    chosen = choose(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", AGAIN)
     router = check_part(root / "router")
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
         check_place(card, number, f"experts/{number}")
+    pretrain = None
+    if PRETRAIN_PART in manifest.parts:
+        pretrain = check_part(root / PRETRAIN_PART)
+        check_place(pretrain, None, PRETRAIN_PART)
     logits = read_tree(root / "router" / "config.json").get("num_experts")
-    check_router(router, cards, listing.k, logits)
+    check_router(router, [*cards.values(), *([pretrain] if pretrain else [])], listing.k, logits)
     components = _components(root, index)
-    for name, digest in parts_of(cards, router).items():
+    for name, digest in parts_of(cards, router, pretrain).items():
         if manifest.parts.get(name) != digest:
             raise StoreError(f"{root / name} is not the part that {MANIFEST} names", AGAIN)
     try:
@@ -204,12 +209,12 @@ def choose(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
     return wanted
 
 
-def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: Any) -> None:
+def check_router(card: Card, experts: Iterable[Card], k: int, knows: Any) -> None:
     """Refuse a router that does not belong to these experts.
 
     Args:
         card: of the router.
-        experts: cards of the experts.
+        experts: cards of the experts, and of shared pretraining's network.
         k: places of the bank.
         knows: logits of the router, as its config says.
 
@@ -220,7 +225,7 @@ def check_router(card: Card, experts: Mapping[int, Card], k: int, knows: Any) ->
         raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
     if knows != k:
         raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
-    check_together([card, *experts.values()])
+    check_together([card, *experts])
 
 
 def _fetch(name: str, patterns: list[str], hub: Mapping[str, Any], ignored: list[str] | None = None) -> Path:

@@ -6,7 +6,7 @@ Nothing here imports torch, so that settings can be read without it; `route.py` 
 import inspect
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
@@ -14,6 +14,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
 from atoll.ensemble.strategies import ALIASES, STRATEGIES, Strategy
 
+PRETRAIN: Literal["pretrain"] = "pretrain"
 WeightFunction = Callable[[Any, Any], Any]
 """A user's own strategy: of logits `(B, K)` and uniforms `(B, 1)` on [0, 1) the weights `(B, K)`."""
 _GRAMMAR = re.compile(
@@ -55,9 +56,10 @@ class Routing(Config):
     """Experts that take no part, in either branch, as if they were missing."""
     function: WeightFunction | None = Field(default=None, repr=False)
     """A strategy of the user's own."""
-    null: "Routing | None" = None
-    """Strategy of guidance's null branch, on its own posterior. Without one, it has the conditional branch's
-    experts; under `full` its own posterior all the same."""
+    null: "Routing | Literal['pretrain'] | None" = None
+    """Strategy of guidance's null branch, on its own posterior, or `pretrain`: the network of shared
+    pretraining serves it. Without one, it has the conditional branch's experts; under `full` its own
+    posterior all the same."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,10 +69,11 @@ class Routing(Config):
             raise ConfigError(
                 f"routing {str(self)!r} is no strategy", "give a function of logits and uniforms"
             )
-        if self.null is not None and (self.null.fixed_at_start or self.null.null or self.null.without):
+        null = self.null
+        if isinstance(null, Routing) and (null.fixed_at_start or null.null or null.without):
             raise ConfigError(
-                f"routing {self.strategy!r} with null {str(self.null)!r}",
-                "the null branch takes full, top-K, threshold(P), sample-K or nucleus(P)",
+                f"routing {self.strategy!r} with null {str(null)!r}",
+                "the null branch takes full, top-K, threshold(P), sample-K, nucleus(P) or pretrain",
             )
         if self.without and (self.needs_labels or sorted({*self.without}) != list(self.without)):
             raise ConfigError(
@@ -102,7 +105,7 @@ class Routing(Config):
 
     @classmethod
     def named(cls, text: str) -> Self:
-        """Parse a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1".
+        """Parse a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1" or "null pretrain".
 
         Raises:
             ConfigError: no strategy is called so, or a number is missing, malformed or out of range.
@@ -121,7 +124,9 @@ class Routing(Config):
         if not needed <= len(values) <= len(parameters) or ("k" in parameters and dash is None):
             raise ConfigError(f"routing {text!r} does not have the form of {word!r}", f"valid: {_forms()}")
         settings: dict[str, Any] = dict(zip(parameters, values, strict=False))
-        settings |= ({"every": every} if every else {}) | ({"null": cls.named(null)} if word_null else {})
+        settings |= {"every": every} if every else {}
+        if word_null:
+            settings["null"] = PRETRAIN if null.strip() == PRETRAIN else cls.named(null)
         settings |= {"without": sorted({int(n) for n in without.split(",")})} if without else {}
         return cls.parse({"strategy": entries[word], **settings}, f"routing {text!r}")
 
@@ -141,7 +146,7 @@ class Routing(Config):
     @property
     def named_only(self) -> bool:
         """Whether its name says all: a function's name does not say what it computes."""
-        return self.function is None and (self.null is None or self.null.named_only)
+        return self.function is None and (not isinstance(self.null, Routing) or self.null.named_only)
 
     @property
     def _entry(self) -> Strategy:
@@ -170,8 +175,10 @@ class Routing(Config):
 
     @property
     def of_null(self) -> "Routing | None":
-        """How the null branch of guidance is routed; None where it has the conditional branch's experts."""
-        return self if self.null is None and self._entry.own_null else self.null
+        """How guidance's null branch is routed; None where no router is asked for it."""
+        if isinstance(self.null, Routing):
+            return self.null
+        return self if self.null is None and self._entry.own_null else None
 
     def asks_at(self, step: int) -> bool:
         """Whether the router is asked at this step (from 0; steps, not calls)."""
@@ -185,7 +192,17 @@ class Routing(Config):
     def possible(self, experts: int) -> bool:
         """Whether there are experts enough, both branches looked at."""
         left = experts - len(self.without)
-        return max(1, self._entry.least(self)) <= left and (self.null is None or self.null.possible(left))
+        null = self.null if isinstance(self.null, Routing) else None
+        return max(1, self._entry.least(self)) <= left and (null is None or null.possible(left))
+
+    def check_null(self, pretrained: bool) -> Self:
+        """Itself; `ConfigError` if it wants shared pretraining's network, and there is none."""
+        if self.null == PRETRAIN and not pretrained:
+            raise ConfigError(
+                f"routing {str(self)!r}: there is no network of shared pretraining",
+                "take another null branch, such as sample-1, or make a campaign with budget.pretrain",
+            )
+        return self
 
     def check(self, experts: int) -> Self:
         """Itself; `ConfigError` if it wants, or leaves out, experts that there are not."""
@@ -201,7 +218,10 @@ class Routing(Config):
         words = self._entry.words(self)
         words += f", asked every {self.every} steps" if self.every > 1 else ""
         words += f", without {' and '.join(map(str, self.without))}" if self.without else ""
-        return words if self.null is None else f"{words}; guidance's null branch by {self.null.describe()}"
+        if self.null is None:
+            return words
+        null = "the network of shared pretraining" if self.null == PRETRAIN else self.null.describe()
+        return f"{words}; guidance's null branch by {null}"
 
 
 RoutingField = Annotated[Routing, BeforeValidator(Routing.of), PlainSerializer(str, return_type=str)]

@@ -17,17 +17,18 @@ class Costs:
     Attributes:
         router: of the router.
         experts: of every expert, by number; 0 where one is missing.
+        pretrain: of shared pretraining's network; 0 where it is missing.
     """
 
     router: float
     experts: Sequence[float]
+    pretrain: float = 0.0
 
     @classmethod
-    def of(cls, router: Card, experts: Mapping[int, Card], k: int) -> "Costs":
+    def of(cls, router: Card, experts: Mapping[int, Card], k: int, pretrain: Card | None = None) -> "Costs":
         """What the cards say, of K places."""
-        return cls(
-            router.forward_flops, [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
-        )
+        each = [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
+        return cls(router.forward_flops, each, 0.0 if pretrain is None else pretrain.forward_flops)
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Trace:
     Attributes:
         weights: one `(B, K)` float32 per step, of the conditional branch.
         router_calls: samples the router was asked for.
-        expert_calls: samples that experts were evaluated on, both branches of guidance counted.
+        expert_calls: samples that experts were evaluated on, both branches of guidance counted, and the null
+            branches that shared pretraining's network serves.
         expert_runs: evaluations of networks, each on the samples that chose it.
         router_flops: operations of the router; NaN where the ensemble does not know its costs.
         expert_flops: operations of the experts, likewise.

@@ -74,12 +74,12 @@ def guidance_of(value: Any) -> float:
     return float(value)
 
 
-def routing_of(value: Any, k: int) -> Routing:
-    """A routing that K experts can follow, or its name."""
+def routing_of(value: Any, k: int, pretrained: bool) -> Routing:
+    """A routing, or its name, that K experts can follow, with shared pretraining's network or without."""
     if not isinstance(value, str | Routing) and not callable(value):
         raise ConfigError(f"routing={_short(value)}", "give a name such as 'top-1'")
     routing: Routing = Routing.of(value)
-    return routing.check(k)
+    return routing.check(k).check_null(pretrained)
 
 
 def positions_of(generator: Generators, batch: int) -> list[Position]:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from atoll.ensemble.folder import EXPERTS, ExpertIndex
 from atoll.ensemble.model_card import listed
 from atoll.ensemble.opened import Chosen, choose, read_index
 from atoll.ensemble.parts import check_part, load_part, save_part
+from atoll.ensemble.routing import PRETRAIN
 from atoll.ensemble.settings import Residency
 from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
+Place = int | Literal["pretrain"]
+"""Number of an expert, or the network of shared pretraining."""
 
 
 class ExpertBank(ModelMixin):  # type: ignore[misc]
@@ -41,6 +44,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         k: number of clusters; by default one more than the largest number.
         residency: how many stay on the device; the others lie where they were read from. None for all, which
             are then modules of this one.
+        pretrain: network of shared pretraining, with its card; it is always on the device.
 
     Raises:
         ConfigError: no expert, or one without a card.
@@ -52,6 +56,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         experts: Mapping[int, Expert | StoredExpert],
         k: int | None = None,
         residency: Residency | None = None,
+        pretrain: Expert | None = None,
     ) -> None:
         super().__init__()
         if not experts:
@@ -63,11 +68,25 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.offloaded = OffloadedExperts(residency) if residency is not None and residency.limited else None
         for number in sorted(experts):
             self.add(experts[number], number)
+        self.pretrain_card: Card | None = None
+        if pretrain is not None:
+            self.pretrain_card = pretrain.card
+            self._put(PRETRAIN, pretrain)
 
     @property
     def present(self) -> tuple[int, ...]:
         """Numbers of the experts that are here, in order."""
         return tuple(sorted(self.cards))
+
+    @property
+    def every_card(self) -> list[Card]:
+        """Cards of the experts, and of shared pretraining's network."""
+        return [*self.cards.values(), *([self.pretrain_card] if self.pretrain_card else [])]
+
+    @property
+    def pretrain(self) -> Denoiser | None:
+        """The network of shared pretraining, which guidance's null branch may ask."""
+        return None if self.pretrain_card is None else _Place(self, PRETRAIN)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -82,14 +101,15 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise IndexError(f"there are {self.k} experts")
         return _Place(self, number if number in self.cards else self.present[0])
 
-    def forward(self, number: int, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+    def forward(self, number: Place, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`.
 
         The network sees its own type of numbers; what is before and after it keeps that of the state.
         """
-        if self.offloaded is not None:
+        if self.offloaded is not None and number != PRETRAIN:
             return self.offloaded.velocity(number, x_t, t, cond)
-        card, network = self.cards[number], self.networks[str(number)]
+        card: Any = self.pretrain_card if number == PRETRAIN else self.cards[number]
+        network = self.networks[str(number)]
         expert = Expert(network, card.family, card.prediction, card.schedule, card)
         kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
         return expert.velocity(x_t.to(kind), t, cond).to(x_t.dtype)
@@ -132,7 +152,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.cards[place] = expert.card
         self.dropped.discard(place)
 
-    def _put(self, place: int, expert: Expert) -> None:
+    def _put(self, place: Place, expert: Expert) -> None:
         like = next(self.parameters(), None)
         if like is not None:
             nn.Module.to(expert.network, like.device, like.dtype)  # the class's own `to` warns
@@ -194,7 +214,9 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             self.cards[number] = save_part(files, str(number), self._network(number), card)
         for number in self.dropped:
             shutil.rmtree(root / str(number), ignore_errors=True)
-        files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards).to_json())
+        if self.pretrain_card is not None:
+            self.pretrain_card = save_part(files, PRETRAIN, self.networks[PRETRAIN], self.pretrain_card)
+        files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards, self.pretrain_card).to_json())
 
     def check_folder(self, root: Path) -> None:
         """Refuse a folder where other experts lie than were ever here: they would be lost."""
@@ -239,10 +261,11 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """
         root = Path(pretrained_model_name_or_path)
         index = read_index(root)
-        numbers = choose(experts, sorted(map(int, index.experts)))
+        numbers = choose(experts, index.numbers)
         limited = residency is not None and residency.limited
         loaded = {n: read_expert(root / str(n), stored=limited) for n in numbers}
-        bank = cls(loaded, index.k, residency)
+        pretrain = load_part(root / PRETRAIN, Expert.load) if PRETRAIN in index.experts else None
+        bank = cls(loaded, index.k, residency, pretrain)
         kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
         return bank if kind is None else nn.Module.to(bank, dtype=kind)
 
@@ -250,7 +273,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 class _Place(Denoiser):
     """One place of a bank; asks through the bank's own call, so that hooks on it (offload) are obeyed."""
 
-    def __init__(self, bank: ExpertBank, number: int) -> None:
+    def __init__(self, bank: ExpertBank, number: Place) -> None:
         self.bank, self.number = bank, number
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:

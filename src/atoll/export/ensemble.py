@@ -15,7 +15,14 @@ from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import MANIFEST, FolderWriter, defaults, read_manifest, verify_folder
+from atoll.ensemble.folder import (
+    MANIFEST,
+    PRETRAIN_PART,
+    FolderWriter,
+    defaults,
+    read_manifest,
+    verify_folder,
+)
 from atoll.ensemble.model_card import listed
 from atoll.ensemble.opened import Chosen, choose, claim, inspect_folder, target
 from atoll.ensemble.parts import as_others_are
@@ -76,9 +83,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     folder = Store.open(root)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)
-    for number in chosen:
-        writer.copy(store, f"ensemble/experts/{number}", number)
-    writer.copy(store, "ensemble/router")
+    for part in (*(f"experts/{number}" for number in chosen), "router", PRETRAIN_PART):
+        if part in manifest.parts:
+            writer.copy(store, f"ensemble/{part}")
     components = copy_encoders(root, router, request.encoders, networks)
     generation = defaults(campaign.config.sampling)
     writer.describe({**components, "scheduler": writer.scheduler(campaign.config.sampling)}, generation)

@@ -108,7 +108,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         super().__init__()
         if not isinstance(router.card, Card):
             raise ConfigError("the router has no card", "load it with AtollPipeline.from_pretrained")
-        check_router(router.card, experts.cards, len(experts), router.config.num_experts)
+        check_router(router.card, experts.every_card, len(experts), router.config.num_experts)
         check_encoders(router.card, text_encoder, vae)
         check_flow(scheduler)
         self.register_modules(
@@ -207,7 +207,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: an argument that does not fit the model; before anything is computed.
         """
-        strategy = routing_of(self.config.routing if routing is None else routing, len(self.experts))
+        asked, bank = self.config.routing if routing is None else routing, self.experts
+        strategy = routing_of(asked, len(bank), bank.pretrain is not None)
         scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
         steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
         size = size_of(width, height)
@@ -289,8 +290,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _model(self) -> Model:
         """The parts as they are now: components may be replaced between two calls."""
         card, device = self.card, self._execution_device
-        costs = Costs.of(card, self.experts.cards, len(self.experts))
-        denoiser = Ensemble(self.experts, RouterModel(self.router, card), self.experts.missing, costs)
+        bank = self.experts
+        costs = Costs.of(card, bank.cards, len(bank), bank.pretrain_card)
+        denoiser = Ensemble(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
         encoder = None
         if card.text is not None and self.text_encoder is not None:
             width = card.shape.text_width
@@ -424,11 +426,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             save_component(root, name, getattr(self, name))
         writer = FolderWriter(Store.open(root), len(bank))
         bank.save_pretrained(root / "experts")
-        writer.experts |= bank.cards
+        for card in bank.every_card:
+            writer.add(card)
         card = writer.save(router, self.card)
         writer.describe(self.config, self.config)
         about, picture = self.about, self.picture
-        if parts_of(bank.cards, card) != self._told_of:  # it was measured, and drew, with other parts
+        parts = parts_of(bank.cards, card, bank.pretrain_card)
+        if parts != self._told_of:  # it was measured, and drew, with other parts
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
         writer.finish(about, picture)
         if push_to_hub:

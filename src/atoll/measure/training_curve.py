@@ -211,10 +211,13 @@ class Course:
 
     def _assembled(self, stage: Stage, device: torch.device) -> Ensemble:
         loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
-        costs = Costs.of(self.router, {n: one.card for n, one in self.experts.items()}, self.k)
+        shared = self.single.get("pretrain")
+        pretrain = None if shared is None else shared.load(None, device)
+        cards = {n: one.card for n, one in self.experts.items()}
+        costs = Costs.of(self.router, cards, self.k, None if shared is None else shared.card)
         router = RouterModel.load(self.store, "ensemble/router")
         router.network.to(device)
-        return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs)
+        return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
 
 
 def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dict[str, Table]:

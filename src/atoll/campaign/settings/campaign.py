@@ -214,10 +214,10 @@ class CampaignConfig(Config):
         self._check_pretrain()
         if self.student is not None:
             self._check_student(self.student)
-        self.sampling.routing.check(self.partition.k)
+        self.sampling.routing.check(self.partition.k).check_null(self.budget.pretrain > 0)
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
-                Routing.named(name)
+                Routing.named(name).check_null(self.budget.pretrain > 0)
         return self
 
     def _check_sources(self) -> None:
