@@ -86,7 +86,7 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, tuple[float, float] 
 def finish(
     name: str, rows: list[dict[str, Any]], path: Path | None, notes: dict[str, Any] | None = None
 ) -> None:
-    """Print the table and write the JSON."""
+    """Print the table and write the JSON; a quick look is not written without a path."""
     for line in rows:
         target = f"{line['target']['op']} {line['target']['value']:g}" if line["target"] else ""
         verdict = {True: "met", False: "MISSED", None: ""}[line["met"]]
@@ -100,6 +100,9 @@ def finish(
         "rows": rows,
         **(notes or {}),
     }
+    if path is None and "--quick" in sys.argv:
+        print("not written: give --json PATH")
+        return
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")

@@ -231,8 +231,10 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str], alone: bool 
         alone: every command as a process of its own.
     """
     run = partial(run_command, alone=alone)
-    if not (folder / "campaign.yaml").exists():
-        sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
+    sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
+    if (folder / "campaign.yaml").exists():
+        Campaign.open(folder, sets)  # which refuses other settings than it was started with
+    else:
         run("new", str(folder), "--recipe", common[0], *(part for one in sets for part in ("--set", one)))
     for stage in (["data", "ingest"], ["data", "embed"], ["data", "encode"]):
         run(*stage, str(folder))

@@ -117,7 +117,8 @@ class Routing(Config):
         word = ALIASES.get(str(word), word)
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
-            raise ConfigError(f"there is no routing {text!r}", nearest(text, _forms().split(", ")))
+            forms = [*_forms().split(", "), f"null {PRETRAIN}"]
+            raise ConfigError(f"there is no routing {text!r}", nearest(text, forms))
         parameters = STRATEGIES[entries[word]].parameters
         values = [v.strip() for v in (dash, *(args or "").split(",")) if v and v.strip()]
         needed = sum(name in ("k", "p") for name in parameters)
