@@ -28,7 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 from harness import TINY, finish, median_row, ratio_interval, row, run_command
-from judges import JUDGES, Album, matcher
+from judges import GUIDED, JUDGES, Album, matcher
 from pyarrow import parquet
 
 import atoll
@@ -319,24 +319,28 @@ class Protocol:
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
         model, routing = (name, None) if name in ("monolith", "student") else ("ensemble", name)
-        judge, campaign = next(iter(self.judges.values())), Campaign.open(folder)
-        heldout = {
-            guidance: atoll.evaluate(
-                campaign,
-                model,
-                routing=routing,
-                guidance=guidance,
-                steps=self.steps,
-                samples=self.chosen_on,
-                metrics="frechet",
-                **judge,
-            )["frechet"]
-            for guidance in self.guidances
-        }
-        best = min(self.guidances, key=lambda guidance: heldout[guidance])
-        how: dict[str, Any] = {"guidance": best, "steps": self.steps}
-        generation = generation_of(campaign).with_(**how, **({"routing": routing} if routing else {}))
+        if name == GUIDED:
+            model, routing = GUIDED, "once null pretrain"
+        (first, judge), campaign = next(iter(self.judges.items())), Campaign.open(folder)
         place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
+        generation = generation_of(campaign).with_(
+            steps=self.steps, **({"routing": routing} if routing else {})
+        )
+
+        def distance(guidance: float) -> float:
+            how = generation.with_(guidance=guidance)
+            if model == GUIDED:  # no model of the campaign, so by its pictures
+                shown = place / f"heldout-{guidance:g}"
+                album = Album.of(campaign, model, how, "heldout", self.chosen_on, shown)
+                return album.distances({first: judge})[first]
+            settings = {"guidance": guidance, "steps": self.steps, "samples": self.chosen_on, **judge}
+            return float(
+                atoll.evaluate(campaign, model, routing=routing, metrics="frechet", **settings)["frechet"]
+            )
+
+        heldout = {guidance: distance(guidance) for guidance in self.guidances}
+        best = min(self.guidances, key=lambda guidance: heldout[guidance])
+        generation = generation.with_(guidance=best)
         albums = [
             Album.of(campaign, model, generation.with_(seed=seed), "test", self.samples, place / str(seed))
             for seed in range(self.draws)
@@ -344,7 +348,7 @@ class Protocol:
         known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
         album, network = albums[0], matcher(albums[0].training, folder.parent / known, self.epochs)
         test = album.distances(self.judges) | album.matches(network) | album.without_twins(**judge)
-        first, spent = next(iter(self.judges)), flops(folder)
+        spent = flops(folder)
         if name == "student":
             test[COST] = flops(folder, "student") / spent
         return {
@@ -371,6 +375,7 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
                 print(f"{folder.name}: not trained yet")
                 continue
             names = ["monolith"] if entry.single else [*protocol.routings]
+            names += [GUIDED] if entry.single and "train.milestones=8" in entry.sets else []
             names += ["student"] if (folder / "student/expert/card.json").exists() else []
             for name in names:
                 found.setdefault(entry.name, {}).setdefault(name, {})[seed] = protocol.point(folder, name)
@@ -396,25 +401,32 @@ def flops(folder: Path, role: str = "*") -> float:
 
 
 def report(found: Points, path: Path | None) -> None:
-    """Print the table and write the JSON."""
+    """Print the table and write the JSON; ratios are over a single network as it is, and over one guided."""
     rows, ratios = [], dict[str, dict[str, dict[int, float]]]()
     for name, models in found.items():
         for model, points in models.items():
-            case, over = f"{name}: {model}", best_single(found, points)
-            for value in in_all(points.values()):
+            case = f"{name}: {model}"
+            values = in_all(points.values())
+            for value in values:
                 rows.append(median_row(case, value, [one["test"][value] for one in points.values()]))
-                if over in (None, name) or value.split(" within ")[0] in SHARES:
+            for way in ("monolith", GUIDED):
+                over = best_single(found, points, way)
+                if over is None or (over, way) == (name, model):
                     continue
-                singles = found[over]["monolith"]
-                if any(value not in singles[seed]["test"] for seed in points):
-                    continue
-                pairs = {
-                    seed: one["test"][value] / singles[seed]["test"][value] for seed, one in points.items()
-                }
-                ratios.setdefault(case, {})[value] = pairs
-                mean, spread = ratio_interval([*pairs.values()])
-                kind = f"{value}, over {over}" + (", 95 %" if spread else "")
-                rows.append(row(case, kind, mean, spread=spread))
+                singles, base = found[over][way], over if way == "monolith" else f"{over}: {way}"
+                for value in values:
+                    if value.split(" within ")[0] in SHARES:
+                        continue
+                    if any(value not in singles[seed]["test"] for seed in points):
+                        continue
+                    pairs = {
+                        seed: one["test"][value] / singles[seed]["test"][value]
+                        for seed, one in points.items()
+                    }
+                    ratios.setdefault(case if way == "monolith" else f"{case}, over {way}", {})[value] = pairs
+                    mean, spread = ratio_interval([*pairs.values()])
+                    kind = f"{value}, over {base}" + (", 95 %" if spread else "")
+                    rows.append(row(case, kind, mean, spread=spread))
     finish("headline", rows, path, {"ratios": ratios, "points": found})
 
 
@@ -424,20 +436,25 @@ def in_all(points: Iterable[Point]) -> list[str]:
     return [value for value in first if all(value in other for other in others)]
 
 
-def best_single(found: Points, points: dict[int, Point]) -> str | None:
+def best_single(found: Points, points: dict[int, Point], way: str = "monolith") -> str | None:
     """The single network of the smallest held-out distance among those of the same FLOPs and seeds.
 
     Who is told the cluster does not count: it is told more than the caption.
+
+    Args:
+        found: all points.
+        points: of the model that is held against it.
+        way: `monolith` as it is, or `GUIDED` by its own first milestone.
     """
     told = {entry.name for entry in ENTRIES if entry.told}
     spent = statistics.fmean(one["flops"] for one in points.values())
     alike = {
-        name: statistics.fmean(min(models["monolith"][seed]["all"].values()) for seed in points)
+        name: statistics.fmean(min(models[way][seed]["all"].values()) for seed in points)
         for name, models in found.items()
-        if "monolith" in models
+        if way in models
         and name not in told
-        and points.keys() <= models["monolith"].keys()
-        and abs(statistics.fmean(one["flops"] for one in models["monolith"].values()) / spent - 1) < 0.01
+        and points.keys() <= models[way].keys()
+        and abs(statistics.fmean(one["flops"] for one in models[way].values()) / spent - 1) < 0.01
     }
     return min(alike, key=lambda name: alike[name]) if alike else None
 

@@ -6,9 +6,10 @@ a small network that learned from the training rows alone which caption belongs 
 one also tells how often a picture finds its own caption among a hundred.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
+from atoll.campaign.milestones import averaged, milestones
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
+from atoll.ensemble.ensemble import Ensemble
+from atoll.ensemble.expert import Expert
 from atoll.ensemble.generation import Generation
+from atoll.ensemble.model import Model
 from atoll.measure.evaluation import Request, evaluate
 from atoll.measure.features import extract
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
-from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Folder, Rows
 
 JUDGES: dict[str, dict[str, Any]] = {
@@ -44,6 +49,44 @@ JUDGES: dict[str, dict[str, Any]] = {
 """The first is the headline's."""
 MATCHER = "captions, 64 axes"
 AMONG = 100
+GUIDED = "monolith null milestone"
+"""The single network, guided by what it was at its first milestone (Karras et al. 2024, arXiv 2406.02507)."""
+
+
+class Alone:
+    """The router of one expert."""
+
+    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """Zeros `(B, 1)`."""
+        return x_t.new_zeros(len(x_t), 1)
+
+
+def first_milestone(campaign: Campaign, name: str, now: Expert) -> tuple[Expert, str]:
+    """A single network as it was at its first milestone, and the checkpoint's digest.
+
+    Raises:
+        LookupError: it kept no milestones.
+    """
+    run = campaign.store.sub(f"{name}/run")
+    kept = milestones(run, campaign.store.sub(f"{name}/expert"))
+    if not kept:
+        raise LookupError(f"{campaign.store.location} kept no milestones")
+    network = copy.deepcopy(now.network)
+    network.load_state_dict(averaged(run, kept[0]))
+    return replace(now, network=network), kept[0].sha256
+
+
+def candidate_of(campaign: Campaign, model: str) -> Candidate:
+    """A model of a campaign; `GUIDED` draws as an ensemble of one expert with a null branch apart."""
+    if model != GUIDED:
+        return published(campaign, model, torch.device("cpu"))
+    one = published(campaign, "monolith", torch.device("cpu"))
+    now = one.model.denoiser
+    assert isinstance(now, Expert)
+    earlier, digest = first_milestone(campaign, "monolith", now)
+    weights = {"experts/0": one.model.card.weights_sha256, "experts/pretrain": digest}
+    both = Ensemble([now], Alone(), pretrain=earlier)
+    return Candidate("ensemble", weights, Model(lambda: both, one.model.card, torch.device("cpu")))
 
 
 @dataclass(frozen=True)
@@ -67,7 +110,7 @@ class Album:
         cls, campaign: Campaign, model: str, generation: Generation, split: str, count: int, folder: Path
     ) -> "Album":
         """Draw the pictures, unless the folder holds them already."""
-        candidate, dataset = published(campaign, model, torch.device("cpu")), campaign.dataset()
+        candidate, dataset = candidate_of(campaign, model), campaign.dataset()
         rows, training = (samples_of(campaign, dataset, s, candidate.model.card) for s in (split, "train"))
         conditions = RowConditions.drawn(campaign, rows, split, count, generation.seed)
         source = Drawn(candidate, generation, conditions)

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 from harness import finish, row, tiny
+from judges import first_milestone
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.rng import Position, uniforms
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import averaged, milestones
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
 from atoll.ensemble.dispatch import Dispatch
@@ -242,11 +242,7 @@ class Bench:
         if null == "average":
             return self._average()
         if null == "milestone":
-            run = self.campaign.store.sub(f"{self.name}/run")
-            kept = milestones(run, self.campaign.store.sub(f"{self.name}/expert"))
-            if not kept:
-                raise LookupError(f"{self.folder.name} kept no milestones")
-            return self._with(self.candidate.model.denoiser, averaged(run, kept[0]))
+            return first_milestone(self.campaign, self.name, self.candidate.model.denoiser)[0]
         return None
 
     def _average(self) -> Expert:
@@ -257,13 +253,9 @@ class Bench:
         experts = [expert for expert in every if isinstance(expert, Expert)]
         states = [expert.network.state_dict() for expert in experts]
         mean = {name: torch.stack([s[name].float() for s in states]).mean(0) for name in states[0]}
-        return self._with(experts[0], mean)
-
-    @staticmethod
-    def _with(like: Expert, weights: dict[str, Tensor]) -> Expert:
-        network = copy.deepcopy(like.network)
-        network.load_state_dict(weights)
-        return replace(like, network=network)
+        network = copy.deepcopy(experts[0].network)
+        network.load_state_dict(mean)
+        return replace(experts[0], network=network)
 
     def measured(self, way: Way) -> dict[str, float]:
         """Metrics of a way."""
