@@ -46,6 +46,7 @@ COST = "training FLOPs over its teachers'"
 SHARES = ("precision", "recall", "retrieval", "retrieval of real pictures", "twins", "copies", COST)
 """What is measured beside distances."""
 EPOCH = 13_928
+UNSHARED = ("budget.pretrain=0", "sampling.routing=once")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def single(
 ) -> Entry:
     """One network on all the data."""
     name = f"{name}, batch {batch}, rate {rate:g}, {samples:,} images"
-    sets = (f"train.batch={batch}", f"train.lr={rate}", "budget.pretrain=0", f"budget.samples={samples}")
+    sets = (f"train.batch={batch}", f"train.lr={rate}", *UNSHARED, f"budget.samples={samples}")
     return Entry(name, (*sets, "train.parallel.compile=true", *more), single=True, seeds=seeds, told=told)
 
 
@@ -108,7 +109,7 @@ TUNED = [(8, 0.001), (8, 0.002), (8, 0.004), (16, 0.002), (16, 0.004), (32, 0.00
 APART = "islands that share nothing"
 SHARED = "islands after shared pretraining"
 RATE = "train.lr=0.004"
-ALONE = (RATE, "budget.pretrain=0")
+ALONE = (RATE, *UNSHARED)
 EVEN = ("data.weighted=true",)
 JOINT = ("train.lr=0.002", "train.batch=8")
 """At 0.004 the pretraining diverged after 70,000 images, and an expert of 160 epochs after 54,000."""

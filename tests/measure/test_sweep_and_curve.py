@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from atoll.measure.departure import possible
 from atoll.measure.guidance_sweep import best_table
 from atoll.measure.training_curve import reach_table, reached
 
@@ -20,6 +21,13 @@ def test_each_model_has_its_own_best_guidance() -> None:
     mono, top = best_table(rows).records
     assert (mono["guidance"], mono["distance"], mono["edge"], mono["ratio"]) == (2.0, 4.0, "", None)
     assert (top["guidance"], top["distance"], top["edge"], top["ratio"]) == (3.0, 2.0, "high", 0.5)
+
+
+def test_strategies_whose_networks_are_not_there_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["top-1", "top-9", "once null pretrain", "oracle"]
+    assert possible(names, 8, [3], pretrained=False) == ["top-1"]
+    assert capsys.readouterr().out.count(" is left out: ") == 3
+    assert possible(names, 9, [], pretrained=True) == names
 
 
 @pytest.mark.parametrize(

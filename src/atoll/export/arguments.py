@@ -74,12 +74,12 @@ def guidance_of(value: Any) -> float:
     return float(value)
 
 
-def routing_of(value: Any, k: int, pretrained: bool) -> Routing:
-    """A routing, or its name, that K experts can follow, with shared pretraining's network or without."""
+def routing_of(value: Any, bank: Any) -> Routing:
+    """A routing, or its name, that the experts of a bank can follow."""
     if not isinstance(value, str | Routing) and not callable(value):
         raise ConfigError(f"routing={_short(value)}", "give a name such as 'top-1'")
     routing: Routing = Routing.of(value)
-    return routing.check(k).check_null(pretrained)
+    return routing.check(len(bank)).check_null(bank.pretrain is not None)
 
 
 def positions_of(generator: Generators, batch: int) -> list[Position]:

@@ -207,8 +207,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: an argument that does not fit the model; before anything is computed.
         """
-        asked, bank = self.config.routing if routing is None else routing, self.experts
-        strategy = routing_of(asked, len(bank), bank.pretrain is not None)
+        strategy = routing_of(self.config.routing if routing is None else routing, self.experts)
         scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
         steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
         size = size_of(width, height)

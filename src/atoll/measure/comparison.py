@@ -27,7 +27,7 @@ from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, akin
 from atoll.ensemble.card import Card
 from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import Manifest, read_manifest
+from atoll.ensemble.folder import PRETRAIN_PART, Manifest, read_manifest
 from atoll.ensemble.model import ENSEMBLE, joined
 from atoll.ensemble.routing import Routing
 from atoll.ensemble.trace import Trace
@@ -73,10 +73,11 @@ class Request:
         """Out of the settings."""
         config, departure = campaign.config.compare, Departure.of(campaign, campaign.config.compare)
         missing = sorted(set(range(content.k)) - set(content.experts))
-        strategies = possible(routings(campaign, config.strategies, USUAL), content.k, missing)
+        able = content.k, missing, PRETRAIN_PART in content.parts
+        strategies = possible(routings(campaign, config.strategies, USUAL), *able)
         if not config.guidances and not config.curve:
             return cls(strategies, departure, None, None)
-        names = possible(routings(campaign, config.sweep, ["top-1"]), content.k, missing)
+        names = possible(routings(campaign, config.sweep, ["top-1"]), *able)
         names = list({str(Routing.named(name)): name for name in names}.values())
         if not names:
             raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")

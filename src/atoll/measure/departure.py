@@ -8,7 +8,7 @@ from atoll.base.console import say
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.ensemble.generation import Generation
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.routing import PRETRAIN, Routing
 
 WIDE = 26
 """Columns of a model's name where it is printed: `once null sample-1 every 5` fits."""
@@ -57,8 +57,8 @@ def routings(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[st
     return list(names) if names is not None else list(dict.fromkeys([default, *usual]))
 
 
-def possible(names: Sequence[str], experts: int, missing: Sequence[int]) -> list[str]:
-    """The strategies that an ensemble of so many experts can follow; which are left out is said."""
+def possible(names: Sequence[str], experts: int, missing: Sequence[int], pretrained: bool) -> list[str]:
+    """The strategies that an ensemble of these networks can follow; which are left out is said."""
     kept = []
     for name in names:
         routing = Routing.named(name)
@@ -66,6 +66,8 @@ def possible(names: Sequence[str], experts: int, missing: Sequence[int]) -> list
             say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
         elif not routing.possible(experts):
             say(f"  warning: {name} is left out: there are {experts} experts")
+        elif routing.null == PRETRAIN and not pretrained:
+            say(f"  warning: {name} is left out: there is no network of shared pretraining")
         else:
             kept.append(name)
     return kept

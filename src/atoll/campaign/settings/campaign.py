@@ -217,7 +217,7 @@ class CampaignConfig(Config):
         self.sampling.routing.check(self.partition.k).check_null(self.budget.pretrain > 0)
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
-                Routing.named(name).check_null(self.budget.pretrain > 0)
+                Routing.named(name)
         return self
 
     def _check_sources(self) -> None:

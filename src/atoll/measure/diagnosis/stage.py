@@ -146,7 +146,8 @@ class _Diagnosis:
         monolith = published(self.campaign, "monolith", self.device) if baseline else None
         tables = self._measured(None if monolith is None else monolith.model.denoiser)
         named = self.strategies if self.config.samples else []
-        kept = possible(named, len(self.ensemble.experts), self.candidate.missing)
+        pretrained = self.ensemble.pretrain is not None
+        kept = possible(named, len(self.ensemble.experts), self.candidate.missing, pretrained)
         routings = {name: Routing.named(name) for name in kept}
         sampled = {name: self._sampled(routing) for name, routing in routings.items()}
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
