@@ -35,10 +35,11 @@ import atoll
 from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
 from atoll.data.words import words_of
-from atoll.measure.departure import generation_of
+from atoll.ensemble.folder import PRETRAIN_PART, read_manifest
+from atoll.measure.departure import generation_of, possible
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)
-ROUTINGS = ("top-1", "once", "once null sample-1", "top-1 null sample-1")
+ROUTINGS = ("top-1", "once", "once null sample-1", "once null pretrain")
 FRESH = (3, 4, 5)
 """Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
 SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
@@ -205,7 +206,7 @@ def quick(folder: Path, path: Path | None) -> None:
         "router.train.batch=16",
     )
     entries = [
-        Entry("single", sets, single=True, seeds=(0, 1)),
+        Entry("single", (*sets, "train.milestones=8"), single=True, seeds=(0, 1)),
         Entry("islands", (*sets, "monolith=false"), seeds=(0, 1)),
     ]
     tiny = [
@@ -375,8 +376,12 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
             if not (folder / ready).exists():
                 print(f"{folder.name}: not trained yet")
                 continue
-            names = ["monolith"] if entry.single else [*protocol.routings]
-            names += [GUIDED] if entry.single and "train.milestones=8" in entry.sets else []
+            names = ["monolith"]
+            if not entry.single:
+                whole = read_manifest(Campaign.open(folder).store)
+                names = possible(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
+            elif "train.milestones=8" in entry.sets:
+                names.append(GUIDED)
             names += ["student"] if (folder / "student/expert/card.json").exists() else []
             for name in names:
                 found.setdefault(entry.name, {}).setdefault(name, {})[seed] = protocol.point(folder, name)

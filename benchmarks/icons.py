@@ -31,7 +31,8 @@ STAGES = ("ingest", "dedupe", "embed", "encode", "partition")
 SHARED = ("ingest", "embed", "encode")
 """Stages that several processes may share."""
 SETTINGS = ("data.ingest.id=id", "data.ingest.licence_column=licence", "data.dedupe={}", "student=null")
-TRAINING = ("budget.pretrain=0", "train.batch=8", "train.lr=0.002", "budget.expert_batch=8")
+ALONE = ("budget.pretrain=0", "sampling.routing=once")
+TRAINING = (*ALONE, "train.batch=8", "train.lr=0.002", "budget.expert_batch=8")
 BY_SET, BY_FACE = ("partition.method=column", "partition.column=source"), ("partition.method=label",)
 TINY = (
     *("data.source=glyphs", "data.ingest.glyphs.limit=400", "data.ingest.mode=rgb", "data.ingest.group=null"),

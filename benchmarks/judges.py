@@ -50,7 +50,7 @@ JUDGES: dict[str, dict[str, Any]] = {
 MATCHER = "captions, 64 axes"
 AMONG = 100
 GUIDED = "monolith null milestone"
-"""The single network, guided by what it was at its first milestone (Karras et al. 2024, arXiv 2406.02507)."""
+"""The single network, its null branch that of its first milestone (a weaker one's, arXiv 2312.02696)."""
 
 
 class Alone:

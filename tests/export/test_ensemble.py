@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.base.errors import StoreError
+from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
+from atoll.ensemble.expert import Expert
 from atoll.ensemble.model import Model
+from atoll.export.bank import ExpertBank, read_expert
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import Store
@@ -102,6 +104,33 @@ def test_export_writes_a_folder_that_stands_alone(
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
     assert (tmp_path / "picture.png").stat().st_size > 50
+
+
+def test_only_the_network_of_shared_pretraining_has_its_place(folder: Path) -> None:
+    place, other = folder / "pretrain/expert", folder / "islands/1/expert"
+    pipe, wrong = load(folder / "ensemble"), read_expert(other, stored=False)
+    assert isinstance(wrong, Expert)
+    with pytest.raises(PartitionError, match="pretrain holds expert 1"):
+        ExpertBank({1: wrong}, pretrain=wrong)
+    pipe.save_pretrained(folder.with_name("copy"))
+    pipe.experts.pretrain_card = None
+    with pytest.raises(ConfigError, match="holds pretrain, which this pipeline does not have"):
+        pipe.save_pretrained(folder.with_name("copy"))
+    shutil.rmtree(place)
+    shutil.copytree(other, place)
+    with pytest.raises(PartitionError, match="pretrain holds expert 1"):
+        assemble(Campaign.open(folder))
+    shutil.rmtree(place)
+    with pytest.raises(
+        PartitionError, match=r"no network of shared pretraining, which sampling\.routing asks"
+    ):
+        assemble(Campaign.open(folder, ["sampling.routing=once null pretrain"]))
+    assemble(Campaign.open(folder))
+    with pytest.raises(ConfigError, match="no network of shared pretraining") as caught:
+        Model.load(folder)(
+            ["0"], 1, Campaign.open(folder).config.sampling.with_(routing="once null pretrain")
+        )
+    assert "atoll assemble" in caught.value.fix
 
 
 def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from atoll.ensemble.card import Card, check_place, check_together
 from atoll.ensemble.expert import published, read_card
 from atoll.ensemble.folder import FolderWriter, defaults, parts_of
 from atoll.ensemble.model_card import listed
+from atoll.ensemble.routing import PRETRAIN
 from atoll.store.signatures import check_trusted
 
 
@@ -52,23 +53,26 @@ def assemble(
         StoreError: a network is not the one that its run published.
     """
     store = campaign.store
-    k, numbers, router = _gather(campaign, {*campaign.config.quarantine, *quarantine})
-    pretrain = [Run("pretrain")] if published(store, Run("pretrain").network) else []
-    runs = [*(Run("expert", number) for number in numbers), *pretrain, Run("router")]
+    k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})
+    if campaign.config.sampling.routing.null == PRETRAIN and Run(PRETRAIN) not in cards:
+        raise PartitionError(
+            f"{store.location} has no network of shared pretraining, which sampling.routing asks for",
+            "train it or put it back: pretrain/expert, or set another sampling.routing",
+        )
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
-        for run in runs:
+        for run in cards:
             check_trusted(store, f"{run.network}/card.json", keys)
     store.sweep("ensemble")
-    result = Assembled(k, numbers)
+    result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
     writer = FolderWriter(store.sub("ensemble"), k)
-    for run in runs:
+    for run in cards:
         writer.copy(store, run.network)
     sampling = campaign.config.sampling
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
-    facts = about(campaign, parts_of(writer.experts, router, writer.pretrain))
+    facts = about(campaign, parts_of(writer.experts, cards[Run("router")], writer.pretrain))
     writer.finish(facts, name=f"{facts['name']}/ensemble")
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
     warn_of_missing(result)
@@ -82,8 +86,8 @@ def warn_of_missing(assembled: Assembled) -> None:
         say(f"  warning: partial: experts {names} are missing; their share goes to the others")
 
 
-def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, list[int], Card]:
-    """K, the numbers of the published experts, and the router's card; all belong together."""
+def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[Run, Card]]:
+    """K, and the cards of what is published: experts, shared pretraining, router; all belong together."""
     store = campaign.store
     if not campaign.is_partitioned:
         raise PartitionError(
@@ -93,20 +97,17 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, list[
     if not set(range(cut.k)).issuperset(quarantine):
         raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {cut.k - 1}")
     runs = [run for run in experts_of(cut.k) if run.expert not in quarantine]
-    present = [int(run.expert or 0) for run in runs if published(store, run.network)]
-    if not present or not published(store, "router/expert"):
-        what = "no expert" if not present else "no router"
-        raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
-    folders = {f"experts/{n}": Run("expert", n).network for n in present}
-    folders["router"] = Run("router").network
-    cards = {name: read_card(store, folder) for name, folder in folders.items()}
+    for what, some in (("no expert", runs), ("no router", [Run("router")])):
+        if not any(published(store, run.network) for run in some):
+            raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
+    present = [run for run in (*runs, Run(PRETRAIN), Run("router")) if published(store, run.network)]
+    cards = {run: read_card(store, run.network) for run in present}
     check_together(list(cards.values()))
-    if cards["router"].partition != cut.hash:
+    if cards[Run("router")].partition != cut.hash:
         raise PartitionError(
             f"the parts in {store.location} were made for another partition", "put their own back"
         )
-    for number in present:
-        check_place(cards[f"experts/{number}"], number, Run("expert", number).folder)
-    for run in (Run("router"), *(Run("expert", number) for number in present)):
+    for run, card in cards.items():
+        check_place(card, run.name, run.folder)
         check_published(store.sub(run.folder))
-    return cut.k, present, cards["router"]
+    return cut.k, cards

@@ -127,18 +127,17 @@ def check_together(cards: list[Card]) -> None:
                 )
 
 
-def check_place(card: Card, number: int | None, where: str) -> None:
+def check_place(card: Card, wanted: str, where: str) -> None:
     """Refuse an expert that lies where another one belongs: the router would send it the wrong samples.
 
     Args:
         card: of the part.
-        number: the cluster it lies at; None at the place of shared pretraining's network.
+        wanted: what belongs there: `expert 3`, `pretrain` or `router`.
         where: the place, for the message.
 
     Raises:
-        PartitionError: it is no expert, or of another cluster.
+        PartitionError: it is something else, or of another cluster.
     """
-    wanted = "pretrain" if number is None else f"expert {number}"
     if _name(card) != wanted:
         raise PartitionError(f"{where} holds {_name(card)}", f"put {wanted} there")
 

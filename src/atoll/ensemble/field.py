@@ -52,7 +52,7 @@ class Branches:
 
     def __init__(self, cond: Condition, null: Condition, guidance: Sequence[float]) -> None:
         self.cond, self.null = cond, null.expand(len(guidance)) if null.rows == 1 else null
-        # Without a condition both branches are the same: there is nothing to lead away from.
+        # Without a condition there is no guidance, whatever could serve the null branch.
         self.guided = [] if cond.empty else [row for row, scale in enumerate(guidance) if scale != 1]
         scales = [guidance[row] for row in self.guided]
         self._scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales)

@@ -136,11 +136,11 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     router = check_part(root / "router")
     cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
     for number, card in cards.items():
-        check_place(card, number, f"experts/{number}")
+        check_place(card, f"expert {number}", f"experts/{number}")
     pretrain = None
     if PRETRAIN_PART in manifest.parts:
         pretrain = check_part(root / PRETRAIN_PART)
-        check_place(pretrain, None, PRETRAIN_PART)
+        check_place(pretrain, "pretrain", PRETRAIN_PART)
     logits = read_tree(root / "router" / "config.json").get("num_experts")
     check_router(router, [*cards.values(), *([pretrain] if pretrain else [])], listing.k, logits)
     components = _components(root, index)

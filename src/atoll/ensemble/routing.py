@@ -201,7 +201,7 @@ class Routing(Config):
         if self.null == PRETRAIN and not pretrained:
             raise ConfigError(
                 f"routing {str(self)!r}: there is no network of shared pretraining",
-                "take another null branch, such as sample-1, or make a campaign with budget.pretrain",
+                "where the campaign has budget.pretrain, run 'atoll assemble'; else take another null branch",
             )
         return self
 

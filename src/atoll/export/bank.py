@@ -68,9 +68,12 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.offloaded = OffloadedExperts(residency) if residency is not None and residency.limited else None
         for number in sorted(experts):
             self.add(experts[number], number)
-        self.pretrain_card: Card | None = None
+        self.pretrain_card = None if pretrain is None else pretrain.card
         if pretrain is not None:
-            self.pretrain_card = pretrain.card
+            if pretrain.card is None:
+                raise ConfigError("a network without a card", "give one that was published")
+            check_place(pretrain.card, PRETRAIN, "pretrain")
+            check_together(self.every_card)
             self._put(PRETRAIN, pretrain)
 
     @property
@@ -143,7 +146,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise ConfigError(
                 f"there is no place {place} among {self.k} experts", "give its cluster's number"
             )
-        check_place(expert.card, place, f"place {place}")
+        check_place(expert.card, f"expert {place}", f"place {place}")
         check_together([*self.cards.values(), expert.card])
         if self.offloaded is not None:
             self.offloaded.put(place, expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert))
@@ -223,9 +226,11 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         names = [path.name for path in root.iterdir()] if root.is_dir() else []
         known = {*self.cards, *self.dropped}
         others = sorted(int(name) for name in names if name.isdecimal() and int(name) not in known)
-        if others:
+        held = [f"experts {listed(others)}"] if others else []
+        held += [PRETRAIN] if PRETRAIN in names and self.pretrain_card is None else []
+        if held:
             raise ConfigError(
-                f"{root} holds experts {listed(others)}, which this pipeline does not have",
+                f"{root} holds {' and '.join(held)}, which this pipeline does not have",
                 "save to another folder, or remove them first",
             )
 
@@ -264,7 +269,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         numbers = choose(experts, index.numbers)
         limited = residency is not None and residency.limited
         loaded = {n: read_expert(root / str(n), stored=limited) for n in numbers}
-        pretrain = load_part(root / PRETRAIN, Expert.load) if PRETRAIN in index.experts else None
+        pretrain = read_expert(root / PRETRAIN, stored=False) if PRETRAIN in index.experts else None
+        assert not isinstance(pretrain, StoredExpert)
         bank = cls(loaded, index.k, residency, pretrain)
         kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
         return bank if kind is None else nn.Module.to(bank, dtype=kind)

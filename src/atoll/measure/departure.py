@@ -67,7 +67,7 @@ def possible(names: Sequence[str], experts: int, missing: Sequence[int], pretrai
         elif not routing.possible(experts):
             say(f"  warning: {name} is left out: there are {experts} experts")
         elif routing.null == PRETRAIN and not pretrained:
-            say(f"  warning: {name} is left out: there is no network of shared pretraining")
+            say(f"  warning: {name} is left out: no network of shared pretraining is assembled")
         else:
             kept.append(name)
     return kept

@@ -19,10 +19,11 @@ from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.ensemble.card import Card
-from atoll.ensemble.folder import read_manifest
+from atoll.ensemble.folder import PRETRAIN_PART, read_manifest
 from atoll.ensemble.generate import Conditions
 from atoll.ensemble.generation import Generation
 from atoll.ensemble.model import ENSEMBLE, Model
+from atoll.ensemble.routing import PRETRAIN
 from atoll.measure.pictures import Batch, of_usual_size
 
 SINGLE = (*DENSE, "pretrain")
@@ -172,8 +173,10 @@ class Drawn:
 
     @property
     def subject(self) -> dict[str, Any]:
-        """Name of the model and digests of its weights."""
-        return {"name": self.candidate.name, "weights": dict(self.candidate.weights)}
+        """Name of the model and digests of the weights that it may draw with."""
+        unused = {PRETRAIN_PART} if self.generation.routing.null != PRETRAIN else set()
+        weights = {part: one for part, one in self.candidate.weights.items() if part not in unused}
+        return {"name": self.candidate.name, "weights": weights}
 
     @property
     def about(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from atoll.campaign.runs import Run
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert, RouterModel, built, filled, read_card, read_part
-from atoll.ensemble.folder import Manifest
+from atoll.ensemble.folder import PRETRAIN_PART, Manifest
 from atoll.ensemble.model import ENSEMBLE, Model
 from atoll.ensemble.trace import Costs
 from atoll.measure.comparison import BASE, Bench
@@ -178,6 +178,8 @@ class Course:
             self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
         )
         weights = {"router": self.router.weights_sha256} if chosen else {}
+        if chosen and "pretrain" in self.single:
+            weights[PRETRAIN_PART] = self.single["pretrain"].card.weights_sha256
         for n, one in self.experts.items():
             milestone = chosen.get(f"experts/{n}")
             spent += one.card.train_flops * (milestone.step / one.steps if milestone else 1.0)

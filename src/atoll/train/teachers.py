@@ -52,7 +52,7 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
         )
     cards = {folder: read_card(store, f"{folder}/expert") for folder in folders}
     for folder, number in folders.items():
-        check_place(cards[folder], number, folder)
+        check_place(cards[folder], f"expert {number}", folder)
     if settings_of_student(campaign).teacher == "routed":
         if not published(store, "router/expert"):
             raise PartitionError(
