@@ -127,9 +127,9 @@ ENTRIES = [
     islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
     single(8, 0.002, 160 * EPOCH, "train.milestones=8", *LONG, seeds=(3,)),
-    islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *LONG, "train.parallel.compile=true", seeds=(3,)),
+    islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *FAST, seeds=(3,)),
     islands(f"{SHARED}, a student from scratch, bf16", 400_000, *JOINT, "budget.pretrain=0.5", *FAST, TAUGHT),
-    single(8, 0.002, 400_000, "train.milestones=8", *LONG, seeds=(3,), name="single, bf16"),
+    single(8, 0.002, 400_000, "train.milestones=8", *LONG, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
     single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
@@ -207,7 +207,7 @@ def quick(folder: Path, path: Path | None) -> None:
     )
     entries = [
         Entry("single", (*sets, "train.milestones=8"), single=True, seeds=(0, 1)),
-        Entry("islands", (*sets, "monolith=false"), seeds=(0, 1)),
+        Entry("islands", (*sets, "monolith=false", "student={step_share: 0.5}"), seeds=(0, 1)),
     ]
     tiny = [
         "quickstart",
@@ -320,9 +320,8 @@ class Protocol:
 
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
-        model, routing = (name, None) if name in ("monolith", "student") else ("ensemble", name)
-        if name == GUIDED:
-            model, routing = GUIDED, "once null pretrain"
+        alone = {"monolith": None, "student": None, GUIDED: "once null pretrain"}
+        model, routing = (name, alone[name]) if name in alone else ("ensemble", name)
         (first, judge), campaign = next(iter(self.judges.items())), Campaign.open(folder)
         place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
         generation = generation_of(campaign).with_(

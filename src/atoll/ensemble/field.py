@@ -132,11 +132,10 @@ class RoutedField:
             [one.routing for one in generations],
             [one.routing.of_null if row in guided else None for row, one in enumerate(generations)],
         )
-        # Rows after those of all samples, in the order of `Branches.both`, that no expert serves.
-        self._pretrained = [
-            row for row, one in enumerate(self.branches.guided) if generations[one].routing.null == PRETRAIN
-        ]
-        self._null_of_pretrain: Condition | None = None
+        # Whether shared pretraining's network serves a row, in the order of `Branches.both`.
+        self._pretrained = [False] * len(generations)
+        self._pretrained += [generations[row].routing.null == PRETRAIN for row in self.branches.guided]
+        self._apart: Dispatch | None = None
         self._chosen: list[Tensor | None] = [chosen, None]
         unknown = [-1] * len(self.positions)
         self._steps = [unknown if chosen is None else [0] * len(unknown), unknown]
@@ -217,10 +216,11 @@ class RoutedField:
                 own = [row for row, routing in enumerate(self._routings[1]) if routing is not None]
                 null = self._chosen[1]
                 null = weights if null is None else replaced(weights, own, rows_of(null, own), len(x_t))
-                null = self.branches.of_guided(null)
-                if self._pretrained:
-                    null = null.index_fill(0, torch.tensor(self._pretrained, device=null.device), 0)
-                both = torch.cat([weights, null])
+                both = torch.cat([weights, self.branches.of_guided(null)])
+            if any(self._pretrained):
+                apart = torch.tensor(self._pretrained, device=both.device)[:, None]
+                both = both.masked_fill(apart, 0)
+                self._apart = self._apart or Dispatch(apart.to(both), self.branches.both)
             self._dispatch = Dispatch(both, self.branches.both, self._dispatch)
             self.weights = weights.float().cpu()
             host = both.cpu() > 0
@@ -285,7 +285,7 @@ class RoutedField:
     def _evaluate(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         dispatch, costs = self._dispatch, self.ensemble.costs
         assert dispatch is not None
-        others = len(self._pretrained)
+        others = sum(self._pretrained)
         self.trace.expert_calls += sum(dispatch.calls) + others
         self.trace.expert_runs += len(dispatch.numbers) + (others > 0)
         self.trace.expert_flops += (
@@ -295,14 +295,7 @@ class RoutedField:
             else math.nan
         )
         v = dispatch.run(self.ensemble.experts, x_t, t, self.later)
-        if self._pretrained:
-            assert self.ensemble.pretrain is not None
-            rows = torch.tensor(self._pretrained, device=x_t.device) + len(self.positions)
-            if self._null_of_pretrain is None:
-                self._null_of_pretrain = cond.select(rows)
-            own = self.ensemble.pretrain.velocity(x_t[rows], t[rows], self._null_of_pretrain)
-            v = v.index_copy(0, rows, own.to(v.dtype))
-        return v
+        return v if self._apart is None else v + self._apart.run([self.ensemble.pretrain], x_t, t)
 
 
 class SingleField:

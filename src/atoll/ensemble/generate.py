@@ -151,7 +151,7 @@ def generate(denoiser: Ensemble | Denoiser, sampling: Sampling) -> Iterator[Batc
             single = SingleField(denoiser, cond, null, [generation.guidance] * len(rows))
             yield Batch(rows, sampling.follow(single, rows), None)
         return
-    generation.routing.check(len(denoiser.experts)).check_null(denoiser.pretrain is not None)
+    generation.routing.check(len(denoiser.experts))
     chosen = None
     groups, experts = plain, [list[int]() for _ in plain]
     if generation.routing.fixed_at_start and sampling.integrate is None and plain:

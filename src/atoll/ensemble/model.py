@@ -144,11 +144,11 @@ class Model:
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
             experts = load_experts(store, content.k, places, residency, device)
-            pretrain, costs = None, Costs.of(card, cards, content.k)
+            pretrain = None
             if PRETRAIN_PART in content.parts:
                 pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}")
                 pretrain.network.to(device)
-                costs = Costs.of(card, cards, content.k, pretrain.card)
+            costs = Costs.of(card, cards, content.k, pretrain.card if pretrain else None)
             return Ensemble(experts, router, absent, costs, pretrain)
 
         model = cls(denoiser, card, device, generation or _defaults(store, prefix))

@@ -29,7 +29,7 @@ from atoll.export.offload import OffloadedExperts
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
-Place = int | Literal["pretrain"]
+PartName = int | Literal["pretrain"]
 """Number of an expert, or the network of shared pretraining."""
 
 
@@ -104,14 +104,15 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise IndexError(f"there are {self.k} experts")
         return _Place(self, number if number in self.cards else self.present[0])
 
-    def forward(self, number: Place, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+    def forward(self, number: PartName, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`.
 
         The network sees its own type of numbers; what is before and after it keeps that of the state.
         """
         if self.offloaded is not None and number != PRETRAIN:
             return self.offloaded.velocity(number, x_t, t, cond)
-        card: Any = self.pretrain_card if number == PRETRAIN else self.cards[number]
+        card = self.pretrain_card if number == PRETRAIN else self.cards[number]
+        assert card is not None
         network = self.networks[str(number)]
         expert = Expert(network, card.family, card.prediction, card.schedule, card)
         kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
@@ -155,7 +156,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.cards[place] = expert.card
         self.dropped.discard(place)
 
-    def _put(self, place: Place, expert: Expert) -> None:
+    def _put(self, place: PartName, expert: Expert) -> None:
         like = next(self.parameters(), None)
         if like is not None:
             nn.Module.to(expert.network, like.device, like.dtype)  # the class's own `to` warns
@@ -279,7 +280,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 class _Place(Denoiser):
     """One place of a bank; asks through the bank's own call, so that hooks on it (offload) are obeyed."""
 
-    def __init__(self, bank: ExpertBank, number: Place) -> None:
+    def __init__(self, bank: ExpertBank, number: PartName) -> None:
         self.bank, self.number = bank, number
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
