@@ -20,7 +20,7 @@ from atoll.data.settings import (
     check_names,
 )
 from atoll.ensemble.generation import Generation
-from atoll.ensemble.routing import Routing
+from atoll.ensemble.routing import PRETRAIN, Routing
 from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.networks.pipelines import check_settings
@@ -214,7 +214,12 @@ class CampaignConfig(Config):
         self._check_pretrain()
         if self.student is not None:
             self._check_student(self.student)
-        self.sampling.routing.check(self.partition.k).check_null(self.budget.pretrain > 0)
+        self.sampling.routing.check(self.partition.k)
+        if self.sampling.routing.null == PRETRAIN and not self.budget.pretrain:
+            raise ConfigError(
+                f"sampling.routing {self.sampling.routing}: there is no network of shared pretraining",
+                "set another sampling.routing, such as once, or budget.pretrain above 0",
+            )
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
                 Routing.named(name)
