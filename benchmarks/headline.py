@@ -36,10 +36,13 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
 from atoll.data.words import words_of
 from atoll.ensemble.folder import PRETRAIN_PART, read_manifest
+from atoll.ensemble.routing import PRETRAIN
 from atoll.measure.departure import generation_of, possible
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)
 ROUTINGS = ("top-1", "once", "once null sample-1", "once null pretrain")
+AFTER = " after "
+"""Comes before the share of pretraining after which its network guides, in the name of a model."""
 FRESH = (3, 4, 5)
 """Seeds on which nothing was chosen; what was chosen was chosen on seed 0."""
 SPLIT = ["data.ingest.heldout=0.05", "data.ingest.test=0.05"]
@@ -117,23 +120,36 @@ JOINT = ("train.lr=0.002", "train.batch=8")
 LONG = ("train.precision=bf16", "train.validations=2", "train.previews=0")
 """Of the long runs, for their time: matrix products in bf16."""
 FAST = (*LONG, "train.parallel.compile=true")
+KEPT = ("train.milestones=8",)
+"""Of networks whose earlier selves guide."""
+WEAK = (*KEPT, "sampling.guide_share=0.25")
+"""Pretraining's network after an eighth of all the training guides, as the single network's does."""
 TAUGHT = "student={start: scratch, batch_share: 1, step_share: 0.25}"
 """A third of the FLOPs: a quarter of the single network's steps, each with its teacher's forward pass."""
 ENTRIES = [
-    *(single(batch, rate, 100_000, seeds=(0,)) for batch, rate in TUNED),
-    single(8, 0.002, 400_000, "train.milestones=8"),
+    *(single(batch, rate, 100_000, *LONG, seeds=(0,), name="single, bf16") for batch, rate in TUNED),
+    single(8, 0.002, 400_000, *KEPT),
     single(64, 0.004, 400_000, seeds=(3,)),
     islands(APART, 400_000, *ALONE),
     islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
-    single(8, 0.002, 160 * EPOCH, "train.milestones=8", *LONG, seeds=(3,)),
+    single(8, 0.002, 160 * EPOCH, *KEPT, *LONG, seeds=(3,)),
     islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *FAST, seeds=(3,)),
-    islands(f"{SHARED}, a student from scratch, bf16", 400_000, *JOINT, "budget.pretrain=0.5", *FAST, TAUGHT),
-    single(8, 0.002, 400_000, "train.milestones=8", *LONG, name="single, bf16"),
+    islands(
+        f"{SHARED}, a student from scratch, bf16",
+        400_000,
+        *JOINT,
+        "budget.pretrain=0.5",
+        *FAST,
+        *KEPT,
+        TAUGHT,
+    ),
+    single(8, 0.002, 400_000, *KEPT, *LONG, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
-    single(8, 0.002, 232_791, "network.heads=4", seeds=(3,), name="single, 128 channels"),
-    single(8, 0.002, 107_174, "network.heads=6", seeds=(3,), name="single, 192 channels"),
+    islands(f"{APART}, rate 0.002, bf16", 400_000, *ALONE, "train.lr=0.002", *FAST, *KEPT, seeds=(3,)),
+    single(8, 0.002, 232_791, "network.heads=4", *KEPT, *LONG, seeds=(3,), name="single, bf16, 128 channels"),
+    single(8, 0.002, 107_174, "network.heads=6", *KEPT, *LONG, seeds=(3,), name="single, bf16, 192 channels"),
     islands(f"{SHARED} of a quarter", 400_000, *JOINT, "budget.pretrain=0.25", seeds=(3,)),
     islands(f"{SHARED}, K = 16", 400_000, *JOINT, "budget.pretrain=0.5", "partition.k=16", seeds=(3,)),
     islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
@@ -206,7 +222,7 @@ def quick(folder: Path, path: Path | None) -> None:
         "router.train.batch=16",
     )
     entries = [
-        Entry("single", (*sets, "train.milestones=8"), single=True, seeds=(0, 1)),
+        Entry("single", (*sets, *KEPT), single=True, seeds=(0, 1)),
         Entry("islands", (*sets, "monolith=false", "student={step_share: 0.5}"), seeds=(0, 1)),
     ]
     tiny = [
@@ -321,7 +337,7 @@ class Protocol:
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
         alone = {"monolith": None, "student": None, GUIDED: "once null pretrain"}
-        model, routing = (name, alone[name]) if name in alone else ("ensemble", name)
+        model, routing = (name, alone[name]) if name in alone else ("ensemble", name.split(AFTER)[0])
         (first, judge), campaign = next(iter(self.judges.items())), Campaign.open(folder)
         place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
         generation = generation_of(campaign).with_(
@@ -379,7 +395,9 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
             if not entry.single:
                 whole = read_manifest(Campaign.open(folder).store)
                 names = possible(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
-            elif "train.milestones=8" in entry.sets:
+                share = Campaign.open(folder).config.sampling.guide_share
+                names = [f"{n}{AFTER}{share:g}" if PRETRAIN in n and share < 1 else n for n in names]
+            elif set(KEPT) & set(entry.sets):
                 names.append(GUIDED)
             names += ["student"] if (folder / "student/expert/card.json").exists() else []
             for name in names:

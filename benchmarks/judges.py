@@ -6,10 +6,9 @@ a small network that learned from the training rows alone which caption belongs 
 one also tells how often a picture finds its own caption among a hundred.
 """
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import averaged, milestones
+from atoll.campaign.milestones import Origin
+from atoll.campaign.runs import Run
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.ensemble.ensemble import Ensemble
@@ -61,19 +61,22 @@ class Alone:
         return x_t.new_zeros(len(x_t), 1)
 
 
-def first_milestone(campaign: Campaign, name: str, now: Expert) -> tuple[Expert, str]:
-    """A single network as it was at its first milestone, and the checkpoint's digest.
+def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]:
+    """A network as it was at a milestone of its training, and the checkpoint's digest.
+
+    Args:
+        campaign: whose run it is.
+        run: of the network.
+        number: of the milestone, from 0.
 
     Raises:
-        LookupError: it kept no milestones.
+        LookupError: the run kept fewer milestones.
     """
-    run = campaign.store.sub(f"{name}/run")
-    kept = milestones(run, campaign.store.sub(f"{name}/expert"))
-    if not kept:
-        raise LookupError(f"{campaign.store.location} kept no milestones")
-    network = copy.deepcopy(now.network)
-    network.load_state_dict(averaged(run, kept[0]))
-    return replace(now, network=network), kept[0].sha256
+    origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
+    if number >= len(origin.milestones):
+        raise LookupError(f"{run.name} of {campaign.store.location} kept {len(origin.milestones)} milestones")
+    kept = origin.milestones[number]
+    return origin.load(kept), kept.sha256
 
 
 def candidate_of(campaign: Campaign, model: str) -> Candidate:
@@ -83,9 +86,9 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
     one = published(campaign, "monolith", torch.device("cpu"))
     now = one.model.denoiser
     assert isinstance(now, Expert)
-    earlier, digest = first_milestone(campaign, "monolith", now)
+    guide, digest = earlier(campaign, Run("monolith"))
     weights = {"experts/0": one.model.card.weights_sha256, "experts/pretrain": digest}
-    both = Ensemble([now], Alone(), pretrain=earlier)
+    both = Ensemble([now], Alone(), pretrain=guide)
     return Candidate("ensemble", weights, Model(lambda: both, one.model.card, torch.device("cpu")))
 
 

@@ -10,7 +10,8 @@ in the campaigns, so a run that was stopped goes on.
 Of a state, v(c) is the chosen expert's velocity with the caption, v(0) its velocity without; v(null) is
 that of what guidance leads away from: the expert itself (`own`), an expert drawn from p(k | x_t, t, null)
 (`mixture`), the network of shared pretraining (`pretrain`), one network of the experts' averaged weights
-(`average`), or the model's own earlier milestone (`milestone`). The guided velocity is
+(`average`), what shared pretraining or the single network was at its N-th milestone (`milestone N`), or what
+the expert itself was (`own milestone N`). The guided velocity is
 
     v(null) + cluster (v(0) - v(null)) + caption (v(c) - v(0)),
 
@@ -28,13 +29,14 @@ from typing import Any
 
 import torch
 from harness import finish, row, tiny
-from judges import first_milestone
+from judges import earlier
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.rng import Position, uniforms
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
 from atoll.ensemble.dispatch import Dispatch
@@ -94,6 +96,12 @@ ENSEMBLE = [
     *(Way(null, scale) for null in ("own", "mixture", "pretrain", "average") for scale in SCALES),
     *(Way("mixture", scale, routing="once") for scale in SCALES),
     *(Way("pretrain", scale, routing="once") for scale in SCALES),
+    *(
+        Way(f"{kind}milestone {number}", scale, routing="once")
+        for kind in ("", "own ")
+        for number in (1, 2, 4)
+        for scale in SCALES
+    ),
     *(Way("mixture", caption, cluster) for caption in (1.5, 2.0, 3.0) for cluster in (1.5, 2.0, 3.0, 4.0)),
     *(
         Way("mixture", scale, interval=at)
@@ -104,7 +112,7 @@ ENSEMBLE = [
     *(Way("mixture", 3.0, shift=shift) for shift in (1.5, 2.0)),
 ]
 SINGLE = [
-    *(Way(null, scale) for null in ("own", "milestone") for scale in SCALES),
+    *(Way(null, scale) for null in ("own", "milestone 1", "milestone 2", "milestone 4") for scale in SCALES),
     *(
         Way("own", scale, interval=at)
         for scale in (3.0, 4.0)
@@ -121,11 +129,11 @@ class GuidedField:
     Args:
         inner: the batch's field: networks, conditions, and places in the random streams.
         way: how it is guided.
-        other: the network that guidance leads away from, where that is one network.
+        others: what guidance leads away from beside the model: one network, or one for each expert.
     """
 
-    def __init__(self, inner: RoutedField | SingleField, way: Way, other: Denoiser | None) -> None:
-        self.inner, self.way, self.other = inner, way, other
+    def __init__(self, inner: RoutedField | SingleField, way: Way, others: Sequence[Denoiser]) -> None:
+        self.inner, self.way, self.others = inner, way, others
         self.cond, self.null = inner.branches.cond, inner.branches.null
         self.weights: Tensor | None = None
 
@@ -155,9 +163,12 @@ class GuidedField:
     def _null(self, x_t: Tensor, times: Tensor, step: int) -> Tensor:
         if self.way.null == "own":
             return self._chosen(x_t, times, step, self.null)
-        if self.other is not None:
-            return self.other.velocity(x_t, times, self.null)
+        if len(self.others) == 1:
+            return self.others[0].velocity(x_t, times, self.null)
         assert isinstance(self.inner, RoutedField)
+        if self.others:
+            assert self.weights is not None
+            return Dispatch(self.weights, self.null).run(self.others, x_t, times)
         rows: Sequence[Position] = self.inner.positions
         draws = uniforms(self.inner.generations[0].seed, f"route-null/{step}", rows, (1,))
         logits = self.inner.ensemble.logits(x_t, times, self.null)
@@ -172,11 +183,11 @@ class Guided(Drawn):
 
     Attributes:
         way: how it is guided.
-        other: the network that guidance leads away from, where that is one network.
+        others: what guidance leads away from beside the model.
     """
 
     way: Way = Way()
-    other: Denoiser | None = None
+    others: Sequence[Denoiser] = ()
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -192,7 +203,7 @@ class Guided(Drawn):
             len(part),
             first=part.start,
             batch=batch,
-            around=lambda field, rows: GuidedField(field, self.way, self.other),
+            around=lambda field, rows: GuidedField(field, self.way, self.others),
         )
         for one in drawn:
             yield Batch(one.rows, model.pictures(one.latents, one.rows))
@@ -233,17 +244,26 @@ class Bench:
         how = How(encoder.name, encoder.kind, encoder.width, self.samples, held.about.count, components)
         return Judge(self.campaign.store, encoder, held, ("frechet", "precision", "recall"), how, 64)
 
-    def other(self, null: str) -> Denoiser | None:
-        """The one network that guidance leads away from; `LookupError` where there is none."""
-        if null == "pretrain":
-            if not self.campaign.config.budget.pretrain:
-                raise LookupError(f"{self.folder.name} shares no pretraining")
-            return Expert.load(self.campaign.store, "pretrain/expert")
-        if null == "average":
-            return self._average()
-        if null == "milestone":
-            return first_milestone(self.campaign, self.name, self.candidate.model.denoiser)[0]
-        return None
+    def others(self, null: str) -> list[Denoiser]:
+        """What guidance leads away from beside the model; `LookupError` where there is none."""
+        match null.split():
+            case ["pretrain"]:
+                return [Expert.load(self.campaign.store, self.whole.network)]
+            case ["average"]:
+                return [self._average()]
+            case ["milestone", number]:
+                return [earlier(self.campaign, self.whole, int(number) - 1)[0]]
+            case ["own", "milestone", number]:
+                runs = experts_of(self.campaign.config.partition.k)
+                return [earlier(self.campaign, run, int(number) - 1)[0] for run in runs]
+        return []
+
+    @property
+    def whole(self) -> Run:
+        """The run of a network on all the data: the monolith's, or shared pretraining's."""
+        if self.name == "ensemble" and not self.campaign.config.budget.pretrain:
+            raise LookupError(f"{self.folder.name} shares no pretraining")
+        return Run("pretrain" if self.name == "ensemble" else "monolith")
 
     def _average(self) -> Expert:
         if not self.campaign.config.budget.pretrain:
@@ -262,7 +282,7 @@ class Bench:
         generation = generation_of(self.campaign).with_(
             routing=way.routing, guidance=max(2.0, way.caption), steps=way.steps, shift=way.shift, seed=0
         )
-        source = Guided(self.candidate, generation, self.conditions, way=way, other=self.other(way.null))
+        source = Guided(self.candidate, generation, self.conditions, way=way, others=self.others(way.null))
         point = self.judge.measure(source)
         assert point is not None
         return {name: value["value"] for name, value in point.values.items()}
@@ -280,7 +300,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:
-            made = tiny(Path(folder), 0)
+            made = tiny(Path(folder), 0, "train.milestones=8")
             options.campaign = options.single = made
             options.samples = 40
             measure(options, 2)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
 from atoll.ensemble.expert import Expert, read_card
+from atoll.ensemble.folder import PRETRAIN_PART
 from atoll.ensemble.model import Model, read_manifest
 from atoll.measure import models
 from atoll.measure.training_curve import Course
@@ -354,6 +356,41 @@ def test_the_curve_is_drawn_once_and_its_ends_are_those_of_the_table(
     assert compare(capsys, folder, "compare.curve=true", "compare.curve_samples=12").code == 0
     assert {count for _, _, count in draws} == {12} and len(draws) == 12
     assert (folder / "reports/compare/reach.csv").read_text().startswith("model,target,train_flops")
+
+
+def test_an_earlier_network_of_shared_pretraining_guides(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half, name = ["sampling.guide_share=0.5"], f"ensemble/{PRETRAIN_PART}"
+    campaign = Campaign.open(folder, half)
+    whole = read_card(campaign.store, name)
+    assemble(campaign)
+    (commit,) = [e for e in entries(folder / "pretrain") if e.get("milestone") and e["step"] == 8]
+    guide = Expert.load(campaign.store, name)
+    average = load_file(folder / "pretrain/run" / commit["checkpoint"] / "ema.safetensors")
+    assert all(torch.equal(p, average[key]) for key, p in guide.network.named_parameters())
+    assert guide.card is not None and (guide.card.samples, whole.samples) == (8 * 16, 15 * 16)
+    assert guide.card.train_flops == pytest.approx(whole.train_flops * 8 / 15)
+    capsys.readouterr()
+    assemble(campaign)
+    assert "assembled already" in capsys.readouterr().out
+    course = Course(campaign, read_manifest(campaign.store), whole, [])
+    assert course.ensemble()[0].weights[PRETRAIN_PART] == guide.card.weights_sha256 != whole.weights_sha256
+    with pytest.raises(PartitionError, match="nobody signs checkpoints"):
+        assemble(campaign, trusted=[])
+    for wrong, what in (
+        (["sampling.guide_share=0.3"], "no checkpoint is kept there"),
+        (["sampling.guide_share=0.5", "train.milestones=0"], "no checkpoint is kept there"),
+        (["sampling.guide_share=0.125", "train.milestones=8"], "no checkpoint of pretrain after 0.125"),
+    ):
+        with pytest.raises((ConfigError, PartitionError), match=what):
+            assemble(Campaign.open(folder, wrong))
+    shutil.rmtree(folder / "pretrain/run")
+    with pytest.raises(PartitionError, match=r"no checkpoint of pretrain after 0\.5") as caught:
+        assemble(campaign)
+    assert "bring pretrain/run" in caught.value.fix
+    assemble(Campaign.open(folder))
+    assert read_card(campaign.store, name) == whole
 
 
 def test_a_damaged_milestone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

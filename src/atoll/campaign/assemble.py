@@ -3,10 +3,14 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from torch import nn
+
 from atoll.base.console import say
 from atoll.base.errors import PartitionError
+from atoll.base.hashing import digest_tensors
 from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
+from atoll.campaign.milestones import Origin
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
 from atoll.ensemble.card import Card, check_place, check_together
@@ -61,14 +65,22 @@ def assemble(
         )
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
+        if Run(PRETRAIN) in cards and campaign.config.sampling.guide_share < 1:
+            raise PartitionError(
+                "sampling.guide_share takes a checkpoint of shared pretraining, and nobody signs checkpoints",
+                "set sampling.guide_share=1, or require no signatures",
+            )
         for run in cards:
             check_trusted(store, f"{run.network}/card.json", keys)
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
     writer = FolderWriter(store.sub("ensemble"), k)
-    for run in cards:
-        writer.copy(store, run.network)
     sampling = campaign.config.sampling
+    for run in cards:
+        if run.role == PRETRAIN and sampling.guide_share < 1:
+            writer.save(*_guide(campaign))
+        else:
+            writer.copy(store, run.network)
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
@@ -77,6 +89,31 @@ def assemble(
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
     warn_of_missing(result)
     return result
+
+
+def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
+    """Shared pretraining's network after `sampling.guide_share` of it, and its card.
+
+    Raises:
+        PartitionError: no checkpoint was kept there.
+        StoreError: it is damaged, or was swept away.
+    """
+    run, share = Run(PRETRAIN), campaign.config.sampling.guide_share
+    origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
+    kept = origin.at(share, origin.steps)
+    if kept is None:
+        raise PartitionError(
+            f"{campaign.store.location} has no checkpoint of pretrain after {share:g} of its steps",
+            "bring pretrain/run if it was trained elsewhere, or set sampling.guide_share=1",
+        )
+    network, part = origin.load(kept).network, kept.step / origin.steps
+    changes = {
+        "samples": kept.step * origin.card.batch,
+        "train_flops": origin.card.train_flops * part,
+        "weights_sha256": digest_tensors(network.state_dict()),
+        "provenance": {**origin.card.provenance, "milestone": kept.step},
+    }
+    return network, origin.card.model_copy(update=changes)
 
 
 def warn_of_missing(assembled: Assembled) -> None:

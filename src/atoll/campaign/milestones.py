@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.publication import CARD
-from atoll.store.log import COMMIT, Commit, Entry, Log
+from atoll.ensemble.card import Card
+from atoll.ensemble.expert import Expert, built, filled, read_card, read_part
+from atoll.networks.families import family
+from atoll.store.log import COMMIT, Commit, Log
 from atoll.store.manifest import read_file
 from atoll.store.store import Damaged, Store
 
@@ -29,33 +34,17 @@ class Milestone:
     sha256: str
 
 
-def milestones(run: Store, part: Store) -> list[Milestone]:
-    """Milestones of the run that published a part, by rising step; none if it published another one.
-
-    Only the log is read, and nothing is written.
-
-    Args:
-        run: narrowed to the run's folder.
-        part: narrowed to where the published network lies now.
-    """
+def _kept(run: Store, part: Store) -> tuple[Milestone, ...]:
+    """Milestones of a run by rising step, as its log has them; none if it published another network."""
     log = Log(run, "")
-    published = log.publication()
-    if published is None or not _is_of(published, part):
-        return []
-    kept = {
-        entry.step: Milestone(entry.step, entry.checkpoint, entry.sha256)
-        for entry in log.commits()
-        if entry.milestone
-    }
-    return [kept[step] for step in sorted(kept) if run.exists(f"{kept[step].folder}/{COMMIT}")]
+    published, card = log.publication(), sha256(part.get(CARD))
+    if published is None or all((file.path, file.sha256) != (CARD, card) for file in published.files):
+        return ()
+    kept = {e.step: Milestone(e.step, e.checkpoint, e.sha256) for e in log.commits() if e.milestone}
+    return tuple(kept[step] for step in sorted(kept) if run.exists(f"{kept[step].folder}/{COMMIT}"))
 
 
-def _is_of(published: Entry, part: Store) -> bool:
-    """Whether the part's card is the one that the run published."""
-    return any(file.path == CARD and file.sha256 == sha256(part.get(CARD)) for file in published.files)
-
-
-def averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
+def _averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
     """The averaged weights of a milestone, verified; the rest of the checkpoint is not read.
 
     Raises:
@@ -64,6 +53,66 @@ def averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
     """
     name = f"{milestone.folder}/{COMMIT}"
     if sha256(run.get(name)) != milestone.sha256:
-        raise Damaged(f"{run.name(name)} is not what the log says", "restore it, or leave out compare.curve")
+        raise Damaged(f"{run.name(name)} is not what the log says", "restore it, or do without milestones")
     (entry,) = (entry for entry in Commit.read(run, name).files if entry.path == AVERAGE)
     return load_tensors(read_file(run, milestone.folder, entry))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A part of a campaign and its milestones.
+
+    Attributes:
+        store: the campaign.
+        part: folder of the published network.
+        run: folder of the run that made it.
+        card: of the published network.
+        milestones: by rising step.
+    """
+
+    store: Store
+    part: str
+    run: str
+    card: Card
+    milestones: tuple[Milestone, ...]
+
+    @classmethod
+    def of(cls, store: Store, part: str, run: str) -> "Origin":
+        """Look at a part's log."""
+        return cls(store, part, run, read_card(store, part), _kept(store.sub(run), store.sub(part)))
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run; 0 for an adopted expert, which was never trained here."""
+        return self.card.samples // self.card.batch if self.card.batch else 0
+
+    @property
+    def shares(self) -> list[float]:
+        """Part of the run that each milestone before its end comes after."""
+        return [one.step / self.steps for one in self.milestones if one.step < self.steps]
+
+    def at(self, share: float, steps: int) -> Milestone | None:
+        """The milestone at a share of another run of so many steps, up to rounding; None without one."""
+        near = min(self.milestones, key=lambda one: abs(one.step / self.steps - share), default=None)
+        rounding = max(1 / self.steps, 1 / steps) + 1e-9
+        return near if near and abs(near.step / self.steps - share) <= rounding else None
+
+    def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
+        """The network with a milestone's averaged weights, or as it was published, on the device.
+
+        Raises:
+            StoreError: a file is damaged, or the checkpoint is another network's.
+        """
+        if milestone is None:
+            expert = Expert.load(self.store, self.part)
+            expert.network.to(device)
+            return expert
+        card, config, weights = read_part(self.store, self.part)
+        average = _averaged(self.store.sub(self.run), milestone)
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
+            where = self.store.name(f"{self.run}/{milestone.folder}")
+            raise StoreError(f"{where} is of another network than {self.part}", "do without milestones")
+        network = built(family(card.family).load, config, weights, self.part)
+        filled(network, {**weights, **average}).to(device)
+        return Expert(network, card.family, card.prediction, card.schedule, card)

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import Milestone, averaged, milestones
+from atoll.campaign.milestones import Milestone, Origin
 from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
 from atoll.ensemble.card import Card
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, RouterModel, built, filled, read_card, read_part
+from atoll.ensemble.expert import Expert, RouterModel
 from atoll.ensemble.folder import PRETRAIN_PART, Manifest
 from atoll.ensemble.model import ENSEMBLE, Model
 from atoll.ensemble.trace import Costs
@@ -30,74 +30,10 @@ from atoll.measure.departure import WIDE
 from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
 from atoll.measure.table import Cell, number, ratio_of
-from atoll.networks.families import family
-from atoll.store.store import Store
 
 CURVE = ("model", "share", "train_flops", "of_monolith", *MEASURED)
 REACH = ("model", "target", "train_flops", "of_monolith", "how")
 How = Literal["between points", "at the first point", "never"]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """A part of a campaign and its milestones.
-
-    Attributes:
-        store: the campaign.
-        part: folder of the published network.
-        run: folder of the run that made it.
-        card: of the published network.
-        milestones: by rising step.
-    """
-
-    store: Store
-    part: str
-    run: str
-    card: Card
-    milestones: tuple[Milestone, ...]
-
-    @classmethod
-    def of(cls, store: Store, part: str, run: str) -> "Origin":
-        """Look at a part's log."""
-        return cls(
-            store, part, run, read_card(store, part), tuple(milestones(store.sub(run), store.sub(part)))
-        )
-
-    @property
-    def steps(self) -> int:
-        """Of the whole run; 0 for an adopted expert, which was never trained here."""
-        return self.card.samples // self.card.batch if self.card.batch else 0
-
-    @property
-    def shares(self) -> list[float]:
-        """Part of the run that each milestone before its end comes after."""
-        return [one.step / self.steps for one in self.milestones if one.step < self.steps]
-
-    def at(self, share: float, steps: int) -> Milestone | None:
-        """The milestone at a share of another run of so many steps, up to rounding; None without one."""
-        near = min(self.milestones, key=lambda one: abs(one.step / self.steps - share), default=None)
-        rounding = max(1 / self.steps, 1 / steps) + 1e-9
-        return near if near and abs(near.step / self.steps - share) <= rounding else None
-
-    def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
-        """The network with a milestone's averaged weights, or as it was published, on the device.
-
-        Raises:
-            StoreError: a file is damaged, or the checkpoint is another network's.
-        """
-        if milestone is None:
-            expert = Expert.load(self.store, self.part)
-            expert.network.to(device)
-            return expert
-        card, config, weights = read_part(self.store, self.part)
-        average = averaged(self.store.sub(self.run), milestone)
-        shapes = {name: tuple(value.shape) for name, value in weights.items()}
-        if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
-            where = self.store.name(f"{self.run}/{milestone.folder}")
-            raise StoreError(f"{where} is of another network than {self.part}", "leave out compare.curve")
-        network = built(family(card.family).load, config, weights, self.part)
-        filled(network, {**weights, **average}).to(device)
-        return Expert(network, card.family, card.prediction, card.schedule, card)
 
 
 @dataclass(frozen=True)
@@ -142,6 +78,7 @@ class Course:
             *(n for n in dense if n == "monolith"),
         ]
         self.single = {name: Origin.of(store, f"{name}/expert", f"{name}/run") for name in names}
+        self.guide = {PRETRAIN_PART: content.parts[PRETRAIN_PART]} if PRETRAIN_PART in content.parts else {}
         self._check()
 
     def _check(self) -> None:
@@ -177,9 +114,7 @@ class Course:
         spent = self.router.train_flops + (
             self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
         )
-        weights = {"router": self.router.weights_sha256} if chosen else {}
-        if chosen and "pretrain" in self.single:
-            weights[PRETRAIN_PART] = self.single["pretrain"].card.weights_sha256
+        weights = {"router": self.router.weights_sha256, **self.guide} if chosen else {}
         for n, one in self.experts.items():
             milestone = chosen.get(f"experts/{n}")
             spent += one.card.train_flops * (milestone.step / one.steps if milestone else 1.0)
@@ -213,10 +148,11 @@ class Course:
 
     def _assembled(self, stage: Stage, device: torch.device) -> Ensemble:
         loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
-        shared = self.single.get("pretrain")
-        pretrain = None if shared is None else shared.load(None, device)
+        pretrain = Expert.load(self.store, f"ensemble/{PRETRAIN_PART}") if self.guide else None
+        if pretrain is not None:
+            pretrain.network.to(device)
         cards = {n: one.card for n, one in self.experts.items()}
-        costs = Costs.of(self.router, cards, self.k, None if shared is None else shared.card)
+        costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
         router = RouterModel.load(self.store, "ensemble/router")
         router.network.to(device)
         return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)

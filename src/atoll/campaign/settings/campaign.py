@@ -126,6 +126,9 @@ class SamplingConfig(Generation):
 
     residency: Residency = Residency()
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
+    guide_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of shared pretraining after which its network is the one of `null pretrain`; a weaker one guides
+    better (arXiv 2406.02507). Below 1 it has to be one of the checkpoints that `train.milestones` keeps."""
 
 
 class CampaignConfig(Config):
@@ -219,6 +222,12 @@ class CampaignConfig(Config):
             raise ConfigError(
                 f"sampling.routing {self.sampling.routing}: there is no network of shared pretraining",
                 "set another sampling.routing, such as once, or budget.pretrain above 0",
+            )
+        kept = self.sampling.guide_share * self.train.milestones
+        if self.sampling.guide_share < 1 and (not kept or abs(kept - round(kept)) > 1e-6):
+            raise ConfigError(
+                f"sampling.guide_share {self.sampling.guide_share:g}: no checkpoint is kept there",
+                "set train.milestones so that it is one of so many equal parts, such as 4 for 0.25",
             )
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
