@@ -92,6 +92,7 @@ class Way:
 
 
 SCALES = (1.5, 2.0, 3.0, 4.0)
+INTERVALS = ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
 ENSEMBLE = [
     *(Way(null, scale) for null in ("own", "mixture", "pretrain", "average") for scale in SCALES),
     *(Way("mixture", scale, routing="once") for scale in SCALES),
@@ -103,20 +104,18 @@ ENSEMBLE = [
         for scale in SCALES
     ),
     *(Way("mixture", caption, cluster) for caption in (1.5, 2.0, 3.0) for cluster in (1.5, 2.0, 3.0, 4.0)),
-    *(
-        Way("mixture", scale, interval=at)
-        for scale in (3.0, 4.0)
-        for at in ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
-    ),
+    *(Way("mixture", scale, interval=at) for scale in (3.0, 4.0) for at in INTERVALS),
+    *(Way("milestone 2", scale, interval=at, routing="once") for scale in (3.0, 4.0) for at in INTERVALS),
     *(Way("mixture", 3.0, steps=steps) for steps in (40,)),
     *(Way("mixture", 3.0, shift=shift) for shift in (1.5, 2.0)),
 ]
 SINGLE = [
     *(Way(null, scale) for null in ("own", "milestone 1", "milestone 2", "milestone 4") for scale in SCALES),
     *(
-        Way("own", scale, interval=at)
+        Way(null, scale, interval=at)
+        for null in ("own", "milestone 1")
         for scale in (3.0, 4.0)
-        for at in ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
+        for at in INTERVALS
     ),
     *(Way("own", 3.0, steps=steps) for steps in (40,)),
     *(Way("own", 3.0, shift=shift) for shift in (1.5, 2.0)),

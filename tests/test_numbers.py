@@ -16,7 +16,7 @@ from helpers import ROOT
 PAGES = [
     "README.md",
     "examples/emoji/README.md",
-    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+    *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")),
 ]
 MARK = re.compile(r"<!-- numbers: (?P<files>[\w. -]+) -->\n(?P<block>.+?)(?=\n\n|\Z)", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.])")
