@@ -120,6 +120,8 @@ JOINT = ("train.lr=0.002", "train.batch=8")
 LONG = ("train.precision=bf16", "train.validations=2", "train.previews=0")
 """Of the long runs, for their time: matrix products in bf16."""
 FAST = (*LONG, "train.parallel.compile=true")
+PLAIN = ("student=null", "train.milestones=0", "sampling.guide_share=1")
+"""In place of the recipe's, where an entry does not say otherwise."""
 KEPT = ("train.milestones=8",)
 """Of networks whose earlier selves guide."""
 WEAK = (*KEPT, "sampling.guide_share=0.25")
@@ -178,6 +180,9 @@ def main() -> None:
     parser.add_argument(
         "--draws", type=int, default=1, help="albums of each model, for the noise of the distance"
     )
+    parser.add_argument(
+        "--samples", type=int, default=1000, help="test pictures; 0 for the held-out distances alone"
+    )
     parser.add_argument("--routings", nargs="+", default=ROUTINGS, help="of the ensembles that are measured")
     parser.add_argument("--list", action="store_true", help="only show the entries' names")
     parser.add_argument(
@@ -205,7 +210,7 @@ def main() -> None:
                 places = [f"data.path={data.resolve()}", f"data.source={source.resolve()}"]
                 train(entry, entry.folder(options.to, seed), seed, ["emoji", *SPLIT, *places])
     elif options.stage == "measure" and options.to:
-        protocol = Protocol(draws=options.draws, routings=tuple(options.routings))
+        protocol = Protocol(samples=options.samples, draws=options.draws, routings=tuple(options.routings))
         chosen = [replace(e, seeds=tuple(options.seeds)) if options.seeds else e for e in entries]
         report(joined(options.join, measured(chosen, options.to, protocol)), options.json)
     else:
@@ -249,7 +254,7 @@ def train(entry: Entry, folder: Path, seed: int, common: list[str], alone: bool 
         alone: every command as a process of its own.
     """
     run = partial(run_command, alone=alone)
-    sets = (f"seed={seed}", "student=null", "train.milestones=0", *common[1:], *entry.sets)
+    sets = (f"seed={seed}", *PLAIN, *common[1:], *entry.sets)
     if (folder / "campaign.yaml").exists():
         Campaign.open(folder, sets)  # which refuses other settings than it was started with
     else:
@@ -317,7 +322,7 @@ class Protocol:
     Attributes:
         guidances: of which the best on held-out pictures is chosen.
         chosen_on: held-out pictures for each of them.
-        samples: test pictures.
+        samples: test pictures; 0 for held-out distances only.
         steps: of the sampler.
         judges: see `judges.JUDGES`; the first chooses.
         epochs: that the network which matches captions learns.
@@ -357,15 +362,19 @@ class Protocol:
 
         heldout = {guidance: distance(guidance) for guidance in self.guidances}
         best = min(self.guidances, key=lambda guidance: heldout[guidance])
-        generation = generation.with_(guidance=best)
-        albums = [
-            Album.of(campaign, model, generation.with_(seed=seed), "test", self.samples, place / str(seed))
-            for seed in range(self.draws)
-        ]
-        known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
-        album, network = albums[0], matcher(albums[0].training, folder.parent / known, self.epochs)
-        test = album.distances(self.judges) | album.matches(network) | album.without_twins(**judge)
-        spent = flops(folder)
+        generation, spent = generation.with_(guidance=best), flops(folder)
+        test, again = dict[str, float](), list[float]()
+        if self.samples:
+            albums = [
+                Album.of(
+                    campaign, model, generation.with_(seed=seed), "test", self.samples, place / str(seed)
+                )
+                for seed in range(self.draws)
+            ]
+            known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
+            album, network = albums[0], matcher(albums[0].training, folder.parent / known, self.epochs)
+            test = album.distances(self.judges) | album.matches(network) | album.without_twins(**judge)
+            again = [one.distances({first: judge})[first] for one in albums[1:]]
         if name == "student":
             test[COST] = flops(folder, "student") / spent
         return {
@@ -373,7 +382,7 @@ class Protocol:
             "flops": spent,
             "test": test,
             "all": {f"{guidance:g}": value for guidance, value in heldout.items()},
-            "drawn again": [one.distances({first: judge})[first] for one in albums[1:]],
+            "drawn again": again,
         }
 
 
@@ -429,6 +438,8 @@ def report(found: Points, path: Path | None) -> None:
     for name, models in found.items():
         for model, points in models.items():
             case = f"{name}: {model}"
+            best = [min(one["all"].values()) for one in points.values()]
+            rows.append(median_row(case, "held-out distance at its best guidance", best))
             values = in_all(points.values())
             for value in values:
                 rows.append(median_row(case, value, [one["test"][value] for one in points.values()]))

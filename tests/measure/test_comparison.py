@@ -379,8 +379,8 @@ def test_an_earlier_network_of_shared_pretraining_guides(
     with pytest.raises(PartitionError, match="nobody signs checkpoints"):
         assemble(campaign, trusted=[])
     for wrong, what in (
-        (["sampling.guide_share=0.3"], "no checkpoint is kept there"),
-        (["sampling.guide_share=0.5", "train.milestones=0"], "no checkpoint is kept there"),
+        (["sampling.guide_share=0.3"], "pretraining is kept there"),
+        (["sampling.guide_share=0.5", "train.milestones=0"], "pretraining is kept there"),
         (["sampling.guide_share=0.125", "train.milestones=8"], "no checkpoint of pretrain after 0.125"),
     ):
         with pytest.raises((ConfigError, PartitionError), match=what):

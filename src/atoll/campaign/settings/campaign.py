@@ -223,12 +223,6 @@ class CampaignConfig(Config):
                 f"sampling.routing {self.sampling.routing}: there is no network of shared pretraining",
                 "set another sampling.routing, such as once, or budget.pretrain above 0",
             )
-        kept = self.sampling.guide_share * self.train.milestones
-        if self.sampling.guide_share < 1 and (not kept or abs(kept - round(kept)) > 1e-6):
-            raise ConfigError(
-                f"sampling.guide_share {self.sampling.guide_share:g}: no checkpoint is kept there",
-                "set train.milestones so that it is one of so many equal parts, such as 4 for 0.25",
-            )
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
                 Routing.named(name)
@@ -256,6 +250,13 @@ class CampaignConfig(Config):
                     f"islands.{number}.network.init: with budget.pretrain all start from shared pretraining",
                     "set network.init, which that starts from, or budget.pretrain=0",
                 )
+
+        share, kept = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
+        if self.budget.pretrain and share < 1 and (not round(kept) or abs(kept - round(kept)) > 1e-6):
+            raise ConfigError(
+                f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there",
+                "set train.milestones so that it is one of so many equal parts, such as 4 for 0.25",
+            )
 
     def _check_student(self, student: StudentConfig) -> None:
         student.batch(self.train.batch)
