@@ -19,6 +19,7 @@ from atoll.ensemble.folder import PRETRAIN_PART
 from atoll.ensemble.model import Model, read_manifest
 from atoll.measure import models
 from atoll.measure.training_curve import Course
+from atoll.store.signatures import new_key, sign, signer
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import Answer, assembled, command, entries, merged, of_no_number, partitioned, refused
@@ -363,8 +364,13 @@ def test_an_earlier_network_of_shared_pretraining_guides(
 ) -> None:
     half, name = ["sampling.guide_share=0.5"], f"ensemble/{PRETRAIN_PART}"
     campaign = Campaign.open(folder, half)
+    new_key(folder.parent / "key")
+    sign(campaign.store, "pretrain/expert/card.json", folder.parent / "key")
+    assemble(Campaign.open(folder))
     whole = read_card(campaign.store, name)
+    assert signer(campaign.store, f"{name}/card.json") is not None
     assemble(campaign)
+    assert signer(campaign.store, f"{name}/card.json") is None
     (commit,) = [e for e in entries(folder / "pretrain") if e.get("milestone") and e["step"] == 8]
     guide = Expert.load(campaign.store, name)
     average = load_file(folder / "pretrain/run" / commit["checkpoint"] / "ema.safetensors")
@@ -382,6 +388,7 @@ def test_an_earlier_network_of_shared_pretraining_guides(
         (["sampling.guide_share=0.3"], "pretraining is kept there"),
         (["sampling.guide_share=0.5", "train.milestones=0"], "pretraining is kept there"),
         (["sampling.guide_share=0.125", "train.milestones=8"], "no checkpoint of pretrain after 0.125"),
+        (["sampling.guide_share=0.5", "trusted=[a]"], "trusted signatures"),
     ):
         with pytest.raises((ConfigError, PartitionError), match=what):
             assemble(Campaign.open(folder, wrong))

@@ -63,22 +63,24 @@ def assemble(
             f"{store.location} has no network of shared pretraining, which sampling.routing asks for",
             "train it or put it back: pretrain/expert, or set another sampling.routing",
         )
+    sampling = campaign.config.sampling
+    early = Run(PRETRAIN) in cards and sampling.guide_share < 1
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
-        if Run(PRETRAIN) in cards and campaign.config.sampling.guide_share < 1:
+        if early:
             raise PartitionError(
                 "sampling.guide_share takes a checkpoint of shared pretraining, and nobody signs checkpoints",
                 "set sampling.guide_share=1, or require no signatures",
             )
         for run in cards:
             check_trusted(store, f"{run.network}/card.json", keys)
+    guide = _guide(campaign) if early else None  # nothing is overwritten where it is missing
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
     writer = FolderWriter(store.sub("ensemble"), k)
-    sampling = campaign.config.sampling
     for run in cards:
-        if run.role == PRETRAIN and sampling.guide_share < 1:
-            writer.save(*_guide(campaign))
+        if run.role == PRETRAIN and guide is not None:
+            writer.save(*guide)
         else:
             writer.copy(store, run.network)
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
@@ -102,9 +104,10 @@ def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
     origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
     kept = origin.at(share, origin.steps)
     if kept is None:
+        there = ", ".join(f"{one:.3g}" for one in origin.shares) or "none: bring pretrain/run, if it has any"
         raise PartitionError(
             f"{campaign.store.location} has no checkpoint of pretrain after {share:g} of its steps",
-            "bring pretrain/run if it was trained elsewhere, or set sampling.guide_share=1",
+            f"set sampling.guide_share=1, or to one that is there ({there})",
         )
     network, part = origin.load(kept).network, kept.step / origin.steps
     changes = {

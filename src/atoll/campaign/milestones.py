@@ -17,6 +17,7 @@ from atoll.store.manifest import read_file
 from atoll.store.store import Damaged, Store
 
 AVERAGE = "ema.safetensors"
+WITHOUT = "restore it, leave out compare.curve, or set sampling.guide_share=1"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _averaged(run: Store, milestone: Milestone) -> dict[str, Tensor]:
     """
     name = f"{milestone.folder}/{COMMIT}"
     if sha256(run.get(name)) != milestone.sha256:
-        raise Damaged(f"{run.name(name)} is not what the log says", "restore it, or do without milestones")
+        raise Damaged(f"{run.name(name)} is not what the log says", WITHOUT)
     (entry,) = (entry for entry in Commit.read(run, name).files if entry.path == AVERAGE)
     return load_tensors(read_file(run, milestone.folder, entry))
 
@@ -93,9 +94,11 @@ class Origin:
 
     def at(self, share: float, steps: int) -> Milestone | None:
         """The milestone at a share of another run of so many steps, up to rounding; None without one."""
-        near = min(self.milestones, key=lambda one: abs(one.step / self.steps - share), default=None)
+        if not (self.milestones and self.steps):
+            return None
+        near = min(self.milestones, key=lambda one: abs(one.step / self.steps - share))
         rounding = max(1 / self.steps, 1 / steps) + 1e-9
-        return near if near and abs(near.step / self.steps - share) <= rounding else None
+        return near if abs(near.step / self.steps - share) <= rounding else None
 
     def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
         """The network with a milestone's averaged weights, or as it was published, on the device.
@@ -112,7 +115,7 @@ class Origin:
         shapes = {name: tuple(value.shape) for name, value in weights.items()}
         if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
             where = self.store.name(f"{self.run}/{milestone.folder}")
-            raise StoreError(f"{where} is of another network than {self.part}", "do without milestones")
+            raise StoreError(f"{where} is of another network than {self.part}", WITHOUT)
         network = built(family(card.family).load, config, weights, self.part)
         filled(network, {**weights, **average}).to(device)
         return Expert(network, card.family, card.prediction, card.schedule, card)

@@ -82,7 +82,7 @@ def save_part(store: Store, prefix: str, network: nn.Module, card: Card) -> Card
         card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
     card = card.model_copy(update=digests)
     if not holds(store, prefix, card):
-        store.delete(f"{prefix}/{CARD}")
+        store.delete(f"{prefix}/{CARD}", f"{prefix}/{CARD}{SUFFIX}")
         write_part(store, prefix, network, weights, card)
     return card
 

@@ -127,8 +127,8 @@ class SamplingConfig(Generation):
     residency: Residency = Residency()
     """Memory that the experts may take; those that do not fit are brought when they are needed."""
     guide_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of shared pretraining after which its network is the one of `null pretrain`; a weaker one guides
-    better (arXiv 2406.02507). Below 1 it has to be one of the checkpoints that `train.milestones` keeps."""
+    """Share of shared pretraining after which its network is the one of `null pretrain`: a weaker one guides
+    better, up to a point (arXiv 2406.02507). Below 1 it is a checkpoint that `train.milestones` has kept."""
 
 
 class CampaignConfig(Config):
@@ -255,7 +255,12 @@ class CampaignConfig(Config):
         if self.budget.pretrain and share < 1 and (not round(kept) or abs(kept - round(kept)) > 1e-6):
             raise ConfigError(
                 f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there",
-                "set train.milestones so that it is one of so many equal parts, such as 4 for 0.25",
+                "set train.milestones before it is trained, such as 4 or 8 for 0.25",
+            )
+        if self.budget.pretrain and share < 1 and self.trusted:
+            raise ConfigError(
+                "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack",
+                "set sampling.guide_share=1",
             )
 
     def _check_student(self, student: StudentConfig) -> None:
