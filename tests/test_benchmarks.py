@@ -320,6 +320,7 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
             "monolith": points(100.1, 6.0, 8.0, 9.0)
         },  # better on the test pictures, which do not choose
         told: {"monolith": points(100.0, 1.0, 4.0, 8.0)},  # it knows more than the others
+        "untested": {"monolith": {seed: {"flops": 100.0, "all": {"2": 1.0}, "test": {}} for seed in (0, 1)}},
         "longer": {"monolith": points(200.0, 1.0, 2.0, 2.0)},
         "islands": {"top-1": points(100.0, 4.0, 5.0, 10.0)},
     }
@@ -330,7 +331,7 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
     assert ratios == {"islands: top-1": 0.5, "plain: monolith": pytest.approx((0.8 * 0.45) ** 0.5)}
     assert not any("recall, over" in line["metric"] for line in rows)
     assert (
-        len(rows) == 5 * 2 + 3
+        len(rows) == 5 * 3 + 1 + 3
     )  # nothing costs as much as the longer one, and the best is held against nobody
     assert len({entry.folder(tmp_path, 3) for entry in headline.ENTRIES}) == len(headline.ENTRIES)
 
@@ -356,7 +357,7 @@ def test_ways_of_guiding_are_the_routings_where_there_is_one(
     guided = plain.with_(routing=found.routing, guidance=max(2.0, found.caption))
 
     def around(field: Any, rows: Any) -> Any:
-        return levers.GuidedField(field, found, None)
+        return levers.GuidedField(field, found, ())
 
     def latents(generation: Generation, **how: Any) -> Tensor:
         parts = list(model.generate(conditions, generation, **how))
