@@ -149,6 +149,7 @@ ENTRIES = [
         TAUGHT,
     ),
     single(8, 0.002, 400_000, *KEPT, *LONG, name="single, bf16"),
+    single(32, 0.004, 400_000, *KEPT, *LONG, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
     islands(f"{APART}, rate 0.002, bf16", 400_000, *ALONE, "train.lr=0.002", *FAST, *KEPT, seeds=(3,)),
