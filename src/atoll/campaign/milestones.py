@@ -107,9 +107,7 @@ class Origin:
             StoreError: a file is damaged, or the checkpoint is another network's.
         """
         if milestone is None:
-            expert = Expert.load(self.store, self.part)
-            expert.network.to(device)
-            return expert
+            return Expert.load(self.store, self.part, device)
         card, config, weights = read_part(self.store, self.part)
         average = _averaged(self.store.sub(self.run), milestone)
         shapes = {name: tuple(value.shape) for name, value in weights.items()}

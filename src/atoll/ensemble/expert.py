@@ -67,11 +67,11 @@ class Expert:
         return flow_velocity(predict, self.prediction, curve, x_t, t, bound)
 
     @classmethod
-    def load(cls, store: Store, prefix: str) -> "Expert":
+    def load(cls, store: Store, prefix: str, device: torch.device | str = "cpu") -> "Expert":
         """Read what `write_part` wrote; `StoreError` if the weights are not those of the card."""
         card, config, weights = read_part(store, prefix)
         network = filled(built(family(card.family).load, config, weights, store.name(prefix)), weights)
-        return cls(network, card.family, card.prediction, card.schedule, card)
+        return cls(network.to(device), card.family, card.prediction, card.schedule, card)
 
 
 def bound_of(latents: Mapping[str, Any]) -> float | None:

@@ -146,8 +146,7 @@ class Model:
             experts = load_experts(store, content.k, places, residency, device)
             pretrain = None
             if PRETRAIN_PART in content.parts:
-                pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}")
-                pretrain.network.to(device)
+                pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}", device)
             costs = Costs.of(card, cards, content.k, pretrain.card if pretrain else None)
             return Ensemble(experts, router, absent, costs, pretrain)
 
@@ -176,9 +175,7 @@ class Model:
             check_trusted(store, f"{name}/expert/card.json", trusted)
 
         def denoiser() -> Expert:
-            expert = Expert.load(store, f"{name}/expert")
-            expert.network.to(device)
-            return expert
+            return Expert.load(store, f"{name}/expert", device)
 
         model = cls(denoiser, read_card(store, f"{name}/expert"), device, generation)
         model._allowed = encoders
@@ -392,9 +389,7 @@ def load_experts(
         verified: their files were checked against hashes before.
     """
     if residency is None or not residency.limited:
-        loaded = {number: Expert.load(store, place) for number, place in places.items()}
-        for expert in loaded.values():
-            expert.network.to(device)
+        loaded = {number: Expert.load(store, place, device) for number, place in places.items()}
         return [loaded.get(number) for number in range(k)]
     stored = {n: StoredExpert.find(store, place, verified=verified) for n, place in places.items()}
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device)

@@ -148,9 +148,7 @@ class Course:
 
     def _assembled(self, stage: Stage, device: torch.device) -> Ensemble:
         loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
-        pretrain = Expert.load(self.store, f"ensemble/{PRETRAIN_PART}") if self.guide else None
-        if pretrain is not None:
-            pretrain.network.to(device)
+        pretrain = Expert.load(self.store, f"ensemble/{PRETRAIN_PART}", device) if self.guide else None
         cards = {n: one.card for n, one in self.experts.items()}
         costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
         router = RouterModel.load(self.store, "ensemble/router")

@@ -238,26 +238,27 @@ class CampaignConfig(Config):
                 )
 
     def _check_pretrain(self) -> None:
+        if not self.budget.pretrain:
+            return
         shared = self.budget.pretrain + self.router.share
-        if self.budget.pretrain and shared >= 1:
+        if shared >= 1:
             raise ConfigError(
                 f"budget.pretrain and router.share are {shared:g} of the budget: nothing is left for experts",
                 "lower one of them",
             )
         for number in self.islands:
-            if self.budget.pretrain and self.island(number)[0].init != self.network.init:
+            if self.island(number)[0].init != self.network.init:
                 raise ConfigError(
                     f"islands.{number}.network.init: with budget.pretrain all start from shared pretraining",
                     "set network.init, which that starts from, or budget.pretrain=0",
                 )
-
         share, kept = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
-        if self.budget.pretrain and share < 1 and (not round(kept) or abs(kept - round(kept)) > 1e-6):
+        if share < 1 and (not round(kept) or abs(kept - round(kept)) > 1e-6):
             raise ConfigError(
                 f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there",
                 "set train.milestones before it is trained, such as 4 or 8 for 0.25",
             )
-        if self.budget.pretrain and share < 1 and self.trusted:
+        if share < 1 and self.trusted:
             raise ConfigError(
                 "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack",
                 "set sampling.guide_share=1",
