@@ -405,9 +405,10 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
                 continue
             names = ["monolith"]
             if not entry.single:
-                whole = read_manifest(Campaign.open(folder).store)
+                store = Campaign.open(folder).store
+                whole = read_manifest(store)
                 names = possible(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
-                share = guide_share(Campaign.open(folder).store) if PRETRAIN_PART in whole.parts else 1
+                share = guide_share(store) if PRETRAIN_PART in whole.parts else 1
                 names = [f"{n}{AFTER}{share:g}" if PRETRAIN in n and share < 1 else n for n in names]
             elif set(KEPT) & set(entry.sets):
                 names.append(GUIDED)
