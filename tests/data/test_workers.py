@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from atoll.data.formats import Reject
 from atoll.data.ingest import ingest
 from atoll.data.records import Record
 from atoll.data.workers import work_together
+from atoll.store import local
 from atoll.store.claims import Claims
 from atoll.store.lease import LeaseConfig
 from atoll.store.store import Store
@@ -134,6 +136,37 @@ def test_a_claim_of_a_dead_worker_is_taken_over(
     ingest(Rows(repeated()), store, "d", CONFIG, lease=LeaseConfig(expiry_seconds=1e4) if ended else LEASE)
     assert ended or time.monotonic() - start > 0.3
     assert tree(tmp_path / "store") == tree(serial)
+
+
+def test_workers_killed_as_they_ask_the_store_for_the_time_leave_nothing(
+    glyphs: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passing file of one stands in a folder that the stage sweeps, and also where others finish it."""
+    now, left = local.now, list[Path]()
+
+    def killed(folder: Path) -> float:
+        left.append(folder / f"#{zlib.crc32(local.machine().encode()):010d}{2**22 + 1:010d}{1:014d}{0:06d}")
+        left[-1].touch()
+        return now(folder)
+
+    silent = Claims(glyphs.store, "glyphs/columns/x/claims", LEASE).claim.to_json()
+    silent["process"]["machine"] = "another"
+    glyphs.store.create_json("glyphs/columns/x/claims/00000.0.json", silent)
+    monkeypatch.setattr(local, "now", killed)
+
+    def make() -> None:
+        glyphs.write_column(
+            "x", {}, lambda shard: {"values": torch.zeros(glyphs.shards[shard].rows)}, lease=LEASE
+        )
+
+    make()
+    assert left and all(one.exists() for one in left)
+    glyphs.tidy()
+    assert not any(one.exists() for one in left)
+    left[-1].parent.mkdir(exist_ok=True)
+    left[-1].touch()
+    make()
+    assert not left[-1].exists()
 
 
 def test_a_living_claim_is_left_alone_and_beats(store: Store) -> None:

@@ -140,7 +140,7 @@ def _silence(store: Store, holder: Entry, key: str) -> float:
     if has_ended(holder.process):
         return float("inf")
     sign = last_sign(store, holder, key)
-    return max(0.0, store_time(store, "clock/") - sign)
+    return max(0.0, store_time(store, "clock-") - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
@@ -163,7 +163,7 @@ def store_time(store: Store, prefix: str) -> float:
     """The time by the store's clock: that of a file just written, whose name begins so, and removed again."""
     if store.local is not None:
         try:
-            return local.now(store.local)
+            return local.now(store.path(prefix).parent)
         except OSError as error:
             fix = "check its permissions"
             raise StoreError(f"cannot write to {store.location}: {error.strerror}", fix) from None
