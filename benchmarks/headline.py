@@ -116,8 +116,9 @@ APART = "islands that share nothing"
 SHARED = "islands after shared pretraining"
 RATE = "train.lr=0.004"
 ALONE = (RATE, *UNSHARED)
+SLOWER = (*ALONE, "train.lr=0.002")
 EVEN = ("data.weighted=true",)
-JOINT = ("train.lr=0.002", "train.batch=8")
+JOINT = ("train.lr=0.002", "train.batch=8", "budget.pretrain=0.5")
 """At 0.004 the pretraining diverged after 70,000 images, and an expert of 160 epochs after 54,000."""
 LONG = ("train.precision=bf16", "train.validations=2", "train.previews=0")
 """Of the long runs, for their time: matrix products in bf16."""
@@ -135,15 +136,14 @@ ENTRIES = [
     single(8, 0.002, 400_000, *KEPT),
     single(64, 0.004, 400_000, seeds=(3,)),
     islands(APART, 400_000, *ALONE),
-    islands(SHARED, 400_000, *JOINT, "budget.pretrain=0.5"),
+    islands(SHARED, 400_000, *JOINT),
     single(8, 0.002, 400_000, seeds=(3,), name="single, told the cluster", told=True),
     single(8, 0.002, 160 * EPOCH, *KEPT, *LONG, seeds=(3,)),
-    islands(APART, 160 * EPOCH, *ALONE, "train.lr=0.002", *FAST, seeds=(3,)),
+    islands(APART, 160 * EPOCH, *SLOWER, *FAST, seeds=(3,)),
     islands(
         f"{SHARED}, a student from scratch, bf16",
         400_000,
         *JOINT,
-        "budget.pretrain=0.5",
         *FAST,
         *WEAK,
         TAUGHT,
@@ -152,14 +152,20 @@ ENTRIES = [
     single(32, 0.004, 400_000, *KEPT, *LONG, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
-    islands(f"{APART}, rate 0.002, bf16", 400_000, *ALONE, "train.lr=0.002", *FAST, *KEPT, seeds=(3,)),
+    islands(f"{APART}, rate 0.002, bf16", 400_000, *SLOWER, *FAST, *KEPT, seeds=(3,)),
     single(8, 0.002, 232_791, "network.heads=4", *KEPT, *LONG, seeds=(3,), name="single, bf16, 128 channels"),
     single(8, 0.002, 107_174, "network.heads=6", *KEPT, *LONG, seeds=(3,), name="single, bf16, 192 channels"),
-    islands(f"{SHARED} of a quarter", 400_000, *JOINT, "budget.pretrain=0.25", seeds=(3,)),
-    islands(f"{SHARED}, K = 16", 400_000, *JOINT, "budget.pretrain=0.5", "partition.k=16", seeds=(3,)),
-    islands(f"{APART}, K = 4", 400_000, *ALONE, "partition.k=4", seeds=(3,)),
-    islands(f"{APART}, K = 16", 400_000, *ALONE, "partition.k=16", seeds=(3,)),
+    islands(f"{SHARED} of a quarter, bf16", 400_000, *JOINT, "budget.pretrain=0.25", *FAST, seeds=(3,)),
+    *(
+        islands(f"{SHARED}, K = {k}, bf16", 400_000, *JOINT, *FAST, *WEAK, f"partition.k={k}", seeds=(3,))
+        for k in (4, 16)
+    ),
+    *(
+        islands(f"{APART}, K = {k}, bf16", 400_000, *SLOWER, *FAST, *KEPT, f"partition.k={k}", seeds=(3,))
+        for k in (4, 16)
+    ),
     *(single(8, 0.002, samples, *LONG, seeds=(3,)) for samples in (800_000, 1_600_000, 3_200_000)),
+    single(8, 0.002, 1_200_000, *KEPT, *LONG, seeds=(3,)),
     replace(single(8, 0.002, 400_000, *EVEN, seeds=(3,), name="single, drawn by weight"), weighted=True),
     replace(islands(f"{APART}, drawn by weight", 400_000, *ALONE, *EVEN, seeds=(3,)), weighted=True),
 ]

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -365,6 +366,12 @@ def test_ways_of_guiding_are_the_routings_where_there_is_one(
         return torch.cat([part.latents for part in parts])[order]
 
     assert torch.allclose(latents(plain), latents(guided, around=around), atol=1e-5)
+
+
+def test_heun_is_nearer_than_euler(bench: Bench) -> None:
+    levers = bench("levers")
+    found = levers.heun(levers.Way(steps=10, heun=True), lambda x, t, step: x, torch.ones(1, 1, 1, 1))
+    assert abs(float(found) - math.exp(-1)) < 0.002 < math.exp(-1) - 0.9**10
 
 
 @pytest.fixture(scope="module")

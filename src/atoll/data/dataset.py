@@ -249,8 +249,7 @@ class DataSet:
     def tidy(self) -> None:
         """Remove what a killed process left beside complete columns; a stage skips a column that is there."""
         self.store.sweep(self.prefix)
-        for name in self.column_names():
-            column = self.column(name)
+        for column in map(self.column, self.column_names()):
             remove_others(self.store, column.folder, column.meta)
 
     def localise(self, columns: Sequence[str]) -> None:
