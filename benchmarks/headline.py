@@ -28,7 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 from harness import TINY, finish, median_row, ratio_interval, row, run_command
-from judges import GUIDED, JUDGES, Album, matcher
+from judges import GUIDED, GUIDED_APART, JUDGES, Album, matcher
 from pyarrow import parquet
 
 import atoll
@@ -350,7 +350,7 @@ class Protocol:
 
     def point(self, folder: Path, name: str) -> Point:
         """One model of one campaign, at its best guidance on the held-out pictures."""
-        alone = {"monolith": None, "student": None, GUIDED: "once null pretrain"}
+        alone = {"monolith": None, "student": None, GUIDED: "once null pretrain", GUIDED_APART: "once"}
         model, routing = (name, alone[name]) if name in alone else ("ensemble", name.split(AFTER)[0])
         (first, judge), campaign = next(iter(self.judges.items())), Campaign.open(folder)
         place = folder / "reports" / "album" / re.sub(r"\W+", "-", name)
@@ -360,7 +360,7 @@ class Protocol:
 
         def distance(guidance: float) -> float:
             how = generation.with_(guidance=guidance)
-            if model == GUIDED:  # no model of the campaign, so by its pictures
+            if model in (GUIDED, GUIDED_APART):  # no model of the campaign, so by its pictures
                 shown = place / f"heldout-{guidance:g}"
                 album = Album.of(campaign, model, how, "heldout", self.chosen_on, shown)
                 return album.distances({first: judge})[first]
@@ -416,6 +416,7 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
                 names = possible(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
                 share = guide_share(store) if PRETRAIN_PART in whole.parts else 1
                 names = [f"{n}{AFTER}{share:g}" if PRETRAIN in n and share < 1 else n for n in names]
+                names += [GUIDED_APART] if {*KEPT, *UNSHARED} <= {*entry.sets} else []
             elif set(KEPT) & set(entry.sets):
                 names.append(GUIDED)
             names += ["student"] if (folder / "student/expert/card.json").exists() else []

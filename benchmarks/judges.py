@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from guides import GuidedByThemselves, earlier
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import Origin
-from atoll.campaign.runs import Run
+from atoll.campaign.runs import Run, experts_of
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.ensemble.ensemble import Ensemble
@@ -51,6 +51,8 @@ MATCHER = "captions, 64 axes"
 AMONG = 100
 GUIDED = "monolith null milestone"
 """The single network, its null branch that of its first milestone (a weaker one's, arXiv 2312.02696)."""
+GUIDED_APART = "once null own milestone"
+"""Experts of which each has the null branch of its own first milestone."""
 
 
 class Alone:
@@ -61,26 +63,16 @@ class Alone:
         return x_t.new_zeros(len(x_t), 1)
 
 
-def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]:
-    """A network as it was at a milestone of its training, and the checkpoint's digest.
-
-    Args:
-        campaign: whose run it is.
-        run: of the network.
-        number: of the milestone, from 0.
-
-    Raises:
-        LookupError: the run kept fewer milestones.
-    """
-    origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
-    if number >= len(origin.milestones):
-        raise LookupError(f"{run.name} of {campaign.store.location} kept {len(origin.milestones)} milestones")
-    kept = origin.milestones[number]
-    return origin.load(kept), kept.sha256
-
-
 def candidate_of(campaign: Campaign, model: str) -> Candidate:
     """A model of a campaign; `GUIDED` draws as an ensemble of one expert with a null branch apart."""
+    if model == GUIDED_APART:
+        whole = published(campaign, "ensemble", torch.device("cpu"))
+        runs = experts_of(campaign.config.partition.k)
+        guides, digests = zip(*(earlier(campaign, run) for run in runs), strict=True)
+        weights = whole.weights | {f"{run.folder} was": one for run, one in zip(runs, digests, strict=True)}
+        assert isinstance(whole.model.denoiser, Ensemble)
+        apart = GuidedByThemselves(whole.model.denoiser, guides)
+        return Candidate("ensemble", weights, Model(lambda: apart, whole.model.card, torch.device("cpu")))
     if model != GUIDED:
         return published(campaign, model, torch.device("cpu"))
     one = published(campaign, "monolith", torch.device("cpu"))

@@ -5,96 +5,40 @@
 
 Every way is a formula of velocities that the networks already give, so nothing is trained. Ways are chosen
 on held-out pictures of one seed (`--split heldout`) and judged on test pictures of others. Points are kept
-in the campaigns, so a run that was stopped goes on.
-
-Of a state, v(c) is the chosen expert's velocity with the caption, v(0) its velocity without; v(null) is
-that of what guidance leads away from: the expert itself (`own`), an expert drawn from p(k | x_t, t, null)
-(`mixture`), the network of shared pretraining (`pretrain`), one network of the experts' averaged weights
-(`average`), what shared pretraining or the single network was at its N-th milestone (`milestone N`), or what
-the expert itself was (`own milestone N`). The guided velocity is
-
-    v(null) + cluster (v(0) - v(null)) + caption (v(c) - v(0)),
-
-which with one scale for both is ordinary guidance. Outside `interval` it is v(c).
+in the campaigns, so a run that was stopped goes on. `guides.py` has the formula.
 """
 
 import argparse
 import copy
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+from guides import GuidedField, Way, earlier
 from harness import finish, row, tiny
-from judges import earlier
 from torch import Tensor
 
-from atoll.base.condition import Condition, Denoiser
-from atoll.base.rng import Position, uniforms
+from atoll.base.condition import Denoiser
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
-from atoll.ensemble.dispatch import Dispatch
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
-from atoll.ensemble.field import Field, RoutedField, SingleField
+from atoll.ensemble.field import Field
 from atoll.ensemble.integrate import sample, set_times
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
 from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
-
-DRAW = Routing.named("sample-1")
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a velocity is guided.
-
-    Attributes:
-        null: what guidance leads away from.
-        caption: scale of v(c) - v(0).
-        cluster: scale of v(0) - v(null); the caption's by default, and v(0) is then not needed.
-        interval: times t at which there is guidance.
-        routing: of the conditional branch, of an ensemble.
-        steps: of the sampler.
-        shift: SD3's time shift.
-        heun: whether every step asks the networks twice, on diffusers' own grid; else Euler's steps.
-    """
-
-    null: str = "own"
-    caption: float = 2.0
-    cluster: float | None = None
-    interval: tuple[float, float] = (0.0, 1.0)
-    routing: str = "top-1"
-    steps: int = 20
-    shift: float = 1.0
-    heun: bool = False
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        scales = (
-            f"{self.caption:g}" if self.cluster is None else f"{self.caption:g}, cluster {self.cluster:g}"
-        )
-        low, high = self.interval
-        words = [self.routing, f"null {self.null}", f"guidance {scales}"]
-        words += [f"at t {low:g} to {high:g}"] if self.interval != (0.0, 1.0) else []
-        words += [f"{self.steps} steps"] if self.steps != 20 else []
-        words += ["Heun"] if self.heun else []
-        words += [f"shift {self.shift:g}"] if self.shift != 1 else []
-        return ", ".join(words)
-
 
 SCALES = (1.5, 2.0, 3.0, 4.0)
 INTERVALS = ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))
@@ -129,60 +73,6 @@ SINGLE = [
 ]
 
 
-class GuidedField:
-    """The flow of one batch under a way of guiding.
-
-    Args:
-        inner: the batch's field: networks, conditions, and places in the random streams.
-        way: how it is guided.
-        others: what guidance leads away from beside the model: one network, or one for each expert.
-    """
-
-    def __init__(self, inner: RoutedField | SingleField, way: Way, others: Sequence[Denoiser]) -> None:
-        self.inner, self.way, self.others = inner, way, others
-        self.cond, self.null = inner.branches.cond, inner.branches.null
-        self.weights: Tensor | None = None
-
-    def __call__(self, x_t: Tensor, t: float, step: int) -> Tensor:
-        """Guided velocity."""
-        way, low, high = self.way, *self.way.interval
-        times = x_t.new_full((len(x_t),), t)
-        conditional = self._chosen(x_t, times, step, self.cond)
-        if (way.caption == 1 and way.cluster in (None, 1)) or not low <= t <= high:
-            return conditional
-        away = self._null(x_t, times, step)
-        if way.cluster is None:
-            return away + way.caption * (conditional - away)
-        own = self._chosen(x_t, times, step, self.null)
-        return away + way.cluster * (own - away) + way.caption * (conditional - own)
-
-    def _chosen(self, x_t: Tensor, times: Tensor, step: int, cond: Condition) -> Tensor:
-        """Velocity of the network that serves the picture."""
-        if isinstance(self.inner, SingleField):
-            return self.inner.denoiser.velocity(x_t, times, cond)
-        field = self.inner
-        if cond is self.cond and (self.weights is None or field.generations[0].routing.asks_at(step)):
-            self.weights = field.weights_at(x_t, float(times[0]), step)
-        assert self.weights is not None
-        return Dispatch(self.weights, cond).run(field.ensemble.experts, x_t, times)
-
-    def _null(self, x_t: Tensor, times: Tensor, step: int) -> Tensor:
-        if self.way.null == "own":
-            return self._chosen(x_t, times, step, self.null)
-        if len(self.others) == 1:
-            return self.others[0].velocity(x_t, times, self.null)
-        assert isinstance(self.inner, RoutedField)
-        if self.others:
-            assert self.weights is not None
-            return Dispatch(self.weights, self.null).run(self.others, x_t, times)
-        rows: Sequence[Position] = self.inner.positions
-        draws = uniforms(self.inner.generations[0].seed, f"route-null/{step}", rows, (1,))
-        logits = self.inner.ensemble.logits(x_t, times, self.null)
-        return Dispatch(route(DRAW, logits, draws.to(logits)), self.null).run(
-            self.inner.ensemble.experts, x_t, times
-        )
-
-
 @dataclass
 class Guided(Drawn):
     """Pictures that a model draws under a way of guiding.
@@ -192,7 +82,7 @@ class Guided(Drawn):
         others: what guidance leads away from beside the model.
     """
 
-    way: Way = Way()
+    way: Way = field(default_factory=Way)
     others: Sequence[Denoiser] = ()
 
     @property

@@ -352,7 +352,6 @@ def test_ways_of_guiding_are_the_routings_where_there_is_one(
 ) -> None:
     levers = bench("levers")
     model = Model.load(Store.open(small_ensemble))
-    conditions = model.conditions(["0", "1", "1", "0"])
     plain = Generation(routing=routing, guidance=guidance, steps=3, seed=5)
     found = levers.Way(**way)
     guided = plain.with_(routing=found.routing, guidance=max(2.0, found.caption))
@@ -360,12 +359,25 @@ def test_ways_of_guiding_are_the_routings_where_there_is_one(
     def around(field: Any, rows: Any) -> Any:
         return levers.GuidedField(field, found, ())
 
-    def latents(generation: Generation, **how: Any) -> Tensor:
-        parts = list(model.generate(conditions, generation, **how))
-        order = torch.tensor([row for part in parts for row in part.rows]).argsort()
-        return torch.cat([part.latents for part in parts])[order]
+    assert torch.allclose(latents(model, plain), latents(model, guided, around=around), atol=1e-5)
 
-    assert torch.allclose(latents(plain), latents(guided, around=around), atol=1e-5)
+
+def test_experts_that_are_guided_by_what_they_are_have_their_own_null_branch(
+    bench: Bench, small_ensemble: Path
+) -> None:
+    model, plain = Model.load(Store.open(small_ensemble)), Generation(guidance=2.5, steps=3, seed=5)
+    ensemble = model.denoiser
+    guided = Model(bench("guides").GuidedByThemselves(ensemble, ensemble.experts), model.card)
+    other = Model(bench("guides").GuidedByThemselves(ensemble, ensemble.experts[::-1]), model.card)
+    assert torch.allclose(latents(model, plain), latents(guided, plain), atol=1e-5)
+    assert not torch.allclose(latents(model, plain), latents(other, plain), atol=1e-5)
+
+
+def latents(model: Model, generation: Generation, **how: Any) -> Tensor:
+    """Of four samples, in order."""
+    parts = list(model.generate(model.conditions(["0", "1", "1", "0"]), generation, **how))
+    order = torch.tensor([row for part in parts for row in part.rows]).argsort()
+    return torch.cat([part.latents for part in parts])[order]
 
 
 def test_heun_is_nearer_than_euler(bench: Bench) -> None:
