@@ -35,7 +35,7 @@ CURATE = {"curate", "cli_aesthetics.py", "cli_concepts.py"}
 SERVE = {"serve", "cli_serve.py"}
 # Ceilings that may only fall. What is aimed at: core 12,500, around 6,500, tests 16,000; curate 2,200,
 # serve 1,200.
-CORE_LINES, AROUND_LINES, CURATE_LINES, SERVE_LINES, TEST_LINES = 24_943, 8_569, 3_250, 1_850, 29_634
+CORE_LINES, AROUND_LINES, CURATE_LINES, SERVE_LINES, TEST_LINES = 24_943, 8_569, 3_250, 1_850, 29_627
 
 
 def name(path: Path) -> str:

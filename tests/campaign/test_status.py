@@ -132,8 +132,8 @@ def test_a_living_run(copy: Path) -> None:
 def test_a_silent_run_is_stale(copy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     log = held(copy)
     beat(log, step=6)
-    ahead = module.store_time(Store.open(copy), "clock-") + 31
-    monkeypatch.setattr(module, "store_time", lambda store, prefix: ahead)
+    ahead = module.store_time(Store.open(copy)) + 31
+    monkeypatch.setattr(module, "store_time", lambda store: ahead)
     said = run("status", copy)
     assert said.code == 1
     line = next(line for line in said.out.splitlines() if "expert 0" in line)

@@ -22,7 +22,7 @@ def clock(seconds: float) -> None:
 def store_clock(seconds: float) -> None:
     """The store's clock has jumped ahead: every sign of life looks that much older."""
     real = lease.store_time
-    lease.store_time = lambda store, prefix: real(store, prefix) + seconds
+    lease.store_time = lambda store: real(store) + seconds
 
 
 def machine(name: str) -> None:

@@ -4,7 +4,6 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,28 +144,22 @@ def test_workers_killed_as_they_ask_the_store_for_the_time_leave_nothing(
     now, left = local.now, list[Path]()
 
     def killed(folder: Path) -> float:
-        left.append(folder / f"#{zlib.crc32(local.machine().encode()):010d}{2**22 + 1:010d}{1:014d}{0:06d}")
+        left.append(folder / f"{local._writer(2**22 + 1)}000000")
         left[-1].touch()
         return now(folder)
+
+    def make() -> None:
+        glyphs.write_column("x", {}, lambda n: {"values": torch.zeros(glyphs.shards[n].rows)}, lease=LEASE)
 
     silent = Claims(glyphs.store, "glyphs/columns/x/claims", LEASE).claim.to_json()
     silent["process"]["machine"] = "another"
     glyphs.store.create_json("glyphs/columns/x/claims/00000.0.json", silent)
     monkeypatch.setattr(local, "now", killed)
-
-    def make() -> None:
-        glyphs.write_column(
-            "x", {}, lambda shard: {"values": torch.zeros(glyphs.shards[shard].rows)}, lease=LEASE
-        )
-
-    make()
-    assert left and all(one.exists() for one in left)
-    glyphs.tidy()
-    assert not any(one.exists() for one in left)
-    left[-1].parent.mkdir(exist_ok=True)
-    left[-1].touch()
-    make()
-    assert not left[-1].exists()
+    for again in (glyphs.tidy, make):
+        make()
+        left[-1].touch()
+        again()
+        assert not any(one.exists() for one in left)
 
 
 def test_a_living_claim_is_left_alone_and_beats(store: Store) -> None:

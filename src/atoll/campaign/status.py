@@ -199,7 +199,7 @@ class Observer:
     def _set_clock(self) -> float:
         """A file beside `campaign.json`, gone at once, tells the store's time; a read-only store cannot."""
         try:
-            return store_time(self.campaign.store, "clock-") - time.time()
+            return store_time(self.campaign.store) - time.time()
         except StoreError:
             self._clock = "local"
             return 0.0

@@ -88,7 +88,7 @@ class Claims:
             with suppress(AtollError):  # what cannot be read says nothing, and expires
                 if has_ended(Claim.read(self.store, key).process):
                     return True
-            return store_time(self.store, f"{self.folder}/clock-") - written > self.lease.expiry_seconds
+            return store_time(self.store.sub(self.folder)) - written > self.lease.expiry_seconds
         except AtollError:
             return False  # just now given back, or the store is out of reach: look again later
 

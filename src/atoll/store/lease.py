@@ -140,7 +140,7 @@ def _silence(store: Store, holder: Entry, key: str) -> float:
     if has_ended(holder.process):
         return float("inf")
     sign = last_sign(store, holder, key)
-    return max(0.0, store_time(store, "clock-") - sign)
+    return max(0.0, store_time(store) - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
@@ -159,15 +159,15 @@ def read_heartbeat(store: Store, folder: str = "") -> Heartbeat | None:
         return None
 
 
-def store_time(store: Store, prefix: str) -> float:
-    """The time by the store's clock: that of a file just written, whose name begins so, and removed again."""
+def store_time(store: Store) -> float:
+    """The time by the store's clock: that of a file just written to it, and removed again."""
     if store.local is not None:
         try:
-            return local.now(store.path(prefix).parent)
+            return local.now(store.local)
         except OSError as error:
             fix = "check its permissions"
             raise StoreError(f"cannot write to {store.location}: {error.strerror}", fix) from None
-    key = f"{prefix}{uuid.uuid4().hex}"
+    key = f"clock-{uuid.uuid4().hex}"
     store.put(key, b"")
     try:
         return store.modified(key)
