@@ -152,7 +152,10 @@ ENTRIES = [
     single(32, 0.004, 400_000, *KEPT, *LONG, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", 400_000, *ALONE, *FAST, "budget.compute=equal", seeds=(3,)),
     islands(f"{APART}, random clusters, bf16", 400_000, *ALONE, *FAST, "partition.method=random", seeds=(3,)),
-    islands(f"{APART}, rate 0.002, bf16", 400_000, *SLOWER, *FAST, *KEPT, seeds=(3,)),
+    *(
+        islands(f"{APART}, rate {rate}, bf16", 400_000, *ALONE, f"train.lr={rate}", *FAST, *KEPT, seeds=(3,))
+        for rate in (0.001, 0.002)
+    ),
     single(8, 0.002, 232_791, "network.heads=4", *KEPT, *LONG, seeds=(3,), name="single, bf16, 128 channels"),
     single(8, 0.002, 107_174, "network.heads=6", *KEPT, *LONG, seeds=(3,), name="single, bf16, 192 channels"),
     islands(f"{SHARED} of a quarter, bf16", 400_000, *JOINT, "budget.pretrain=0.25", *FAST, seeds=(3,)),

@@ -163,6 +163,12 @@ class Bench:
         return []
 
     @property
+    def case(self) -> str:
+        """For tables."""
+        apart = self.name == "ensemble" and not self.campaign.config.budget.pretrain
+        return f"{self.name}, nothing shared" if apart else self.name
+
+    @property
     def whole(self) -> Run:
         """The run of a network on all the data: the monolith's, or shared pretraining's."""
         if self.name == "ensemble" and not self.campaign.config.budget.pretrain:
@@ -232,7 +238,7 @@ def measure(options: argparse.Namespace, steps: int | None = None) -> None:
             except LookupError as error:
                 print(f"left out: {way.name}: {error}")
                 continue
-            rows += [row(f"{name}: {way.name}", metric, value) for metric, value in values.items()]
+            rows += [row(f"{bench.case}: {way.name}", metric, value) for metric, value in values.items()]
             print(f"{name}: {way.name}: {values}", flush=True)
     finish("levers", rows, options.json, {"split": options.split, "samples": options.samples})
 
