@@ -158,7 +158,16 @@ ENTRIES = [
     ),
     single(8, 0.002, 232_791, "network.heads=4", *KEPT, *LONG, seeds=(3,), name="single, bf16, 128 channels"),
     single(8, 0.002, 107_174, "network.heads=6", *KEPT, *LONG, seeds=(3,), name="single, bf16, 192 channels"),
-    islands(f"{SHARED} of a quarter, bf16", 400_000, *JOINT, "budget.pretrain=0.25", *FAST, seeds=(3,)),
+    islands(
+        f"{SHARED} of a quarter, bf16",
+        400_000,
+        *JOINT,
+        "budget.pretrain=0.25",
+        *FAST,
+        *KEPT,
+        "sampling.guide_share=0.5",
+        seeds=(3,),
+    ),
     *(
         islands(f"{SHARED}, K = {k}, bf16", 400_000, *JOINT, *FAST, *WEAK, f"partition.k={k}", seeds=(3,))
         for k in (4, 16)
