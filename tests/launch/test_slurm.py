@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -12,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.launch import SlurmConfig
 from atoll.launch import slurm
 from atoll.launch.job import Job, Site
 from atoll.store.claims import Claims
 from atoll.store.store import Store
+from atoll.train.run import train_run
 from chaos.sweep import content, differences
-from helpers import atoll, command, partitioned, refused_process, same_bits, write_campaign
+from helpers import assembled, command, partitioned, refused, same_bits, write_campaign
 from launch import cluster
 
 pytestmark = [
@@ -93,21 +94,19 @@ def commits(run: Path) -> int:
 
 
 def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
-    site: None, tmp_path: Path
+    site: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reference = tmp_path / "reference"
-    partitioned(reference, CHANGES)
+    reference = assembled(tmp_path / "reference", CHANGES)
+    train_run(Campaign.open(reference), "monolith")
     # A name that a shell, sbatch's own reader and its file name patterns would all take apart.
-    folder = Path(shutil.copytree(reference, tmp_path / 'it\'s; a "$HOME" %j #1'))
-    answer = atoll("launch", reference)
-    assert answer.returncode == 0, answer.stderr
+    folder = tmp_path / 'it\'s; a "$HOME" %j #1'
+    partitioned(folder, CHANGES)
 
-    first = atoll("launch", folder, "--on", "slurm")
-    assert first.returncode == 0, first.stderr
-    jobs = submitted(first.stdout)
-    assert set(jobs) == {"expert 0", "expert 1", "router", "monolith", "assemble"}
-    again = atoll("launch", folder, "--on", "slurm")
-    assert submitted(again.stdout) == {} and again.stdout.count("queued already as job") == 5, again
+    first = command(capsys, "launch", folder, "--on", "slurm")
+    jobs = submitted(first.out)
+    assert first.code == 0 and {*jobs} == {"expert 0", "expert 1", "router", "monolith", "assemble"}, first
+    again = command(capsys, "launch", folder, "--on", "slurm")
+    assert submitted(again.out) == {} and again.out.count("queued already as job") == 5, again
 
     # In the middle of training, one is requeued from outside; the other one's script is warned, as it is
     # before the time limit, and requeues itself.
@@ -142,7 +141,7 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     assert all((folder / path).read_bytes() == (reference / path).read_bytes() for path in weights)
 
     # What was cancelled is all that another launch submits, and it goes on where it left.
-    rest = submitted(atoll("launch", folder, "--on", "slurm").stdout)
+    rest = submitted(command(capsys, "launch", folder, "--on", "slurm").out)
     assert set(rest) == {"monolith"}
     until(lambda: not call("squeue", "--noheader"), "jobs are left")
     assert same_bits(folder / "monolith", reference / "monolith")
@@ -177,15 +176,17 @@ def test_an_array_makes_the_data_set_though_one_task_is_cancelled_and_one_requeu
     call("scancel", *(number for name, number in jobs.items() if name != "partition"))
 
 
-def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(site: None, tmp_path: Path) -> None:
+def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(
+    site: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = {
         "launch": {"slurm": {"lines": ["--hold"]}, "islands": {1: {"slurm": {"partition": "nowhere"}}}}
     }
     folder = tmp_path / "c"
     partitioned(folder, changes)
-    answer = atoll("launch", folder, "--on", "slurm")
-    number = submitted(answer.stdout)["expert 0"]
-    line = refused_process(answer, "expert 1", "nvalid partition", f"expert 0 (job {number})", "launch again")
+    answer = command(capsys, "launch", folder, "--on", "slurm")
+    number = submitted(answer.out)["expert 0"]
+    line = refused(answer, "expert 1", "nvalid partition", f"expert 0 (job {number})", "launch again")
     assert state(number) == "PENDING" and "router" not in line
     call("scancel", number)
     until(lambda: not state(number), "the job stays")

@@ -12,7 +12,7 @@ from atoll.campaign.folder import Campaign
 from atoll.data.audit import audit
 from atoll.launch import sky
 from atoll.launch.submit import data_jobs, plan_jobs
-from helpers import Run, atoll, partitioned, refused, write_campaign
+from helpers import Run, partitioned, refused, write_campaign
 
 MIXED: dict[str, Any] = {
     "on": "slurm",
@@ -138,14 +138,14 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
 
 
 @pytest.mark.slow
-def test_workers_of_this_machine_make_the_data_set(tmp_path: Path) -> None:
+def test_workers_of_this_machine_make_the_data_set(tmp_path: Path, run: Run) -> None:
     folder = write_campaign(tmp_path / "c")
-    done = atoll("data", "prepare", folder, "--workers", "2")
-    assert done.returncode == 0 and "2 runs finished" in done.stdout, done.stderr
+    done = run("data", "prepare", folder, "--workers", "2")
+    assert done.code == 0 and "2 runs finished" in done.out, done
     dataset = Campaign.open(folder).dataset()
     assert dataset.has_column("latents") and audit(dataset) == []
-    refused = atoll("data", "encode", folder, "--workers", "2", "--set", "data.vae=nowhere")
-    assert refused.returncode == 2 and "cannot load the VAE 'nowhere'" in refused.stderr
+    answer = run("data", "encode", folder, "--workers", "2", "--set", "data.vae=nowhere")
+    refused(answer, "cannot load the VAE 'nowhere'")
 
 
 def test_launch_settings_may_change_after_the_start(tmp_path: Path) -> None:
