@@ -25,13 +25,14 @@ RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 demo: $(BASE)
 	$(BIN)/atoll quickstart
 
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 test: $(DEV)
-	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest -m "not slow" $(SPREAD)
 
 # faiss 1.9 warns of its own import of numpy.
 OLD := -W "ignore:numpy.core:DeprecationWarning"
 lowest: .venv-lowest/.stamp
-	.venv-lowest/bin/pytest $(OLD) -m "not slow" tests/store/test_kinds.py tests/store/test_remote.py tests/encoders \
+	.venv-lowest/bin/pytest $(OLD) $(SPREAD) -m "not slow" tests/store/test_kinds.py tests/store/test_remote.py tests/encoders \
 	    tests/ensemble/test_sample.py tests/export/test_pipeline.py tests/test_api.py
 	.venv-lowest/bin/pytest $(OLD) tests/hostile -k "pipeline or pickle"
 

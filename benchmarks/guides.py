@@ -46,6 +46,7 @@ class Way:
         steps: of the sampler.
         shift: SD3's time shift.
         heun: whether every step asks the networks twice, on diffusers' own grid; else Euler's steps.
+        averaged: last milestones of every network, the end among them, whose weights are averaged.
     """
 
     null: str = "own"
@@ -56,6 +57,7 @@ class Way:
     steps: int = 20
     shift: float = 1.0
     heun: bool = False
+    averaged: int = 1
 
     @property
     def name(self) -> str:
@@ -69,6 +71,7 @@ class Way:
         words += [f"{self.steps} steps"] if self.steps != 20 else []
         words += ["Heun"] if self.heun else []
         words += [f"shift {self.shift:g}"] if self.shift != 1 else []
+        words += [f"mean of the last {self.averaged} milestones"] if self.averaged > 1 else []
         return ", ".join(words)
 
 
@@ -153,13 +156,13 @@ def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]
     Args:
         campaign: whose run it is.
         run: of the network.
-        number: of the milestone, from 0.
+        number: of the milestone, from 0, or from the end, -1.
 
     Raises:
         LookupError: the run kept fewer milestones.
     """
     origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
-    if number >= len(origin.milestones):
+    if not -len(origin.milestones) <= number < len(origin.milestones):
         raise LookupError(f"{run.name} of {campaign.store.location} kept {len(origin.milestones)} milestones")
     kept = origin.milestones[number]
     return origin.load(kept), kept.sha256

@@ -33,9 +33,10 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.expert import Expert
 from atoll.ensemble.field import Field
 from atoll.ensemble.integrate import sample, set_times
+from atoll.ensemble.model import Model
 from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How
-from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
@@ -58,6 +59,7 @@ ENSEMBLE = [
     *(Way("mixture", 3.0, steps=steps) for steps in (40,)),
     *(Way("mixture", 3.0, steps=steps, heun=True) for steps in (10, 20)),
     *(Way("mixture", 3.0, shift=shift) for shift in (1.5, 2.0)),
+    *(Way("mixture", 3.0, averaged=last) for last in (2, 3)),
 ]
 SINGLE = [
     *(Way(null, scale) for null in ("own", "milestone 1", "milestone 2", "milestone 4") for scale in SCALES),
@@ -70,6 +72,7 @@ SINGLE = [
     *(Way("own", 3.0, steps=steps) for steps in (40,)),
     *(Way("own", 3.0, steps=steps, heun=True) for steps in (10, 20)),
     *(Way("own", 3.0, shift=shift) for shift in (1.5, 2.0)),
+    *(Way("own", 3.0, averaged=last) for last in (2, 3)),
 ]
 
 
@@ -128,7 +131,7 @@ class Bench:
         return Campaign.open(str(self.folder))
 
     @cached_property
-    def candidate(self) -> Any:
+    def candidate(self) -> Candidate:
         """The model."""
         return published(self.campaign, self.name, torch.device("cpu"))
 
@@ -178,24 +181,39 @@ class Bench:
     def _average(self) -> Expert:
         if not self.campaign.config.budget.pretrain:
             raise LookupError(f"experts of {self.folder.name} have no common start")
-        ensemble: Ensemble = self.candidate.model.denoiser
+        ensemble = self.candidate.model.denoiser
+        assert isinstance(ensemble, Ensemble)
         every = (ensemble.experts[number] for number in range(len(ensemble.experts)))
-        experts = [expert for expert in every if isinstance(expert, Expert)]
-        states = [expert.network.state_dict() for expert in experts]
-        mean = {name: torch.stack([s[name].float() for s in states]).mean(0) for name in states[0]}
-        network = copy.deepcopy(experts[0].network)
-        network.load_state_dict(mean)
-        return replace(experts[0], network=network)
+        return mean([expert for expert in every if isinstance(expert, Expert)])
+
+    def averaged(self, last: int) -> Candidate:
+        """The model, of whose every network the last milestones are averaged."""
+        if last == 1:
+            return self.candidate
+        runs = experts_of(self.campaign.config.partition.k) if self.name == "ensemble" else [self.whole]
+        means = [mean([earlier(self.campaign, run, -n)[0] for n in range(1, last + 1)]) for run in runs]
+        now = self.candidate.model.denoiser
+        new = Ensemble(means, now.router, pretrain=now.pretrain) if isinstance(now, Ensemble) else means[0]
+        return replace(self.candidate, model=Model(new, self.candidate.model.card))
 
     def measured(self, way: Way) -> dict[str, float]:
         """Metrics of a way."""
         generation = generation_of(self.campaign).with_(
             routing=way.routing, guidance=max(2.0, way.caption), steps=way.steps, shift=way.shift, seed=0
         )
-        source = Guided(self.candidate, generation, self.conditions, way=way, others=self.others(way.null))
+        candidate, others = self.averaged(way.averaged), self.others(way.null)
+        source = Guided(candidate, generation, self.conditions, way=way, others=others)
         point = self.judge.measure(source)
         assert point is not None
         return {name: value["value"] for name, value in point.values.items()}
+
+
+def mean(experts: Sequence[Expert]) -> Expert:
+    """One network of the experts' averaged weights."""
+    states = [expert.network.state_dict() for expert in experts]
+    network = copy.deepcopy(experts[0].network)
+    network.load_state_dict({n: torch.stack([one[n].float() for one in states]).mean(0) for n in states[0]})
+    return replace(experts[0], network=network)
 
 
 def main() -> None:

@@ -386,6 +386,13 @@ def test_heun_is_nearer_than_euler(bench: Bench) -> None:
     assert abs(float(found) - math.exp(-1)) < 0.002 < math.exp(-1) - 0.9**10
 
 
+def test_the_average_of_networks_has_the_average_of_their_weights(bench: Bench, small_ensemble: Path) -> None:
+    one, other = list(Model.load(Store.open(small_ensemble)).denoiser.experts)
+    mean, a, b = (n.network.state_dict() for n in (bench("levers").mean([one, other]), one, other))
+    assert all(torch.allclose(mean[name], (a[name] + b[name]) / 2, atol=1e-6) for name in mean)
+    assert any(not torch.allclose(a[name], b[name]) for name in a)
+
+
 @pytest.fixture(scope="module")
 def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return assembled(tmp_path_factory.mktemp("levers") / "c", {"budget": {"samples": 128}, "monolith": False})
