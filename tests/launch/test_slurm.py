@@ -53,19 +53,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def call(*argv: str) -> str:
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+def call(*argv: str, check: bool = True) -> str:
+    return subprocess.run(argv, check=check, capture_output=True, text=True).stdout.strip()
 
 
 def state(number: str) -> str:
     """Of a job, as squeue tells it; empty when it is gone."""
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%T", f"--jobs={number}"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip()
+    return call("squeue", "--noheader", "--format=%T", f"--jobs={number}", check=False)
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 120, log: Path = Path(os.devnull)) -> None:
@@ -141,8 +135,7 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     assert all((folder / path).read_bytes() == (reference / path).read_bytes() for path in weights)
 
     # What was cancelled is all that another launch submits, and it goes on where it left.
-    rest = submitted(command(capsys, "launch", folder, "--on", "slurm").out)
-    assert set(rest) == {"monolith"}
+    assert {*submitted(command(capsys, "launch", folder, "--on", "slurm").out)} == {"monolith"}
     until(lambda: not call("squeue", "--noheader"), "jobs are left")
     assert same_bits(folder / "monolith", reference / "monolith")
 
