@@ -9,7 +9,6 @@ in the campaigns, so a run that was stopped goes on. `guides.py` has the formula
 """
 
 import argparse
-import copy
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHe
 from guides import GuidedField, Way, earlier
 from harness import finish, row, tiny
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from atoll.base.condition import Denoiser
 from atoll.base.threads import using_threads
@@ -210,10 +210,10 @@ class Bench:
 
 def mean(experts: Sequence[Expert]) -> Expert:
     """One network of the experts' averaged weights."""
-    states = [expert.network.state_dict() for expert in experts]
-    network = copy.deepcopy(experts[0].network)
-    network.load_state_dict({n: torch.stack([one[n].float() for one in states]).mean(0) for n in states[0]})
-    return replace(experts[0], network=network)
+    average = AveragedModel(experts[0].network)
+    for expert in experts:
+        average.update_parameters(expert.network)
+    return replace(experts[0], network=average.module)
 
 
 def main() -> None:
