@@ -22,13 +22,13 @@ from atoll.base.rng import Position, uniforms
 from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Origin
 from atoll.campaign.runs import Run
-from atoll.ensemble.dispatch import Dispatch
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.field import RoutedField, SingleField
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
+from atoll.model.dispatch import Dispatch
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert
+from atoll.model.field import RoutedField, SingleField
+from atoll.model.generation import Generation
+from atoll.model.route import route
+from atoll.model.routing import Routing
 
 DRAW = Routing.named("sample-1")
 

@@ -35,10 +35,10 @@ import atoll
 from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
 from atoll.data.words import words_of
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import PRETRAIN_PART, read_manifest
-from atoll.ensemble.routing import PRETRAIN
 from atoll.measure.departure import generation_of, possible
+from atoll.model.expert import read_card
+from atoll.model.folder import PRETRAIN_PART, read_manifest
+from atoll.model.routing import PRETRAIN
 from atoll.store.store import Store
 
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)

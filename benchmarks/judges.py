@@ -26,16 +26,16 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import Model
 from atoll.measure.evaluation import Request, evaluate
 from atoll.measure.features import extract
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Folder, Rows
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert
+from atoll.model.generation import Generation
+from atoll.model.model import Model
 
 JUDGES: dict[str, dict[str, Any]] = {
     "Lite2, 64 px, 64 axes": {"extractor_size": 64, "components": 64},

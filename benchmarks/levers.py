@@ -29,17 +29,17 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.field import Field
-from atoll.ensemble.integrate import sample, set_times
-from atoll.ensemble.model import Model
 from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert
+from atoll.model.field import Field
+from atoll.model.integrate import sample, set_times
+from atoll.model.model import Model
 
 SCALES = (1.5, 2.0, 3.0, 4.0)
 INTERVALS = ((0.0, 0.85), (0.2, 1.0), (0.2, 0.85))

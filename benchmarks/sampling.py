@@ -36,16 +36,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, settings_of
-from atoll.ensemble.field import SingleField
-from atoll.ensemble.generate import Conditions, Sampling, generate
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample, starting_noise
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import FileWeights, StoredExpert
-from atoll.ensemble.trace import Costs, Trace
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert, settings_of
+from atoll.model.field import SingleField
+from atoll.model.generate import Conditions, Sampling, generate
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample, starting_noise
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
+from atoll.model.stored import FileWeights, StoredExpert
+from atoll.model.trace import Costs, Trace
 from atoll.networks.families import family
 from atoll.networks.flops import count
 from atoll.networks.router import Router

@@ -37,7 +37,7 @@ import torch
 from harness import finish, median_row, row, tiny
 from PIL import Image
 
-from atoll.ensemble.model import Model
+from atoll.model.model import Model
 from atoll.serve.sizing import PROMPTS
 
 STEPS, ROUTINGS, GUIDANCE = (5, 10, 20), ("top-1", "once", "top-2"), 2.0

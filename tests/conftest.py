@@ -28,7 +28,7 @@ from s3 import S3, serve
 torch.set_num_threads(1)
 
 # Every annotated function of these packages checks its arguments and its result from here on.
-jaxtyping.install_import_hook(["atoll.flow", "atoll.ensemble", "atoll.networks"], "typecheck.check")
+jaxtyping.install_import_hook(["atoll.flow", "atoll.model", "atoll.networks"], "typecheck.check")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,11 +12,11 @@ from atoll.base.hashing import digest, digest_tensors
 from atoll.data.encode import origin
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert, settings_of
-from atoll.ensemble.integrate import euler
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
+from atoll.model.card import Card
+from atoll.model.expert import Expert, settings_of
+from atoll.model.integrate import euler
 from atoll.networks.settings import DataShape
 from helpers_networks import card, denoiser, router
 

@@ -4,8 +4,8 @@ import torch
 
 from atoll.base.alike import rows_alike
 from atoll.base.condition import Condition
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert
+from atoll.model.card import Card
+from atoll.model.expert import Expert
 from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.networks.router import Router

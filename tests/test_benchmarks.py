@@ -13,8 +13,8 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import Model
+from atoll.model.generation import Generation
+from atoll.model.model import Model
 from atoll.store.store import Store
 from atoll.train import loop
 from helpers import assembled, command

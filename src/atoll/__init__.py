@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from atoll.base.condition import Condition as Condition
     from atoll.base.errors import AtollError as AtollError
     from atoll.data.dataset import DataSet as DataSet
-    from atoll.ensemble.ensemble import Ensemble as Ensemble
-    from atoll.ensemble.generation import Generation as Generation
-    from atoll.ensemble.integrate import sample as sample
-    from atoll.ensemble.model import Model as Model
-    from atoll.ensemble.routing import Routing as Routing
-    from atoll.ensemble.settings import Residency as Residency
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
+    from atoll.model.ensemble import Ensemble as Ensemble
+    from atoll.model.generation import Generation as Generation
+    from atoll.model.integrate import sample as sample
+    from atoll.model.model import Model as Model
+    from atoll.model.routing import Routing as Routing
+    from atoll.model.settings import Residency as Residency
     from atoll.store.store import Store as Store
 
 __version__ = "0.1.0"
@@ -32,17 +32,17 @@ _PUBLIC = {
     "AtollPipeline": "atoll.export.pipeline",
     "Condition": "atoll.base.condition",
     "DataSet": "atoll.data.dataset",
-    "Generation": "atoll.ensemble.generation",
-    "Model": "atoll.ensemble.model",
-    "Ensemble": "atoll.ensemble.ensemble",
-    "Residency": "atoll.ensemble.settings",
-    "Routing": "atoll.ensemble.routing",
+    "Generation": "atoll.model.generation",
+    "Model": "atoll.model.model",
+    "Ensemble": "atoll.model.ensemble",
+    "Residency": "atoll.model.settings",
+    "Routing": "atoll.model.routing",
     "Store": "atoll.store.store",
     "create": "atoll.api",
     "load": "atoll.api",
     "evaluate": "atoll.api",
     "prepare": "atoll.api",
-    "sample": "atoll.ensemble.integrate",
+    "sample": "atoll.model.integrate",
     "fit": "atoll.api",
 }
 

@@ -17,12 +17,12 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run
 from atoll.data.partition import Partition
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.model import Model
-from atoll.ensemble.routing import WeightFunction
-from atoll.ensemble.settings import Residency
 from atoll.measure import evaluation
+from atoll.model.card import Card
+from atoll.model.expert import read_card
+from atoll.model.model import Model
+from atoll.model.routing import WeightFunction
+from atoll.model.settings import Residency
 from atoll.recipes import catalogue
 from atoll.store.location import is_url
 from atoll.train.run import train_run

@@ -18,10 +18,10 @@ from atoll.base.errors import ConfigError
 from atoll.campaign.adopt import Adoption, adopt
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
-from atoll.ensemble.expert import Expert, published, read_card
-from atoll.ensemble.model import Model
 from atoll.flow.prediction import same_snr_time
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
+from atoll.model.expert import Expert, published, read_card
+from atoll.model.model import Model
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig

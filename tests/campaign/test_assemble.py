@@ -13,10 +13,10 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, read_part, write_part
-from atoll.ensemble.model import Model
-from atoll.ensemble.settings import Residency
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert, read_part, write_part
+from atoll.model.model import Model
+from atoll.model.settings import Residency
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store

@@ -23,9 +23,9 @@ from atoll.campaign.plan import make_plan
 from atoll.campaign.results import Comparison
 from atoll.data.dataset import DataSet
 from atoll.data.partition import load
-from atoll.ensemble.model import Model
 from atoll.export.pipeline import AtollPipeline
 from atoll.measure.comparison import compare
+from atoll.model.model import Model
 from atoll.train.expert import DenoiserTask
 from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.model import Model
-from atoll.ensemble.settings import Residency
 from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
 from atoll.measure.comparison import compare
+from atoll.model.expert import Expert, read_card
+from atoll.model.model import Model
+from atoll.model.settings import Residency
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.facts import Facts

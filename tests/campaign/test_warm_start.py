@@ -17,9 +17,9 @@ from atoll.campaign.partition import initial_network, make_islands
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.expert import read_card
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
+from atoll.model.expert import read_card
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.facts import Facts

@@ -13,7 +13,7 @@ from atoll import cli
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
 from atoll.data.dataset import DataSet
-from atoll.ensemble.expert import read_card
+from atoll.model.expert import read_card
 from atoll.store.store import Store
 from helpers import assembled, merged, refused, write_campaign
 from helpers import command as answer

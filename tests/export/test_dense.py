@@ -26,10 +26,10 @@ from atoll.campaign.partition import initial_network
 from atoll.campaign.settings.train import RunPlan
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
-from atoll.ensemble.expert import Expert, write_part
-from atoll.ensemble.field import SingleField
-from atoll.ensemble.integrate import euler, sample
 from atoll.export.stock import STOCK, stock_of
+from atoll.model.expert import Expert, write_part
+from atoll.model.field import SingleField
+from atoll.model.integrate import euler, sample
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
 from helpers import SMALL, atoll, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower

@@ -11,10 +11,10 @@ import torch
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.model import Model
 from atoll.export.bank import ExpertBank, read_expert
 from atoll.export.ensemble import ExportRequest, export_campaign
+from atoll.model.expert import Expert
+from atoll.model.model import Model
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused
@@ -206,7 +206,7 @@ def test_texts_take_their_encoder_along(
 def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.ensemble.model.load_experts", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("atoll.model.model.load_experts", lambda *_: pytest.fail("weights were read"))
     refused(
         command(capsys, "sample", whole, "word " * 40, "--out", tmp_path / "x.png"), "tokens", "would be lost"
     )

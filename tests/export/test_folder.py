@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
 from atoll.encoders.text import TextEncoder
-from atoll.ensemble.opened import open_folder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
+from atoll.model.opened import open_folder
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.store.manifest import entry_of
@@ -411,7 +411,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "experts/experts.json").unlink(), "experts.json is missing"),
     (lambda f: (f / "ensemble.json").unlink(), "not complete"),
     (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
-    (lambda f: edit_json(f / "ensemble.json", format="atoll/ensemble 9"), "ensemble 9"),
+    (lambda f: edit_json(f / "ensemble.json", format="atoll/model 9"), "ensemble 9"),
     (lambda f: edit_json(f / "experts/0/card.json", format="atoll/card 9"), "card 9"),
     (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
     (lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1"), "experts/1 holds expert 0"),

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import RouterModel
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample, starting_noise
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import RouterModel
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample, starting_noise
 from helpers_export import LABELS, NOTHING, expert, generators, pipeline
 
 pytestmark = pytest.mark.filterwarnings(

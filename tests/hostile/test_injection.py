@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from atoll.base.errors import ConfigError, StoreError
-from atoll.ensemble.model_card import model_card
 from atoll.launch.slurm import _quoted
+from atoll.model.model_card import model_card
 from atoll.networks.settings import DataShape
 from atoll.store.log import Log
 from atoll.store.store import Store

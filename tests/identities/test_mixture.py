@@ -16,12 +16,12 @@ import torch
 from scipy.stats import chisquare, kstest, norm
 from torch import Tensor
 
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy
 from atoll.flow.prediction import DATA_EDGE, exact_range, flow_velocity
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, Discrete, RectifiedFlow, Schedule, VPCosine
 from atoll.flow.settings import Prediction
+from atoll.model.route import route
+from atoll.model.routing import Routing
 
 SCHEDULES: list[Schedule] = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMCosine()]
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)

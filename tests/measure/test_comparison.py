@@ -14,11 +14,11 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.folder import PRETRAIN_PART
-from atoll.ensemble.model import Model, read_manifest
 from atoll.measure import models
 from atoll.measure.training_curve import Course
+from atoll.model.expert import Expert, read_card
+from atoll.model.folder import PRETRAIN_PART
+from atoll.model.model import Model, read_manifest
 from atoll.store.signatures import new_key, sign, signer
 from atoll.store.store import Store
 from atoll.train.run import train_run

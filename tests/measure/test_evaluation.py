@@ -14,13 +14,13 @@ from PIL import Image
 from atoll.base.pictures import to_images
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample, starting_noise
-from atoll.ensemble.model import joined
-from atoll.ensemble.trace import Trace
 from atoll.measure.evaluation import show_all
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.model.ensemble import Ensemble
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample, starting_noise
+from atoll.model.model import joined
+from atoll.model.trace import Trace
 from atoll.train.run import train_run
 from helpers import atoll, command, partitioned, refused, refused_process
 from helpers_extractors import save_clip, save_dinov2, save_pictures

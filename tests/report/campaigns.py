@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.card import Card
+from atoll.model.card import Card
 from atoll.store.store import Store
 
 HASH = "ab" * 32

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import AtollError, DataError, PartitionError
-from atoll.ensemble.routing import Routing
+from atoll.model.routing import Routing
 from atoll.report.page import write_report
 from atoll.report.text import clean
 from report.campaigns import DISTANCES, METRIC, PROMPTS, Builder

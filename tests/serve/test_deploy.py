@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.model import Model
+from atoll.model.model import Model
 from atoll.serve.settings import ServeSettings
 from helpers import assembled
 from serve.process import Server

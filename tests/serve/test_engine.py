@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import Model
-from atoll.ensemble.settings import Residency
+from atoll.model.expert import Expert
+from atoll.model.generation import Generation
+from atoll.model.model import Model
+from atoll.model.settings import Residency
 from atoll.serve.engine import READY, Engine, Refused
 from atoll.serve.job import Event, Failed, Finished, Job, Partial
 from atoll.serve.lane import Lane

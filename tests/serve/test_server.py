@@ -18,7 +18,7 @@ from PIL import Image
 
 from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.model import Model
+from atoll.model.model import Model
 from atoll.store.store import Store
 from helpers import assembled, command, refused
 from serve.process import KEY, Server

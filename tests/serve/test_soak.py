@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.model import Model
+from atoll.model.model import Model
 from helpers import assembled
 from serve.process import KEY, Server
 

@@ -18,10 +18,10 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.routing import Routing
 from atoll.flow.settings import ObjectiveConfig, Prediction
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert, read_card
+from atoll.model.routing import Routing
 from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.store.store import Store

@@ -11,8 +11,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
 from atoll.campaign.sample import Request, sample_campaign
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.model import Model
+from atoll.model.expert import read_card
+from atoll.model.model import Model
 from atoll.networks.families import parameter_count
 from atoll.train.run import train_run
 from helpers import partitioned, write_campaign

@@ -19,11 +19,11 @@ from atoll.campaign.publication import announce, settle
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.dataset import DataSet
-from atoll.ensemble.card import Card, check_producers
-from atoll.ensemble.expert import filled, published, write_part
 from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, spelled
 from atoll.flow.settings import Prediction
+from atoll.model.card import Card, check_producers
+from atoll.model.expert import filled, published, write_part
 from atoll.networks.checkpoint import Checkpoint, find, whole
 from atoll.networks.families import Family, family, parameter_count
 from atoll.networks.flops import count

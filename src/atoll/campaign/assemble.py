@@ -13,11 +13,11 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Origin
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
-from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.expert import published, read_card
-from atoll.ensemble.folder import FolderWriter, defaults, parts_of
-from atoll.ensemble.model_card import listed
-from atoll.ensemble.routing import PRETRAIN
+from atoll.model.card import Card, check_place, check_together
+from atoll.model.expert import published, read_card
+from atoll.model.folder import FolderWriter, defaults, parts_of
+from atoll.model.model_card import listed
+from atoll.model.routing import PRETRAIN
 from atoll.store.signatures import check_trusted
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from atoll.base.errors import StoreError
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.expert import published, read_card
+from atoll.model.card import Card, check_together
+from atoll.model.expert import published, read_card
 
 DENSE = ("monolith", "student")
 """Those that a campaign is trained for; the ensemble does without them."""

@@ -11,7 +11,7 @@ from atoll.campaign.results import Comparison
 from atoll.campaign.runs import experts_of, read_partition
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.samples import WEIGHTS
-from atoll.ensemble.expert import published, read_card
+from atoll.model.expert import published, read_card
 
 COMPARISON = Comparison.PLACE
 

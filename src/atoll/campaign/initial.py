@@ -13,8 +13,8 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.initial import lay_initial, read_initial, read_manifest
 from atoll.flow.published import trained_on
+from atoll.model.initial import lay_initial, read_initial, read_manifest
 from atoll.networks.checkpoint import Checkpoint, find
 from atoll.networks.families import family
 from atoll.networks.settings import NetworkConfig

@@ -9,8 +9,8 @@ from torch import Tensor
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.publication import CARD
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert, built, filled, read_card, read_part
+from atoll.model.card import Card
+from atoll.model.expert import Expert, built, filled, read_card, read_part
 from atoll.networks.families import family
 from atoll.store.log import COMMIT, Commit, Log
 from atoll.store.manifest import read_file

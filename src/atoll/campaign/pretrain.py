@@ -8,8 +8,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
 from atoll.campaign.runs import experts_of
 from atoll.campaign.settings.train import RunPlan
-from atoll.ensemble.expert import published, read_card, read_part
-from atoll.ensemble.initial import FOLDER, lay_initial
+from atoll.model.expert import published, read_card, read_part
+from atoll.model.initial import FOLDER, lay_initial
 
 
 def hand_over(campaign: Campaign) -> None:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, model_validator
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
-from atoll.ensemble.routing import Routing
+from atoll.model.routing import Routing
 from atoll.store.store import Store
 
 Record = dict[str, Any]

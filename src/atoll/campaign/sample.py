@@ -10,7 +10,7 @@ from atoll.base.errors import AtollError
 from atoll.base.pictures import grid, png
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.model import Model, Pictures
+from atoll.model.model import Model, Pictures
 
 
 @dataclass(frozen=True)

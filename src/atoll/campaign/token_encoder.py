@@ -7,7 +7,7 @@ from atoll.campaign.folder import Campaign
 from atoll.data.dataset import DataSet
 from atoll.encoders.licences import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
-from atoll.ensemble.card import check_producers
+from atoll.model.card import check_producers
 
 
 def token_encoder(campaign: Campaign, dataset: DataSet) -> TextEncoder | None:

@@ -29,7 +29,7 @@ from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.data.dataset import DataSet
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder
-from atoll.ensemble.model import Model
+from atoll.model.model import Model
 
 F64 = NDArray[np.float64]
 Judged = tuple[str, int, float | None, float, float, float | None]

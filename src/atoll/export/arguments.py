@@ -14,8 +14,8 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.rng import Position
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.settings import Residency
+from atoll.model.routing import Routing
+from atoll.model.settings import Residency
 
 Generators = torch.Generator | list[torch.Generator] | None
 OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]

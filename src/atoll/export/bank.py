@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
-from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.expert import Expert, read_card
-from atoll.ensemble.folder import EXPERTS, ExpertIndex
-from atoll.ensemble.model_card import listed
-from atoll.ensemble.opened import Chosen, choose, read_index
-from atoll.ensemble.parts import check_part, load_part, save_part
-from atoll.ensemble.routing import PRETRAIN
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
 from atoll.export.offload import OffloadedExperts
+from atoll.model.card import Card, check_place, check_together
+from atoll.model.expert import Expert, read_card
+from atoll.model.folder import EXPERTS, ExpertIndex
+from atoll.model.model_card import listed
+from atoll.model.opened import Chosen, choose, read_index
+from atoll.model.parts import check_part, load_part, save_part
+from atoll.model.routing import PRETRAIN
+from atoll.model.settings import Residency
+from atoll.model.stored import StoredExpert
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.card import Card
-from atoll.ensemble.generate import Conditions
-from atoll.ensemble.model import Model
 from atoll.export.arguments import texts, whole, whole_numbers
+from atoll.model.card import Card
+from atoll.model.generate import Conditions
+from atoll.model.model import Model
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.baselines import dense
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.expert import read_card, read_part
-from atoll.ensemble.folder import MODEL_INDEX, PICTURE, README, defaults
-from atoll.ensemble.opened import target
-from atoll.ensemble.parts import as_others_are
 from atoll.export.encoders import by_name, check_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest, copy_encoders
 from atoll.export.stock import Stock, check_card, model_index, stock_of
 from atoll.export.stock_card import stock_card
 from atoll.export.stock_run import encode, unpacked
+from atoll.model.card import Card, text_length
+from atoll.model.expert import read_card, read_part
+from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
+from atoll.model.opened import target
+from atoll.model.parts import as_others_are
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.store import to_json
 

@@ -13,8 +13,8 @@ from atoll.encoders.licences import LICENCES, check_known
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.encoders.weights import rounded_hashes, weights_hash
-from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.parts import as_others_are
+from atoll.model.card import Card, text_length
+from atoll.model.parts import as_others_are
 
 COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""

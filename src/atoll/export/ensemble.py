@@ -13,9 +13,11 @@ from atoll.base.pictures import grid, png
 from atoll.campaign.assemble import Assembled, warn_of_missing
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import (
+from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
+from atoll.export.pipeline import AtollPipeline
+from atoll.model.card import Card
+from atoll.model.expert import read_card
+from atoll.model.folder import (
     MANIFEST,
     PRETRAIN_PART,
     FolderWriter,
@@ -23,11 +25,9 @@ from atoll.ensemble.folder import (
     read_manifest,
     verify_folder,
 )
-from atoll.ensemble.model_card import listed
-from atoll.ensemble.opened import Chosen, choose, claim, inspect_folder, target
-from atoll.ensemble.parts import as_others_are
-from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
-from atoll.export.pipeline import AtollPipeline
+from atoll.model.model_card import listed
+from atoll.model.opened import Chosen, choose, claim, inspect_folder, target
+from atoll.model.parts import as_others_are
 from atoll.store.signatures import SUFFIX, public_key, sign
 from atoll.store.store import Store
 

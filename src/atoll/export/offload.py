@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
+from atoll.model.stored import StoredExpert
 
 
 class OffloadedExperts(nn.Module):

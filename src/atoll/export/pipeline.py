@@ -17,19 +17,6 @@ from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder, channels_of
-from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import RouterModel
-from atoll.ensemble.field import Field
-from atoll.ensemble.folder import OTHERS, PICTURE, FolderWriter, parts_of
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import check_flow, set_times, walk
-from atoll.ensemble.model import Model
-from atoll.ensemble.opened import Chosen, check_router, claim, open_folder, target
-from atoll.ensemble.parts import load_part
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.trace import Costs, Trace
 from atoll.export.arguments import (
     CALLBACK,
     Generators,
@@ -50,6 +37,19 @@ from atoll.export.bank import ExpertBank
 from atoll.export.conditions import Asked, conditions
 from atoll.export.encoders import by_name, cast, check_encoders, plain, save_component
 from atoll.export.hub import upload
+from atoll.model.card import Card, text_length
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import RouterModel
+from atoll.model.field import Field
+from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
+from atoll.model.generation import Generation
+from atoll.model.integrate import check_flow, set_times, walk
+from atoll.model.model import Model
+from atoll.model.opened import Chosen, check_router, claim, open_folder, target
+from atoll.model.parts import load_part
+from atoll.model.routing import Routing
+from atoll.model.settings import Residency
+from atoll.model.trace import Costs, Trace
 from atoll.networks.router import Router
 from atoll.store.store import Store
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.card import Card, text_length
 from atoll.export.stock_run import picture_first, text_first
+from atoll.model.card import Card, text_length
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
 
 Weights = Mapping[str, Tensor]

@@ -7,10 +7,10 @@ from typing import Any
 
 from atoll.base.markdown import code, render
 from atoll.base.text import count
-from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.model_card import shared_facts
 from atoll.export.stock import WITHOUT_VAE, Stock, stock_of
 from atoll.export.stock_run import encode, unpacked
+from atoll.model.card import Card, text_length
+from atoll.model.model_card import shared_facts
 
 
 def stock_card(
@@ -38,7 +38,7 @@ def stock_card(
     return render(
         "stock.md",
         "atoll.export",
-        "atoll.ensemble",
+        "atoll.model",
         **shared_facts(card, about, picture),
         parameters=count(card.parameters),
         experts=sum(part != "router" for part in student.get("teachers", {})),

@@ -21,9 +21,9 @@ from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.campaign.settings.train import RunPlan
 from atoll.encoders.text import text_parameters
-from atoll.ensemble.expert import published
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
+from atoll.model.expert import published
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
 BESIDE = ("monolith", "student")  # runs that the ensemble does without

@@ -25,12 +25,6 @@ from atoll.campaign.results import ComparedModel, Comparison, Table
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, akin
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import PRETRAIN_PART, Manifest, read_manifest
-from atoll.ensemble.model import ENSEMBLE, joined
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.trace import Trace
 from atoll.measure.departure import WIDE, Departure, possible, routings
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K, PRECISION_K
@@ -41,6 +35,12 @@ from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import Kept, pair_table
+from atoll.model.card import Card
+from atoll.model.expert import read_card
+from atoll.model.folder import PRETRAIN_PART, Manifest, read_manifest
+from atoll.model.model import ENSEMBLE, joined
+from atoll.model.routing import Routing
+from atoll.model.trace import Trace
 
 FOLDER = "reports/compare"
 USUAL = ("once", "top-1", "top-2", "full", "oracle")

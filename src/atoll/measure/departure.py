@@ -7,8 +7,8 @@ from typing import Any
 from atoll.base.console import say
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.routing import PRETRAIN, Routing
+from atoll.model.generation import Generation
+from atoll.model.routing import PRETRAIN, Routing
 
 WIDE = 26
 """Columns of a model's name where it is printed: `once null sample-1 every 5` fits."""

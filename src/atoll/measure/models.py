@@ -18,13 +18,13 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
-from atoll.ensemble.card import Card
-from atoll.ensemble.folder import PRETRAIN_PART, read_manifest
-from atoll.ensemble.generate import Conditions
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import ENSEMBLE, Model
-from atoll.ensemble.routing import PRETRAIN
 from atoll.measure.pictures import Batch, of_usual_size
+from atoll.model.card import Card
+from atoll.model.folder import PRETRAIN_PART, read_manifest
+from atoll.model.generate import Conditions
+from atoll.model.generation import Generation
+from atoll.model.model import ENSEMBLE, Model
+from atoll.model.routing import PRETRAIN
 
 SINGLE = (*DENSE, "pretrain")
 """Networks beside the ensemble, where they are published."""

@@ -16,7 +16,7 @@ from atoll.base.hashing import digest, digest_strings
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
 from atoll.data.folder import SUFFIXES
-from atoll.ensemble.trace import Trace
+from atoll.model.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from atoll.campaign.milestones import Milestone, Origin
 from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
-from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, RouterModel
-from atoll.ensemble.folder import PRETRAIN_PART, Manifest
-from atoll.ensemble.model import ENSEMBLE, Model
-from atoll.ensemble.trace import Costs
 from atoll.measure.comparison import BASE, Bench
 from atoll.measure.departure import WIDE
 from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
 from atoll.measure.table import Cell, number, ratio_of
+from atoll.model.card import Card
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert, RouterModel
+from atoll.model.folder import PRETRAIN_PART, Manifest
+from atoll.model.model import ENSEMBLE, Model
+from atoll.model.trace import Costs
 
 CURVE = ("model", "share", "train_flops", "of_monolith", *MEASURED)
 REACH = ("model", "target", "train_flops", "of_monolith", "how")

@@ -16,7 +16,7 @@ from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
 from atoll.campaign.runs import read_partition
 from atoll.campaign.settings.train import RunPlan
 from atoll.data.formats import PartitionFile
-from atoll.ensemble.card import Card
+from atoll.model.card import Card
 from atoll.report.palette import DENSE
 from atoll.report.text import clean, clean_tree, finite
 from atoll.store.store import Store

@@ -17,11 +17,11 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.threads import using_threads
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.field import RoutedField
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import Model
-from atoll.ensemble.residency import ResidentExperts
+from atoll.model.ensemble import Ensemble
+from atoll.model.field import RoutedField
+from atoll.model.generation import Generation
+from atoll.model.model import Model
+from atoll.model.residency import ResidentExperts
 from atoll.serve.job import Failed, Finished, Job, Partial
 from atoll.serve.lane import Lane, Row
 from atoll.serve.metrics import Metrics

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from atoll.ensemble.generation import Generation
+from atoll.model.generation import Generation
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.field import RoutedField, SingleField
-from atoll.ensemble.integrate import scheduler_of, starting_noise
-from atoll.ensemble.model import Model
+from atoll.model.ensemble import Ensemble
+from atoll.model.field import RoutedField, SingleField
+from atoll.model.integrate import scheduler_of, starting_noise
+from atoll.model.model import Model
 from atoll.serve.job import Job
 
 

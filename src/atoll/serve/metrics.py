@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from atoll.ensemble.field import RoutedField
+from atoll.model.field import RoutedField
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.base.errors import ConfigError, nearest
-from atoll.ensemble.generation import Generation
+from atoll.model.generation import Generation
 
 LONGEST = 32_000
 """Characters of a prompt, as OpenAI allows."""

@@ -18,10 +18,10 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
-from atoll.ensemble.expert import published
-from atoll.ensemble.folder import MANIFEST
-from atoll.ensemble.model import ENSEMBLE, Model
-from atoll.ensemble.opened import is_hub_name
+from atoll.model.expert import published
+from atoll.model.folder import MANIFEST
+from atoll.model.model import ENSEMBLE, Model
+from atoll.model.opened import is_hub_name
 from atoll.report.dashboard import Dashboard
 from atoll.serve.app import create_app
 from atoll.serve.engine import FAILED, READY, Engine

@@ -11,10 +11,10 @@ import torch
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
 from atoll.base.text import columns, significant, size
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.model import ENSEMBLE, Model
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
+from atoll.model.ensemble import Ensemble
+from atoll.model.model import ENSEMBLE, Model
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
 from atoll.serve.engine import FAILED, READY, Engine
 from atoll.serve.job import Event, Failed, Job
 from atoll.serve.metrics import Metrics

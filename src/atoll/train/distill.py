@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
 from atoll.campaign.settings.train import VALIDATION_TIMES
-from atoll.ensemble.dispatch import Dispatch, Experts
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
 from atoll.flow.objective import noisy, per_sample_loss, target
+from atoll.model.dispatch import Dispatch, Experts
+from atoll.model.ensemble import Ensemble
+from atoll.model.route import route
+from atoll.model.routing import Routing
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows
 

@@ -12,12 +12,12 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.encoders.licences import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.expert import Expert, bound_of
-from atoll.ensemble.generate import Conditions, Sampling, generate
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import starting_noise
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
+from atoll.model.expert import Expert, bound_of
+from atoll.model.generate import Conditions, Sampling, generate
+from atoll.model.generation import Generation
+from atoll.model.integrate import starting_noise
 from atoll.networks.families import family
 from atoll.train.rows import Batch, TrainingRows, spread
 

@@ -18,7 +18,7 @@ from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
 from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.loggers import TrackingConfig
-from atoll.ensemble.expert import write_part
+from atoll.model.expert import write_part
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log

@@ -20,9 +20,9 @@ from atoll.campaign.runs import Run
 from atoll.campaign.settings.train import Recipe, RunPlan
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import published, read_card
 from atoll.flow.settings import ObjectiveConfig
+from atoll.model.card import Card
+from atoll.model.expert import published, read_card
 from atoll.networks.router import Router
 from atoll.store.signatures import public_key
 from atoll.store.store import Store

@@ -12,11 +12,11 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.train import RunPlan, StudentConfig
-from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import RouterModel, published, read_card, read_part
-from atoll.ensemble.initial import lay_initial
-from atoll.ensemble.model import load_experts
+from atoll.model.card import Card, check_place, check_together
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import RouterModel, published, read_card, read_part
+from atoll.model.initial import lay_initial
+from atoll.model.model import load_experts
 from atoll.networks.checkpoint import compare
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, RoutedTeacher, Teacher

@@ -10,12 +10,12 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
 from atoll.campaign.results import Table
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.generate import Conditions, Sampling
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import starting_noise
 from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.stability import stability
+from atoll.model.ensemble import Ensemble
+from atoll.model.generate import Conditions, Sampling
+from atoll.model.generation import Generation
+from atoll.model.integrate import starting_noise
 
 SHAPE, STEPS = (1, 2, 2), 4
 

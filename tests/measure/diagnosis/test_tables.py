@@ -13,7 +13,6 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.results import Table
 from atoll.campaign.settings.measure import DiagnoseConfig
-from atoll.ensemble.ensemble import Ensemble
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.alignment import Alignment
@@ -22,6 +21,7 @@ from atoll.measure.diagnosis.labelled_rows import Rows, measure
 from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.diagnosis.usage import switched, switches, usage
+from atoll.model.ensemble import Ensemble
 
 SHAPE = (1, 2, 2)
 

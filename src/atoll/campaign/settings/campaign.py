@@ -19,10 +19,10 @@ from atoll.data.settings import (
     SourceConfig,
     check_names,
 )
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.routing import PRETRAIN, Routing
-from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
+from atoll.model.generation import Generation
+from atoll.model.routing import PRETRAIN, Routing
+from atoll.model.settings import Residency
 from atoll.networks.pipelines import check_settings
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve

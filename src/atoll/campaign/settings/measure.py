@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError
-from atoll.ensemble.routing import Routing
+from atoll.model.routing import Routing
 
 BEYOND = ("guidances", "sweep", "curve", "curve_samples")
 """Settings of what is measured beyond the table of models; they decide nothing in it."""

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from atoll.base.config import Config, loose, loose_fields, renamed
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.format import File
-from atoll.ensemble.routing import Routing, RoutingField
-from atoll.ensemble.settings import Residency
 from atoll.flow.settings import ObjectiveConfig
+from atoll.model.routing import Routing, RoutingField
+from atoll.model.settings import Residency
 from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig
 

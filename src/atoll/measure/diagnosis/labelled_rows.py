@@ -19,11 +19,11 @@ from atoll.base.rng import generator, normals
 from atoll.campaign.results import Table
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.samples import Samples
-from atoll.ensemble.ensemble import Ensemble
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.alignment import Alignment
 from atoll.measure.diagnosis.calibration import Calibration
+from atoll.model.ensemble import Ensemble
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from atoll.base.condition import Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
 from atoll.campaign.results import Table
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.field import Field
-from atoll.ensemble.generate import Sampling, generate
-from atoll.ensemble.integrate import scheduler_of
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.table import Cell
+from atoll.model.ensemble import Ensemble
+from atoll.model.field import Field
+from atoll.model.generate import Sampling, generate
+from atoll.model.integrate import scheduler_of
 
 NUDGE = 0.01
 """Root mean square of a nudge, per dimension; noise has 1. Large enough for networks in half precision."""

@@ -29,13 +29,6 @@ from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, vision_encoder
-from atoll.ensemble.card import Card
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.folder import read_manifest
-from atoll.ensemble.generate import Sampling, generate
-from atoll.ensemble.integrate import scheduler_of
-from atoll.ensemble.routing import Routing
 from atoll.measure.departure import Departure, possible, routings
 from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.labelled_rows import labelled, measure
@@ -44,6 +37,13 @@ from atoll.measure.diagnosis.stability import stability
 from atoll.measure.diagnosis.suspects import suspects
 from atoll.measure.diagnosis.usage import switches, usage
 from atoll.measure.models import Candidate, RowConditions, published, samples_of
+from atoll.model.card import Card
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import read_card
+from atoll.model.folder import read_manifest
+from atoll.model.generate import Sampling, generate
+from atoll.model.integrate import scheduler_of
+from atoll.model.routing import Routing
 
 FOLDER = "reports/diagnostics"
 USUAL = ("once", "top-1")

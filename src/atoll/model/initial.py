@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest, digest_tensors
-from atoll.ensemble.expert import settings_of
+from atoll.model.expert import settings_of
 from atoll.networks.checkpoint import WEIGHTS, Fit, take_over
 from atoll.store.manifest import Published, publish, read_published
 from atoll.store.store import Conflict, Store, to_json

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, field_validator
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
 from atoll.base.text import parse_size
-from atoll.ensemble.routing import Routing, RoutingField
+from atoll.model.routing import Routing, RoutingField
 
 
 class Generation(Config):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.host import HostMemory
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import Layout, Spec, StoredExpert
+from atoll.model.expert import Expert
+from atoll.model.host import HostMemory
+from atoll.model.settings import Residency
+from atoll.model.stored import Layout, Spec, StoredExpert
 
 
 class ResidentExperts:

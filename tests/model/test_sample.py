@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.integrate import euler, sample, starting_noise
+from atoll.model.integrate import euler, sample, starting_noise
 
 
 def curved(x: Tensor, t: float, step: int) -> Tensor:

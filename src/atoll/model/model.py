@@ -21,11 +21,11 @@ from atoll.base.text import Size, parse_size
 from atoll.encoders.licences import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
-from atoll.ensemble.card import Card, text_length
-from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert, RouterModel, published, read_card
-from atoll.ensemble.folder import (
+from atoll.model.card import Card, text_length
+from atoll.model.dispatch import Experts
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert, RouterModel, published, read_card
+from atoll.model.folder import (
     MANIFEST,
     MODEL_INDEX,
     PRETRAIN_PART,
@@ -34,13 +34,13 @@ from atoll.ensemble.folder import (
     read_manifest,
     verify_folder,
 )
-from atoll.ensemble.generate import Batch, Conditions, Sampling, generate
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.opened import OpenFolder, inspect_folder, is_hub_name, locate
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
-from atoll.ensemble.trace import Costs, Trace
+from atoll.model.generate import Batch, Conditions, Sampling, generate
+from atoll.model.generation import Generation
+from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
+from atoll.model.stored import StoredExpert
+from atoll.model.trace import Costs, Trace
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, normals
-from atoll.ensemble.field import Field
-from atoll.ensemble.generation import Generation
+from atoll.model.field import Field
+from atoll.model.generation import Generation
 
 
 def starting_noise(

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from ensemble.reference import reference_sample
+from ensemble.stores import on_disk, publish
 from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
-from atoll.ensemble.dispatch import Experts
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import Expert
-from atoll.ensemble.generate import Conditions, Sampling, generate
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample, starting_noise
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
-from atoll.ensemble.trace import Trace
+from atoll.model.dispatch import Experts
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import Expert
+from atoll.model.generate import Conditions, Sampling, generate
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample, starting_noise
+from atoll.model.residency import ResidentExperts
+from atoll.model.routing import Routing
+from atoll.model.settings import Residency
+from atoll.model.stored import StoredExpert
+from atoll.model.trace import Trace
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
-from ensemble.reference import reference_sample
-from ensemble.stores import on_disk, publish
 from helpers_networks import CLASSES, TEXT, Logits, conditions, denoiser, expert, null, router
 
 K, B, STEPS, SEED = 4, 8, 3, 5  # B == W == H == 8: a broadcast over the wrong axis would be silent

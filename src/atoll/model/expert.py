@@ -15,10 +15,10 @@ from atoll.base.alike import rows_alike
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError, first_line
 from atoll.base.hashing import digest, digest_tensors
-from atoll.ensemble.card import Card
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
+from atoll.model.card import Card
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.router import Router

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
-from atoll.ensemble import model as model_module
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.model import Model
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.strategies import STRATEGIES, Strategy
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
+from atoll.model import model as model_module
+from atoll.model.generation import Generation
+from atoll.model.model import Model
+from atoll.model.routing import Routing
+from atoll.model.settings import Residency
+from atoll.model.strategies import STRATEGIES, Strategy
 from helpers import assembled, command, environment
 
 K, SEED, EACH = 3, 7, 2
@@ -186,7 +186,7 @@ def test_a_wrong_generation_is_told_in_one_line(model: Model) -> None:
 
 
 def test_settings_of_sampling_are_read_without_torch() -> None:
-    code = "import sys, atoll.ensemble.generation; print(*{'torch', 'numpy', 'diffusers'} & set(sys.modules))"
+    code = "import sys, atoll.model.generation; print(*{'torch', 'numpy', 'diffusers'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
     )

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.routing import Routing
-from atoll.ensemble.strategies import STRATEGIES
+from atoll.model.routing import Routing
+from atoll.model.strategies import STRATEGIES
 
 
 def route(

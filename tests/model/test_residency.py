@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from ensemble.stores import on_disk, publish
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.expert import WEIGHTS, Expert
-from atoll.ensemble.generate import Conditions, Sampling, by_expert, generate
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
-from atoll.ensemble.trace import Costs
+from atoll.model.ensemble import Ensemble
+from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.generate import Conditions, Sampling, by_expert, generate
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
+from atoll.model.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
+from atoll.model.trace import Costs
 from atoll.store.store import Store
-from ensemble.stores import on_disk, publish
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
 
 K, B = 4, 8

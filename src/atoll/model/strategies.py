@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.ensemble.routing import Routing
+    from atoll.model.routing import Routing
 
 
 @dataclass(frozen=True)

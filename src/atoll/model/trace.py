@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from atoll.ensemble.card import Card
+from atoll.model.card import Card
 
 
 @dataclass(frozen=True)

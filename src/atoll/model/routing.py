@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.ensemble.strategies import ALIASES, STRATEGIES, Strategy
+from atoll.model.strategies import ALIASES, STRATEGIES, Strategy
 
 PRETRAIN: Literal["pretrain"] = "pretrain"
 WeightFunction = Callable[[Any, Any], Any]

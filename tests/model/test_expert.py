@@ -9,11 +9,11 @@ import torch
 
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
-from atoll.ensemble.card import Card, check_together
-from atoll.ensemble.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
-from atoll.ensemble.residency import ResidentExperts
-from atoll.ensemble.settings import Residency
-from atoll.ensemble.stored import StoredExpert
+from atoll.model.card import Card, check_together
+from atoll.model.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
+from atoll.model.residency import ResidentExperts
+from atoll.model.settings import Residency
+from atoll.model.stored import StoredExpert
 from atoll.networks.families import family, kept_buffers
 from atoll.networks.settings import DataShape
 from atoll.store.store import Conflict, Store

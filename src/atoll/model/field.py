@@ -16,15 +16,15 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser, concatenate
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, uniforms
-from atoll.ensemble.dispatch import Dispatch
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import PRETRAIN, Routing
-from atoll.ensemble.trace import Trace
 from atoll.flow.guidance import guide
+from atoll.model.dispatch import Dispatch
+from atoll.model.generation import Generation
+from atoll.model.route import route
+from atoll.model.routing import PRETRAIN, Routing
+from atoll.model.trace import Trace
 
 if TYPE_CHECKING:
-    from atoll.ensemble.ensemble import Ensemble
+    from atoll.model.ensemble import Ensemble
 
 Rows = TypeVar("Rows", Condition, Tensor)
 

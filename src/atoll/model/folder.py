@@ -17,13 +17,13 @@ from torch import nn
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
-from atoll.ensemble.card import LARGEST_K, Card
-from atoll.ensemble.expert import read_card
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import scheduler_of
-from atoll.ensemble.model_card import model_card
-from atoll.ensemble.parts import CARD, FILES, copy_part, save_part
-from atoll.ensemble.routing import PRETRAIN
+from atoll.model.card import LARGEST_K, Card
+from atoll.model.expert import read_card
+from atoll.model.generation import Generation
+from atoll.model.integrate import scheduler_of
+from atoll.model.model_card import model_card
+from atoll.model.parts import CARD, FILES, copy_part, save_part
+from atoll.model.routing import PRETRAIN
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
@@ -44,7 +44,7 @@ DEFAULTS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routi
 class Manifest(File):
     """`ensemble.json`: what the folder holds. Written last, it says that all of it is there."""
 
-    FORMAT, PLACE = "atoll/ensemble", "ensemble/ensemble.json"
+    FORMAT, PLACE = "atoll/model", "ensemble/ensemble.json"
     REMEDY = "write the folder again: atoll assemble, or atoll export"
     k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""

@@ -1,8 +1,8 @@
 """Published experts for tests, and the ways to hold an ensemble of them."""
 
 from atoll.base.hashing import digest_tensors
-from atoll.ensemble.expert import Expert, write_part
-from atoll.ensemble.stored import StoredExpert
+from atoll.model.expert import Expert, write_part
+from atoll.model.stored import StoredExpert
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_networks import card

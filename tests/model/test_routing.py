@@ -10,8 +10,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.ensemble.route import route
-from atoll.ensemble.routing import Routing
+from atoll.model.route import route
+from atoll.model.routing import Routing
 
 CANONICAL = [
     "full",

@@ -7,7 +7,7 @@ from typing import Any
 from atoll.base.markdown import Markdown, code, render
 from atoll.base.text import count, in_common
 from atoll.encoders.licences import LICENCES
-from atoll.ensemble.card import Card
+from atoll.model.card import Card
 
 PAPER = "Decentralized Diffusion Models (McAllister, Tancik, Song, Kanazawa, arXiv 2501.05450)"
 UNKNOWN = "not stated"
@@ -39,7 +39,7 @@ def model_card(
     """
     return render(
         "ensemble.md",
-        "atoll.ensemble",
+        "atoll.model",
         **shared_facts(router, about, picture),
         experts=experts,
         k=k,

@@ -10,9 +10,9 @@ from torch import nn
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, digest_tensors
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import read_card, read_part, settings_of, write_part
-from atoll.ensemble.stored import FileWeights
+from atoll.model.card import Card
+from atoll.model.expert import read_card, read_part, settings_of, write_part
+from atoll.model.stored import FileWeights
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.store.signatures import SUFFIX
 from atoll.store.store import Store

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from atoll.base.errors import StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.base.plain import read_json
-from atoll.ensemble.card import Card
-from atoll.ensemble.expert import Expert, built, filled, read_card, read_config, settings_of
 from atoll.flow.settings import Prediction
+from atoll.model.card import Card
+from atoll.model.expert import Expert, built, filled, read_card, read_config, settings_of
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.store.store import Absent, Store

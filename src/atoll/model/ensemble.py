@@ -14,10 +14,10 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
-from atoll.ensemble.dispatch import Dispatch, Experts
-from atoll.ensemble.field import RoutedField
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.trace import Costs
+from atoll.model.dispatch import Dispatch, Experts
+from atoll.model.field import RoutedField
+from atoll.model.generation import Generation
+from atoll.model.trace import Costs
 
 
 class LogitSource(Protocol):

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.plain import LARGEST, expanded, read_json
 from atoll.encoders.classes import COMPONENTS, SUFFIXES
-from atoll.ensemble.card import Card, check_place, check_together
-from atoll.ensemble.folder import (
+from atoll.model.card import Card, check_place, check_together
+from atoll.model.folder import (
     BANK,
     EXPERTS,
     MANIFEST,
@@ -29,8 +29,8 @@ from atoll.ensemble.folder import (
     parts_of,
     verify_folder,
 )
-from atoll.ensemble.model_card import listed
-from atoll.ensemble.parts import AGAIN, PICKLES, check_part, check_safetensors
+from atoll.model.model_card import listed
+from atoll.model.parts import AGAIN, PICKLES, check_part, check_safetensors
 from atoll.store.location import is_url
 from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.ensemble.dispatch import Dispatch
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.field import RoutedField, SingleField
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample
+from atoll.model.dispatch import Dispatch
+from atoll.model.ensemble import Ensemble
+from atoll.model.field import RoutedField, SingleField
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample
 from helpers_networks import Logits, conditions, expert, noise, null, router
 
 K, B = 4, 8  # B == W == H == 8: a broadcast over the wrong axis would be silent

@@ -10,12 +10,12 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
-from atoll.ensemble.dispatch import Expecting
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.field import Field, SingleField
-from atoll.ensemble.generation import Generation
-from atoll.ensemble.integrate import sample, scheduler_of, starting_noise
-from atoll.ensemble.trace import Trace
+from atoll.model.dispatch import Expecting
+from atoll.model.ensemble import Ensemble
+from atoll.model.field import Field, SingleField
+from atoll.model.generation import Generation
+from atoll.model.integrate import sample, scheduler_of, starting_noise
+from atoll.model.trace import Trace
 
 
 @dataclass(frozen=True)
