@@ -141,7 +141,10 @@ def using(name: str, models: list[str]) -> list[list[str]]:
 CHILD = """
 import json, os, sys, time
 os.cpu_count, start = lambda: 1, time.monotonic()  # some commands take all cores
-from atoll.cli import atoll
+try:
+    from atoll.cli.main import atoll
+except ImportError:  # code of before there was the package
+    from atoll.cli import atoll
 for argv in json.loads(sys.argv[1]):  # in one process: to import everything for each takes longer than they
     print(f"{time.monotonic() - start:6.1f} s: atoll", *argv, flush=True)
     atoll.main(argv, standalone_mode=False)

@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.base.exits import ended
-from atoll.cli import atoll
+from atoll.cli.main import atoll
+from atoll.cli.main import run_command as exit_code
 from atoll.measure.seeds import interval
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,7 +40,7 @@ def run_command(*argv: str | Path, alone: bool = True) -> None:
     print(f"atoll {' '.join(words)}", flush=True)
     if alone:
         subprocess.run([sys.executable, "-m", "atoll", *words], check=True)
-    elif code := ended(lambda: atoll.main(words, standalone_mode=False)):
+    elif code := exit_code(lambda: atoll.main(words, standalone_mode=False)):
         raise SystemExit(f"atoll {words[0]} ended with {code}")
 
 

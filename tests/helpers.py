@@ -13,12 +13,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from atoll import cli
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import make_islands
 from atoll.campaign.prepare import prepare
+from atoll.cli import main as cli
 from atoll.train.run import train_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +151,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Answer:
     An error that nothing foresaw fails the test.
     """
     capsys.readouterr()
-    code = cli.ended(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
+    code = cli.run_command(lambda: cli.atoll.main([str(part) for part in argv], standalone_mode=False))
     captured = capsys.readouterr()
     assert "(traceback: " not in captured.err, captured.err
     return Answer(code, captured.out, captured.err)

@@ -451,12 +451,12 @@ def test_an_ensemble_of_another_schema(run: Run, trained: Path, tmp_path: Path) 
 
 
 def test_ctrl_c_is_130_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    from atoll import cli
+    from atoll.cli import main as cli
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert cli.ended(interrupted) == 130
+    assert cli.run_command(interrupted) == 130
     assert capsys.readouterr().err == "interrupted; run the same command again to go on\n"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from atoll.cli import atoll
+from atoll.cli.main import atoll
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

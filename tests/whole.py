@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from atoll import cli
+from atoll.cli import main as cli
 
 SETS = {
     "data.ingest.glyphs.limit": 320,

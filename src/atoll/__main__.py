@@ -1,5 +1,5 @@
 """`python -m atoll` is the command `atoll`."""
 
-from atoll.cli import main
+from atoll.cli.main import main
 
 main()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atoll import cli
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
+from atoll.cli import main as cli
 from atoll.data.dataset import DataSet
 from atoll.model.expert import read_card
 from atoll.store.store import Store

@@ -112,7 +112,7 @@ def watched(root: str, log: str) -> None:
 
 def call(name: str, *arguments: str) -> None:
     """Run a function of `hostile/calls.py` instead of the command; its errors are told as a command's."""
-    from atoll import cli
+    from atoll.cli import main as cli
     from hostile import calls
 
-    cli.main = lambda: sys.exit(cli.ended(lambda: getattr(calls, name)(*arguments)))
+    cli.main = lambda: sys.exit(cli.run_command(lambda: getattr(calls, name)(*arguments)))

@@ -192,7 +192,7 @@ def _command(request: Mapping[str, Any]) -> int:
 
     import faults
 
-    from atoll import cli
+    from atoll.cli import main as cli
     from atoll.store import store
 
     store._PROCESS = os.getpid()  # the one that forked never touched a store: obstore's threads are ours

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atoll import cli
+from atoll.cli import main as cli
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch
 

@@ -76,7 +76,7 @@ def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.Captur
 def test_only_shards_that_changed_are_searched_again(campaign: Path, monkeypatch: pytest.MonkeyPatch):
     opened = Campaign.open(campaign)
     command_of = ["concepts", "index", str(campaign), "--vocabulary", str(campaign / "concepts.txt")]
-    from atoll import cli
+    from atoll.cli import main as cli
 
     cli.atoll.main(command_of, standalone_mode=False)
     before = {p.name: p.read_bytes() for p in (campaign / "data/columns" / COLUMN).iterdir()}

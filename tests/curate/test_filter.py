@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from atoll import cli
 from atoll.campaign.card_facts import about
 from atoll.campaign.finding import Finding, findings, of_clusters
 from atoll.campaign.folder import Campaign
+from atoll.cli import main as cli
 from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary

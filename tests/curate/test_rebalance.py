@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rebalance") / "c"
     partitioned(folder)
     (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
-    from atoll import cli
+    from atoll.cli import main as cli
 
     argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
     cli.atoll.main(argv, standalone_mode=False)

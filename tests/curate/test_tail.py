@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll import cli
 from atoll.campaign.finding import findings
 from atoll.campaign.folder import Campaign
+from atoll.cli import main as cli
 from atoll.curate.counts import ConceptCounts
 from atoll.curate.tail import FARTHEST, Bank, TailPrompts
 from atoll.train.run import train_run

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from atoll.base.console import say
-from atoll.base.options import LOCAL, SETS
-from atoll.cli_campaign import CAMPAIGN, open_campaign
+from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 
 KEYS = click.option("--keys", "keyring", type=LOCAL, help="File of bearer keys, one a line; also ATOLL_KEYS.")
 

@@ -1,16 +1,27 @@
-"""Options that several groups of commands share."""
+"""What commands of several groups share: the named campaign, `--set`, and paths of this machine."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.base.errors import AtollError
 
+if TYPE_CHECKING:  # it takes a second to import
+    from atoll.campaign.folder import Campaign
+
+CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
 )
+
+
+def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
+    """Open a campaign with `--set` overrides."""
+    from atoll.campaign.folder import Campaign
+
+    return Campaign.open(campaign, sets)
 
 
 class LocalPath(click.Path):

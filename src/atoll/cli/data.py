@@ -6,8 +6,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
-from atoll.base.options import LOCAL, SETS
-from atoll.cli_campaign import CAMPAIGN, open_campaign
+from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 
 WORKERS = click.option(
     "--workers",

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from atoll.base.console import say
-from atoll.base.options import LOCAL
+from atoll.cli.common import LOCAL
 
 
 @click.group()

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import click
 
-from atoll.base.options import LOCAL
-from atoll.cli_campaign import CAMPAIGN, open_campaign
+from atoll.cli.common import CAMPAIGN, LOCAL, open_campaign
 
 
 @click.group()

@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from atoll.base.options import LOCAL
-from atoll.cli_campaign import open_campaign
+from atoll.cli.common import LOCAL, open_campaign
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
