@@ -107,6 +107,11 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     ]
 
 
+def printable(text: str) -> str:
+    """The text without anything that a terminal would obey: what other machines and files say."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def few(names: Sequence[str], most: int = 8) -> str:
     """The first of some names, and whether there are more."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")

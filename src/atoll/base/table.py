@@ -1,0 +1,206 @@
+"""Tables of values: columns with a name, a unit and a meaning; one CSV, one JSON and one text of each."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, model_serializer, model_validator
+from pydantic.fields import FieldInfo
+
+from atoll.base.config import Config
+from atoll.base.text import (
+    NONE,
+    columns,
+    count,
+    duration,
+    flops,
+    percent,
+    printable,
+    ratio,
+    significant,
+    size,
+)
+
+Cell = float | int | str | None
+FORMATS = {
+    "bytes": size,
+    "FLOPs": flops,
+    "share": percent,
+    "s": duration,
+    "ratio": ratio,
+    "parameters": count,
+}
+"""Units that a terminal does not show in the head of a column, as each cell says its own."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: key of its values in a row.
+        unit: of `FORMATS`, or any other; empty for texts and plain numbers.
+        meaning: what the value is, in a sentence.
+        digits: significant ones that a terminal shows.
+    """
+
+    name: str
+    unit: str = ""
+    meaning: str = ""
+    digits: int = 4
+
+
+def measured(default: Any = ..., unit: str = "", digits: int = 4) -> Any:
+    """A field of a typed row that has a unit; its docstring is the column's meaning."""
+    return Field(default, json_schema_extra={"unit": unit, "digits": digits})
+
+
+def columns_of(record: type[BaseModel]) -> tuple[Column, ...]:
+    """Columns of a typed row, one for each field, with the field's docstring as the meaning."""
+
+    def column(name: str, field: FieldInfo) -> Column:
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        return Column(
+            name, str(extra.get("unit", "")), field.description or "", int(str(extra.get("digits", 4)))
+        )
+
+    return tuple(column(name, field) for name, field in record.model_fields.items())
+
+
+@dataclass(frozen=True)
+class Table:
+    """Values in rows and columns.
+
+    Attributes:
+        name: of its file.
+        title: what it is about, for readers.
+        columns: in the order in which they are shown; rows may hold more.
+        rows: typed records, or mappings by column name.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Any]
+
+    @classmethod
+    def of(cls, record: type[BaseModel], rows: Iterable[BaseModel], name: str = "", title: str = "") -> Self:
+        """A table of typed rows."""
+        return cls(name, title, columns_of(record), list(rows))
+
+    @cached_property
+    def cells(self) -> list[list[Any]]:
+        """Values by row, in the order of the columns; None where a row has no such value."""
+        names = [column.name for column in self.columns]
+        return [
+            [row.get(name) if isinstance(row, Mapping) else getattr(row, name, None) for name in names]
+            for row in self.rows
+        ]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as mappings by column name."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.cells]
+
+    def to_csv(self) -> bytes:
+        """As CSV with one line of names; what there is no value of is empty."""
+        text = io.StringIO()
+        names = [column.name for column in self.columns]
+        csv.writer(text, lineterminator="\n").writerows([names, *self.cells])
+        return text.getvalue().encode()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with what each column means."""
+        heads = [vars(column) for column in self.columns]
+        return {"name": self.name, "title": self.title, "columns": heads, "rows": self.cells}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
+        """What `to_json` gave; rows are mappings."""
+        heads = tuple(Column(**head) for head in tree["columns"])
+        names = [column.name for column in heads]
+        rows = [dict(zip(names, row, strict=True)) for row in tree["rows"]]
+        return cls(tree["name"], tree["title"], heads, rows)
+
+
+class Tables(Config):
+    """Typed tables of one JSON file: a field `name: tuple[Row, ...] | None` for each.
+
+    In the file a table is `{"columns": [names], "rows": [[values]]}`. One that is None is left out.
+    """
+
+    @classmethod
+    def record(cls, name: str) -> type[BaseModel]:
+        """Type of the rows of a table."""
+        annotation: Any = cls.model_fields[name].annotation
+        rows = next(part for part in annotation.__args__ if part is not type(None))
+        row: type[BaseModel] = rows.__args__[0]
+        return row
+
+    def present(self) -> dict[str, Table]:
+        """The tables that there are, by name."""
+        return {
+            name: Table.of(self.record(name), rows, name)
+            for name in type(self).model_fields
+            if (rows := getattr(self, name)) is not None
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unpacked(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        unpacked = dict(tree)
+        for name, table in tree.items():
+            if isinstance(table, Mapping):
+                if table.keys() != {"columns", "rows"}:
+                    raise ValueError(f"the table {name} is no columns and rows")
+                # Rows of another length would silently lose values where they are zipped.
+                if any(len(row) != len(table["columns"]) for row in table["rows"]):
+                    raise ValueError(f"a row of the table {name} has not as many values as it has columns")
+                unpacked[name] = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+        return unpacked
+
+    @model_serializer
+    def _packed(self) -> dict[str, Any]:
+        return {
+            name: {"columns": [column.name for column in table.columns], "rows": table.cells}
+            for name, table in self.present().items()
+        }
+
+
+def text(table: Table) -> list[str]:
+    """Lines for a terminal: the title where there is one, the heads, the rows.
+
+    Texts stand on the left, numbers on the right in their units. No cell holds a control character: names of
+    hosts, files and captions come from elsewhere.
+    """
+    heads = [
+        printable(column.name.replace("_", " "))
+        + (f" [{column.unit}]" if column.unit and column.unit not in FORMATS else "")
+        for column in table.columns
+    ]
+    rows = [
+        [_shown(value, column) for value, column in zip(row, table.columns, strict=True)]
+        for row in table.cells
+    ]
+    left = [
+        n for n in range(len(heads)) if any(isinstance(row[n], str) for row in table.cells) or not table.cells
+    ]
+    return [*([table.title] if table.title else []), *columns([heads, *rows], left)]
+
+
+def _shown(value: Any, column: Column) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if column.unit in FORMATS:
+        return FORMATS[column.unit](value)
+    return f"{value:,}" if isinstance(value, int) else significant(value, column.digits)

@@ -1,0 +1,81 @@
+"""A table has one JSON, one CSV and one text, whatever its rows are."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError
+from atoll.base.table import Column, Table, Tables, columns_of, measured, text
+
+
+class Row(Config):
+    model: str
+    """Whose."""
+    loss: float | None = measured(None, "nats", digits=3)
+    """Cross-entropy."""
+    seconds: float | None = measured(None, "s")
+    """Time."""
+
+
+class Results(Tables):
+    losses: tuple[Row, ...] | None = None
+    """Losses by model."""
+
+
+ROWS = (Row(model="router", loss=0.123456, seconds=125.0), Row(model="a, b"))
+TABLE = Table.of(Row, ROWS, "losses", "Losses")
+MAPPED = Table("losses", "Losses", columns_of(Row), [row.model_dump() for row in ROWS])
+
+
+def test_a_field_is_a_column_with_unit_and_meaning() -> None:
+    assert TABLE.columns[1] == Column("loss", "nats", "Cross-entropy.", 3)
+
+
+@pytest.mark.parametrize("table", [TABLE, MAPPED])
+def test_typed_records_and_mappings_are_written_alike(table: Table) -> None:
+    assert table.to_csv() == b'model,loss,seconds\nrouter,0.123456,125.0\n"a, b",,\n'
+    assert text(table) == [
+        "Losses",
+        "model   loss [nats]     seconds",
+        "router        0.123  2 min 05 s",
+        "a, b              –           –",
+    ]
+    again = Table.from_json(json.loads(json.dumps(table.to_json())))
+    assert (again.columns, again.records) == (table.columns, table.records)
+
+
+def test_a_terminal_obeys_no_cell() -> None:
+    assert "\x1b" not in "".join(
+        text(Table("t", "", (Column("host\x1b[2J"),), [{"host\x1b[2J": "a\x1b[2J"}]))
+    )
+
+
+def test_typed_tables_come_back_and_empty_ones_keep_their_columns() -> None:
+    tree = Results(losses=ROWS).model_dump(mode="json")
+    assert tree["losses"]["columns"] == ["model", "loss", "seconds"]
+    assert Results.parse(tree, "a file").losses == ROWS
+    assert Results().model_dump() == {}
+    assert Results(losses=()).present()["losses"].to_csv() == b"model,loss,seconds\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [
+        ({"columns": ["model"], "rows": [["a", 1]]}, "not as many values"),
+        ({"columns": ["model", "loss"], "rows": [["a", "much"]]}, "number"),
+        ({"columns": ["model", "gain"], "rows": [["a", 1]]}, "gain"),
+        ({"columns": ["loss"], "rows": [[1]]}, "model"),
+        ({"rows": []}, "columns and rows"),
+    ],
+)
+def test_a_table_of_other_columns_or_values_is_refused(table: object, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        Results.parse({"losses": table}, "a file")
+
+
+def test_tables_import_nothing_heavy() -> None:
+    code = "import sys, atoll.base.table; sys.exit(bool({'torch', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
