@@ -43,7 +43,8 @@ from torch import Tensor, nn
 from atoll.base.device import own_device
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.partition import initial_network
-from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
+from atoll.campaign.runs import Recipe, RunPlan
+from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import ROWS, DataSet, to_parquet
 from atoll.data.formats import Manifest, Shard
 from atoll.data.samples import data_shape

@@ -16,7 +16,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network, make_islands
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
 from atoll.model.expert import read_card

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.partition import load

@@ -23,7 +23,7 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.export.stock import STOCK, stock_of

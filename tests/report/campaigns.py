@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan
 from atoll.model.card import Card
 from atoll.store.store import Store
 

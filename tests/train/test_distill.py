@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from atoll.base.condition import Condition
 from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.train import Recipe, RunPlan, TrainConfig
+from atoll.campaign.runs import Recipe, RunPlan
+from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
 from atoll.flow.settings import ObjectiveConfig, Prediction

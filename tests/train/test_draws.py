@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.train import Recipe, RunPlan
+from atoll.campaign.runs import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
 from atoll.train.expert import DenoiserTask

@@ -2,7 +2,8 @@
 
 import pytest
 
-from atoll.campaign.settings.train import Recipe, TrainConfig
+from atoll.campaign.runs import Recipe
+from atoll.campaign.settings.train import TrainConfig
 
 TOTAL = 100_000
 

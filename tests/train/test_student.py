@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan
 from atoll.campaign.status import Observer
 from atoll.launch.submit import plan_jobs
 from helpers import command, merged, partitioned, refused, write_campaign

@@ -16,8 +16,7 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import announce, settle
-from atoll.campaign.runs import Run
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import Run, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, spelled

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import experts_of, made_by, read_partition, stored_bytes, training_columns
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan, experts_of, made_by, read_partition, stored_bytes, training_columns
 from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
 from atoll.data.samples import data_shape, null_states, read_labels

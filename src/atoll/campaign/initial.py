@@ -11,8 +11,8 @@ from torch import nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
+from atoll.campaign.runs import RunPlan
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.campaign.settings.train import RunPlan
 from atoll.flow.published import trained_on
 from atoll.model.initial import lay_initial, read_initial, read_manifest
 from atoll.networks.checkpoint import Checkpoint, find

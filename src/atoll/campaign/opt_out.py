@@ -15,8 +15,7 @@ from atoll.base.plain import read_lines
 from atoll.base.text import few
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of, island_columns, write_clusters
-from atoll.campaign.runs import Run, experts_of
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.dataset import DataSet

@@ -13,8 +13,7 @@ from atoll.base.text import few
 from atoll.campaign.budget import Budget, Share, divide, router_arguments
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, start_of
-from atoll.campaign.runs import Run, experts_of, made_by, training_columns, wanted_columns
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import Run, RunPlan, experts_of, made_by, training_columns, wanted_columns
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
@@ -176,7 +175,7 @@ class _Plans:
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(
-            role=role,  # type: ignore[arg-type]
+            role=role,
             island=expert,
             rows=rows,
             weighted=self.partition.about.weights is not None,

@@ -6,8 +6,7 @@ from atoll.base.console import say
 from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
-from atoll.campaign.runs import experts_of
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan, experts_of
 from atoll.model.expert import published, read_card, read_part
 from atoll.model.initial import FOLDER, lay_initial
 

@@ -1,34 +1,166 @@
-"""Which runs and columns a campaign wants, and what its folders are called."""
+"""The runs of a campaign: `RUNS` has one row for each role, and every stage loops over it.
+
+A new role is a row here and, where it learns something new, a `Task` in `train/run.py`.
+"""
 
 import posixpath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from atoll.base.errors import AtollError, PartitionError
+from pydantic import AfterValidator, Field
+
+from atoll.base.config import Config
+from atoll.base.errors import AtollError, PartitionError, nearest
+from atoll.base.format import File
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.settings.train import PRACTICAL, TrainConfig
 from atoll.data.formats import ColumnMeta, Manifest, PartitionFile
 from atoll.data.settings import features_column
+from atoll.flow.settings import ObjectiveConfig
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # it imports torch, which status does without
     from atoll.data.dataset import DataSet
+
+Init = Literal["scratch", "checkpoint", "pretrain", "experts"]
+"""Where weights start: drawn, a published file, shared pretraining, or the experts (their mean, or one)."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What sets one kind of run apart from the others.
+
+    Attributes:
+        name: in commands, cards and folders.
+        title: on pages.
+        rows: training rows: those of one cluster (then there are K such runs), or all.
+        counted: where its FLOPs count: the ensemble's and the baseline's are equal, an extra comes on top.
+        task: what it learns: `denoise`, `route`, or `distill` (to denoise as its teachers do).
+        assembled: whether the ensemble waits for it.
+        sampled: whether it is a model by itself.
+        wanted: whether the campaign trains it.
+        late: whether it may be added when the campaign is partitioned.
+        absent: what to say where the campaign has no such run, and the remedy.
+        needs: roles that publish before it starts.
+        init: where its weights start; None is what its network's setting `init` says.
+    """
+
+    name: str
+    title: str
+    rows: Literal["cluster", "all"]
+    counted: Literal["ensemble", "baseline", "extra"]
+    task: Literal["denoise", "route", "distill"] = "denoise"
+    assembled: bool = False
+    sampled: bool = False
+    wanted: Callable[[CampaignConfig], bool] = lambda config: True
+    late: bool = False
+    absent: tuple[str, str] = ("", "")
+    needs: Callable[[CampaignConfig], tuple[str, ...]] = lambda config: ()
+    init: Callable[[CampaignConfig], Init | None] = lambda config: None
+
+    @property
+    def plural(self) -> str:
+        """Name of all runs of this role together: `experts`, `router`."""
+        return f"{self.name}s" if self.rows == "cluster" else self.name
+
+    def planned(self, config: CampaignConfig) -> bool:
+        """Whether the partition writes its folder; a baseline's numbers are there without being trained."""
+        return self.counted == "baseline" or self.wanted(config)
+
+
+def _teachers(config: CampaignConfig) -> tuple[str, ...]:
+    routed = config.student is not None and config.student.teacher == "routed"
+    return ("expert", "router") if routed else ("expert",)
+
+
+def _student_init(config: CampaignConfig) -> Init | None:
+    drawn = config.student is None or config.student.origin()[0] == "scratch"
+    return None if drawn else "experts"
+
+
+_ROLES = (
+    Role(
+        "pretrain",
+        "Shared pretraining",
+        rows="all",
+        counted="ensemble",
+        sampled=True,
+        wanted=lambda config: bool(config.budget.pretrain),
+        absent=(
+            "has no shared pretraining: budget.pretrain is 0",
+            "start a campaign with, for example, --set budget.pretrain=0.3",
+        ),
+    ),
+    Role(
+        "expert",
+        "Expert",
+        rows="cluster",
+        counted="ensemble",
+        assembled=True,
+        needs=lambda config: ("pretrain",),
+        init=lambda config: "pretrain" if config.budget.pretrain else None,
+    ),
+    Role(
+        "router",
+        "Router",
+        rows="all",
+        counted="ensemble",
+        task="route",
+        assembled=True,
+        init=lambda config: "scratch",
+    ),
+    Role(
+        "monolith",
+        "Monolith",
+        rows="all",
+        counted="baseline",
+        sampled=True,
+        wanted=lambda config: config.monolith,
+    ),
+    Role(
+        "student",
+        "Student",
+        rows="all",
+        counted="extra",
+        task="distill",
+        sampled=True,
+        wanted=lambda config: config.student is not None,
+        late=True,
+        absent=("has no student", "add 'student: {}' to campaign.yaml, then run 'atoll partition' again"),
+        needs=_teachers,
+        init=_student_init,
+    ),
+)
+RUNS: dict[str, Role] = {role.name: role for role in _ROLES}
+"""All roles by name, those first that others start from."""
+BESIDE = tuple(role.name for role in _ROLES if role.counted != "ensemble")
+"""Roles that the ensemble does without."""
+SINGLE = tuple(role.name for role in _ROLES if role.sampled)
+"""Roles whose network is a model by itself."""
 
 
 class Run(NamedTuple):
     """One training run of a campaign: what it trains, and where that lies.
 
     Attributes:
-        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
-        expert: number of the cluster; None unless it is an expert's.
+        role: a name of `RUNS`.
+        expert: number of the cluster; None for a run on all rows.
     """
 
     role: str
     expert: int | None = None
 
     @property
+    def kind(self) -> Role:
+        """Its row of `RUNS`."""
+        return RUNS[self.role]
+
+    @property
     def name(self) -> str:
         """For people: `expert 3`, `router`."""
-        return self.role if self.expert is None else f"expert {self.expert}"
+        return self.role if self.expert is None else f"{self.role} {self.expert}"
 
     @property
     def folder(self) -> str:
@@ -46,9 +178,95 @@ class Run(NamedTuple):
         return f"{self.folder}/expert"
 
 
+def runs_of(config: CampaignConfig, planned: bool = False) -> list[Run]:
+    """All runs that a campaign trains, or plans, in the order of `RUNS`."""
+    chosen = [role for role in _ROLES if (role.planned if planned else role.wanted)(config)]
+    return [run for role in chosen for run in runs_as(role, config.partition.k)]
+
+
+def runs_as(role: Role, k: int) -> list[Run]:
+    """The runs of one role in a campaign of K clusters."""
+    return [Run(role.name, n) for n in range(k)] if role.rows == "cluster" else [Run(role.name)]
+
+
 def experts_of(k: int) -> list[Run]:
     """The runs of all experts."""
-    return [Run("expert", number) for number in range(k)]
+    return runs_as(RUNS["expert"], k)
+
+
+def _known_role(name: str) -> str:
+    if name not in RUNS:
+        raise ValueError(f"there is no role {name!r}: {nearest(name, RUNS)}")
+    return name
+
+
+class RunPlan(File):
+    """`island.json`: the numbers of one run, written by the partition."""
+
+    FORMAT, PLACE, BARE = "atoll/run", "ROLE/island.json", True
+    REMEDY = "copy it from where the partition was made"
+
+    role: Annotated[str, AfterValidator(_known_role)]
+    """What is trained."""
+    island: int | None = None
+    """Number of the cluster, for an expert."""
+    rows: int = Field(ge=0, le=10**12)
+    """Training rows."""
+    weighted: bool = False
+    """Whether they are drawn in proportion to the column `weights`."""
+    steps: int = Field(ge=0, le=10**9)
+    """Optimizer steps."""
+    batch: int = Field(ge=1, le=10**6)
+    """Samples per step."""
+    partition: str
+    """Hash of the partition."""
+    seed: int
+    """Of order, noise, times and dropout."""
+    init_seed: int
+    """Of the initial weights; all experts of a campaign share it."""
+    init: Init = "scratch"
+    """Where the initial weights come from: drawn from `init_seed`, or read from `init/`."""
+    init_sha256: str | None
+    """Digest of the initial weights; null while what they come from is not trained."""
+    init_origin: dict[str, Any] = {}
+    """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
+    parameters: int = Field(default=0, ge=0, le=10**15)
+    """Trainable numbers; decides how many runs fit into memory at once."""
+    train_flops: float = Field(ge=0, le=1e40)
+    """Operations of the whole run."""
+    forward_flops: float = Field(ge=0, le=1e40)
+    """Operations of one evaluation of one sample."""
+    shape: DataShape
+    """Channels, size, text_width, text_length, classes of the data."""
+
+    @property
+    def samples(self) -> int:
+        """Training samples of the whole run."""
+        return self.steps * self.batch
+
+
+class Recipe(Config):
+    """Everything about how one network learns: what a checkpoint must agree with to be resumed."""
+
+    objective: ObjectiveConfig
+    """Schedule, prediction, times and dropout."""
+    train: TrainConfig
+    """Optimizer and loop."""
+    network: dict[str, Any]
+    """Network settings."""
+    plan: RunPlan
+    """Numbers of the run."""
+
+    def learned(self) -> dict[str, Any]:
+        """The part that decides the weights; how it is logged, saved and spread is not.
+
+        Without what is as by default, so that a run goes on under a version that has one setting more. Where
+        a default has changed, the campaign's own value stands in `campaign.json`, and the two differ.
+        """
+        tree = self.model_dump(exclude_defaults=True)
+        for name in PRACTICAL:
+            tree["train"].pop(name, None)
+        return tree
 
 
 def read_partition(store: Store) -> PartitionFile:
@@ -67,14 +285,6 @@ def read_partition(store: Store) -> PartitionFile:
                 what = f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}"
                 raise PartitionError(what, "put the one back that the campaign was cut by")
     return partition
-
-
-def runs_of(config: CampaignConfig) -> list[Run]:
-    """All runs that a campaign wants, those first that others start from."""
-    runs = [Run("pretrain")] if config.budget.pretrain else []
-    runs += [*experts_of(config.partition.k), Run("router")]
-    runs += [Run("monolith")] if config.monolith else []
-    return runs + ([Run("student")] if config.student is not None else [])
 
 
 def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.text import in_common
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import Run, runs_of, stored_bytes
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
 from atoll.store.history import History
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.signatures import UNSIGNED, signer

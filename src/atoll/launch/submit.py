@@ -16,10 +16,9 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, is_loose
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over, pretrain_finished
-from atoll.campaign.runs import Run, experts_of, runs_of
+from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
-from atoll.campaign.settings.train import RunPlan
 from atoll.encoders.text import text_parameters
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command

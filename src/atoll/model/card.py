@@ -62,8 +62,8 @@ class Card(File):
     """`card.json` beside the weights of an expert, a router, a monolith, shared pretraining or a student."""
 
     FORMAT, PLACE, REMEDY = "atoll/card", "ROLE/expert/card.json", "publish it again, or export it again"
-    role: Literal["expert", "router", "monolith", "pretrain", "student"]
-    """What the network is for."""
+    role: Annotated[str, Field(pattern="^[a-z]+$")]
+    """What the network is for: `expert`, `router`, or the role of a run on all the data."""
     island: Annotated[int, Field(ge=0, lt=LARGEST_K)] | None = None
     """Number of the cluster an expert was trained on."""
     family: str

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, StoreError, nearest
+from atoll.base.errors import ConfigError, StoreError
 from atoll.base.text import Size, parse_size
 from atoll.encoders.licences import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
@@ -44,7 +44,7 @@ from atoll.model.trace import Costs, Trace
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
-ENSEMBLE, SINGLE = "ensemble", ("monolith", "student", "pretrain")
+ENSEMBLE = "ensemble"
 REMEMBERED = 64
 """Texts whose states are kept: the empty one is wanted by every guided call."""
 
@@ -112,7 +112,7 @@ class Model:
         Args:
             source: a campaign, the folder of an assembled or exported ensemble, or a hub name. Encoders that
                 lie in the folder are taken from there.
-            name: `ensemble`, or in a campaign `monolith`, `student` or `pretrain`.
+            name: `ensemble`, or in a campaign a run on all the data, such as `monolith`.
             residency: how many experts stay on the device; the others are brought when they are needed.
             device: where it samples.
             generation: what a call draws by that says nothing else; a folder's own by default.
@@ -166,8 +166,8 @@ class Model:
         encoders: Collection[str],
         trusted: Collection[str] | None,
     ) -> "Model":
-        if name not in SINGLE:
-            raise ConfigError(f"there is no model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
+        if not name.isidentifier():  # it is a part of a path
+            raise ConfigError(f"there is no model {name!r}", "name 'ensemble', or a run such as 'monolith'")
         if not published(store, f"{name}/expert"):
             fix = f"train it: atoll train {name} {store.location}"
             raise StoreError(f"{store.location} has no {name} yet", fix)

@@ -13,8 +13,7 @@ from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.base.text import in_common
 from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
-from atoll.campaign.runs import read_partition
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import RunPlan, read_partition
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
 from atoll.report.palette import DENSE

@@ -15,7 +15,8 @@ from atoll.base.condition import Condition
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import normals, uniforms
 from atoll.base.version import code_version
-from atoll.campaign.settings.train import VALIDATION_TIMES, Recipe
+from atoll.campaign.runs import Recipe
+from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.dataset import DataSet
 from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples, weights_of

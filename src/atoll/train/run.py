@@ -16,8 +16,7 @@ from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import KEY, tidy
-from atoll.campaign.runs import Run
-from atoll.campaign.settings.train import Recipe, RunPlan
+from atoll.campaign.runs import Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import Run, experts_of
-from atoll.campaign.settings.train import RunPlan, StudentConfig
+from atoll.campaign.runs import Run, RunPlan, experts_of
+from atoll.campaign.settings.train import StudentConfig
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.ensemble import Ensemble
 from atoll.model.expert import RouterModel, published, read_card, read_part

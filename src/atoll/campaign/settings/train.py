@@ -8,11 +8,8 @@ from pydantic import Field, model_validator
 
 from atoll.base.config import Config, loose, loose_fields, renamed
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.format import File
-from atoll.flow.settings import ObjectiveConfig
 from atoll.model.routing import Routing, RoutingField
 from atoll.model.settings import Residency
-from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig
 
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
@@ -118,75 +115,6 @@ class TrainConfig(Config):
 
 PRACTICAL = loose_fields(TrainConfig)
 """Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
-
-
-class RunPlan(File):
-    """`island.json`: the numbers of one run, written by the partition."""
-
-    FORMAT, PLACE, BARE = "atoll/run", "ROLE/island.json", True
-    REMEDY = "copy it from where the partition was made"
-
-    role: Literal["expert", "router", "monolith", "pretrain", "student"]
-    """What is trained."""
-    island: int | None = None
-    """Number of the cluster, for an expert."""
-    rows: int = Field(ge=0, le=10**12)
-    """Training rows."""
-    weighted: bool = False
-    """Whether they are drawn in proportion to the column `weights`."""
-    steps: int = Field(ge=0, le=10**9)
-    """Optimizer steps."""
-    batch: int = Field(ge=1, le=10**6)
-    """Samples per step."""
-    partition: str
-    """Hash of the partition."""
-    seed: int
-    """Of order, noise, times and dropout."""
-    init_seed: int
-    """Of the initial weights; all experts of a campaign share it."""
-    init: Literal["scratch", "checkpoint", "pretrain", "experts"] = "scratch"
-    """Where the initial weights come from: drawn from `init_seed`, or read from `init/`."""
-    init_sha256: str | None
-    """Digest of the initial weights; null while what they come from is not trained."""
-    init_origin: dict[str, Any] = {}
-    """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
-    parameters: int = Field(default=0, ge=0, le=10**15)
-    """Trainable numbers; decides how many runs fit into memory at once."""
-    train_flops: float = Field(ge=0, le=1e40)
-    """Operations of the whole run."""
-    forward_flops: float = Field(ge=0, le=1e40)
-    """Operations of one evaluation of one sample."""
-    shape: DataShape
-    """Channels, size, text_width, text_length, classes of the data."""
-
-    @property
-    def samples(self) -> int:
-        """Training samples of the whole run."""
-        return self.steps * self.batch
-
-
-class Recipe(Config):
-    """Everything about how one network learns: what a checkpoint must agree with to be resumed."""
-
-    objective: ObjectiveConfig
-    """Schedule, prediction, times and dropout."""
-    train: TrainConfig
-    """Optimizer and loop."""
-    network: dict[str, Any]
-    """Network settings."""
-    plan: RunPlan
-    """Numbers of the run."""
-
-    def learned(self) -> dict[str, Any]:
-        """The part that decides the weights; how it is logged, saved and spread is not.
-
-        Without what is as by default, so that a run goes on under a version that has one setting more. Where
-        a default has changed, the campaign's own value stands in `campaign.json`, and the two differ.
-        """
-        tree = self.model_dump(exclude_defaults=True)
-        for name in PRACTICAL:
-            tree["train"].pop(name, None)
-        return tree
 
 
 Start = Literal["scratch", "average", "expert"]
