@@ -13,6 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.stats import ttest_ind
+
 from atoll.cli.main import atoll
 from atoll.cli.main import run_command as exit_code
 from atoll.measure.seeds import interval
@@ -81,6 +84,19 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, tuple[float, float] 
     logs = [math.log(ratio) for ratio in ratios]
     found = interval(logs)
     return math.exp(statistics.fmean(logs)), found and (math.exp(found[0]), math.exp(found[1]))
+
+
+def welch_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the ratio of two geometric means, as if the runs were not paired (Welch's, of logs).
+
+    Runs of one seed share the order of the data and the noise but no weights, so pairing them by seed is no
+    design, and an interval of paired ratios may be narrow by luck. None with fewer than two runs on a side.
+    """
+    if len(values) < 2 or len(bases) < 2:
+        return None
+    logs, base_logs = np.log(values), np.log(bases)
+    low, high = ttest_ind(logs, base_logs, equal_var=False).confidence_interval(0.95)
+    return math.exp(low), math.exp(high)
 
 
 def finish(

@@ -24,6 +24,7 @@ from atoll.base.condition import Condition
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
+from atoll.campaign.settings.train import RunPlan
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.measure.evaluation import Request, evaluate
@@ -118,6 +119,25 @@ class Album:
                     picture.save(folder / f"{number:05}.png")
             done.write_text(about)
         return cls(campaign, folder, conditions, training)
+
+    @classmethod
+    def real(cls, campaign: Campaign, split: str, count: int, folder: Path) -> "Album":
+        """Training pictures in a model's place: no model is expected to come nearer to the split than they.
+
+        Args:
+            campaign: whose pictures they are.
+            split: that they are held against.
+            count: how many, drawn without replacement.
+            folder: for their PNG files.
+        """
+        plan, dataset = RunPlan.read(campaign.store, Run("router").plan), campaign.dataset()
+        rows, training = (samples_of(campaign, dataset, s, plan) for s in (split, "train"))
+        chosen = torch.randperm(len(training), generator=generator(0, "real"))[:count].numpy()
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, pixels in enumerate(training.latents(chosen)):
+            values = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
+            Image.fromarray(values.squeeze()).save(folder / f"{number:05}.png")
+        return cls(campaign, folder, RowConditions.drawn(campaign, rows, split, count, 0), training)
 
     def distances(self, judges: Mapping[str, dict[str, Any]]) -> dict[str, float]:
         """Fréchet distance by each judge; precision and recall by the first."""
