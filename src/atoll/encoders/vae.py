@@ -1,9 +1,7 @@
 """Pictures to latents and back: a diffusers autoencoder by name, or pixels as they are."""
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +12,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
-from atoll.encoders.classes import AUTOENCODERS
-from atoll.encoders.hub import loading
-from atoll.encoders.weights import weights_hash
-
-# channels and factor of well-known autoencoders, so that a plan need not ask for their config
-_SHAPES = dict.fromkeys(
-    ("stabilityai/sd-vae-ft-mse", "stabilityai/sd-vae-ft-ema", "stabilityai/sdxl-vae", "madebyollin/taesd"),
-    (4, 8),
-) | {"madebyollin/taef1": (16, 8), "mit-han-lab/dc-ae-f32c32-in-1.0-diffusers": (32, 32)}
+from atoll.encoders.registry import AUTOENCODERS, KNOWN, loading, weights_hash
 
 
 @dataclass
@@ -32,13 +22,7 @@ class Autoencoder:
     Of an autoencoder whose config has `latents_mean` and `latents_std`, a number for each channel, they are
     `(z - mean) / std * scale`, as diffusers' pipelines take them.
 
-    Attributes:
-        name: what the user asked for; `none` makes pixels the latents.
-        network: the diffusers autoencoder, or None.
-        shift: subtracted from z.
-        scale: multiplied after.
-        mean: of each channel of z; empty where `shift` counts.
-        std: of each channel of z; empty likewise.
+    Named `none` it has no network, and pixels are the latents.
     """
 
     name: str
@@ -55,8 +39,9 @@ class Autoencoder:
         channels = {"mean": [*self.mean], "std": [*self.std]} if self.mean else {}
         return {"name": self.name, "hash": weights, "shift": self.shift, "scale": self.scale, **channels}
 
-    def _by_channel(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation to be taken from z, `(1, C, 1, 1)`."""
+    def _mean_and_std(self, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        if not self.mean:
+            return self.shift, 1.0
         mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return mean, std
 
@@ -72,11 +57,15 @@ class Autoencoder:
             return _pixels(pictures)
         images = _pixels([p.convert("RGB") for p in pictures]).to(self.device)
         encoded = self.network.encode(images)  # type: ignore[operator]
-        z = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else _first(encoded)
-        if self.mean:
-            mean, std = self._by_channel(z)
-            return ((z - mean) / std * self.scale).float().cpu()
-        return ((z - self.shift) * self.scale).float().cpu()
+        # The mode, not a draw: a column must be the same whenever it is written. AutoencoderDC calls its
+        # output `latent`, AutoencoderTiny `latents`; neither has a posterior.
+        if hasattr(encoded, "latent_dist"):
+            z = encoded.latent_dist.mode()
+        else:
+            z = encoded.latent if hasattr(encoded, "latent") else encoded.latents
+        mean, std = self._mean_and_std(z)
+        latents: Tensor = (z - mean) / std * self.scale
+        return latents.float().cpu()
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
@@ -84,12 +73,9 @@ class Autoencoder:
         if self.network is None:
             return _clamped(latents)
         z = latents.to(self.device) / self.scale
-        if self.mean:
-            mean, std = self._by_channel(z)
-            z = z * std + mean
-        else:
-            z = z + self.shift
-        # On the CPU one by one, which is as fast, and no picture depends on its batch.
+        mean, std = self._mean_and_std(z)
+        z = z * std + mean
+        # On the CPU one by one: as fast, and convolutions of another batch size would move last bits.
         parts = z.split(1 if z.device.type == "cpu" else max(1, len(z)))
         decoded = torch.cat([self.network.decode(part).sample for part in parts])  # type: ignore[operator]
         return _clamped(decoded.float().cpu())
@@ -98,8 +84,7 @@ class Autoencoder:
         """Pictures of latents `(B, C, H, W)`.
 
         Args:
-            latents: of one batch.
-            numbers: of the pictures, by which one that is broken is named; by default from 0 on.
+            numbers: by which an error names a broken picture; by default from 0 on.
 
         Raises:
             DataError: a picture holds NaN or infinity, which 8 bits would make grey or white.
@@ -122,7 +107,6 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     Args:
         name: `none`, or a folder or hub name of a diffusers AutoencoderKL, AutoencoderDC or
             AutoencoderTiny, such as `stabilityai/sd-vae-ft-mse`.
-        device: where it runs.
 
     Raises:
         ConfigError: it cannot be found.
@@ -131,7 +115,7 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
         return Autoencoder("none")
     import diffusers
 
-    with loading("VAE", name, "use 'none', a folder, or a hub name that can be reached"), _quiet():
+    with loading("VAE", name, "use 'none', a folder, or a hub name that can be reached"):
         settings = diffusers.AutoencoderKL.load_config(name)
         kind = settings.get("_class_name", "AutoencoderKL")
         if kind not in AUTOENCODERS:
@@ -159,16 +143,10 @@ def channels_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[flo
     return mean, std
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """diffusers passes the hub an option that the hub has dropped."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
-        yield
-
-
 def _factor(config: Mapping[str, Any]) -> int:
-    levels = config.get("block_out_channels") or config["encoder_block_out_channels"]
+    levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
+    if not levels:
+        raise ValueError("its config has no block_out_channels")
     return int(2 ** (len(levels) - 1))
 
 
@@ -178,18 +156,17 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
     Raises:
         ConfigError: its config cannot be found, or the pictures do not divide by its factor.
     """
-    if name in _SHAPES:
-        channels, factor = _SHAPES[name]
+    known = KNOWN.get(name)
+    if known and known.latent[0]:
+        channels, factor = known.latent
     else:
         import diffusers
 
-        try:
-            with _quiet():
-                config = diffusers.AutoencoderKL.load_config(name)
-            channels, factor = int(config["latent_channels"]), _factor(config)
-        except (OSError, ValueError, KeyError):
-            fix = "use 'none', a folder or a hub name, or encode first: atoll data encode"
-            raise ConfigError(f"cannot tell the latents' shape of the VAE {name!r}", fix) from None
+        with loading("VAE", name, "use 'none', a folder or a hub name, or encode first: atoll data encode"):
+            config = diffusers.AutoencoderKL.load_config(name)
+            channels, factor = int(config.get("latent_channels") or 0), _factor(config)
+            if not channels:
+                raise ValueError("its config has no latent_channels")
     if size % factor:
         raise ConfigError(f"pictures of {size} px do not divide by {factor}, as {name} asks", "change size")
     return channels, size // factor
@@ -199,20 +176,17 @@ def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str 
     """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now.
 
     Args:
-        producer: what the column says of it.
-        device: where it runs.
-        place: folder of a copy; by default it is looked for by its name.
+        place: folder of a copy; by default the producer's name is looked for.
     """
     vae = autoencoder(place or producer["name"], device)
     vae.name = producer["name"]
-    if "mean" not in producer:  # earlier versions did not look at latents_mean
-        vae.mean, vae.std = (), ()
     if any(producer.get(key) != value for key, value in vae.producer().items()):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
 
 
 def _clamped(pixels: Tensor) -> Tensor:
+    # clamp() lets NaN pass but turns infinity into white, which would look like a picture.
     return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 
 
@@ -220,7 +194,3 @@ def _pixels(pictures: Sequence[Image.Image]) -> Tensor:
     arrays = [np.asarray(p) for p in pictures]
     stacked = torch.from_numpy(np.stack([a[..., None] if a.ndim == 2 else a for a in arrays]))
     return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1.0
-
-
-def _first(encoded: Any) -> Tensor:
-    return encoded.latent if hasattr(encoded, "latent") else encoded.latents  # type: ignore[no-any-return]

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.licences import LICENCES, check_known
+from atoll.encoders.registry import check_known, licence_of, rounded_hashes, weights_hash
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
-from atoll.encoders.weights import rounded_hashes, weights_hash
 from atoll.model.card import Card, text_length
 from atoll.model.parts import as_others_are
 
@@ -78,7 +77,7 @@ def may_be_copied(name: str, size: int) -> str | None:
         name: of the encoder.
         size: bytes of its weights.
     """
-    if name not in LICENCES:
+    if licence_of(name) is None:
         return "its licence is not known to Atoll"
     return f"it has {size / 1e9:.1f} GB" if size > COPIED else None
 

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from atoll.base.errors import DataError, PartitionError
+from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.format import File
+from atoll.encoders.registry import LatentProducer, Producer, TextProducer
 from atoll.flow.settings import Prediction
 from atoll.networks.settings import DataShape
 
@@ -16,20 +17,12 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 
 
-def _producer(**numbers: float | None) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
-    """A check of what made a column: name, hash, and these numbers, with their values where none are said."""
-
+def _producer(kind: type[Producer]) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
     def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
-        if by is not None:
-            if not all(isinstance(by.get(key), str) for key in ("name", "hash")):
-                raise ValueError("it needs a name and a hash")
-            for key, default in numbers.items():
-                value: Any = by.get(key, default)
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                if not number or not -(10**6) <= value <= 10**6:
-                    raise ValueError(f"{key} is {value!r}")
-                by = {**by, key: value}
-        return by
+        try:
+            return None if by is None else {**by, **kind.parse(by, "it").model_dump()}
+        except ConfigError as error:
+            raise ValueError(error.what) from None
 
     return check
 
@@ -45,10 +38,10 @@ def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> Non
             check(by)
         except ValueError as error:
             fix = "write the column again: atoll data encode"
-            raise DataError(f"the producer of the column {column} is not told: {error}", fix) from None
+            raise DataError(f"the producer of the column {column} is incomplete: {error}", fix) from None
 
 
-_LATENTS, _TEXT = _producer(shift=0.0, scale=1.0), _producer(max_length=None)
+_LATENTS, _TEXT = _producer(LatentProducer), _producer(TextProducer)
 
 
 def _groups(provenance: dict[str, Any]) -> dict[str, Any]:

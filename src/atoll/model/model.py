@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.text import Size, parse_size
-from atoll.encoders.licences import check_known
+from atoll.encoders.registry import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.card import Card, text_length

@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.base.markdown import Markdown, code, render
 from atoll.base.text import count, in_common
-from atoll.encoders.licences import LICENCES
+from atoll.encoders.registry import licence_of
 from atoll.model.card import Card
 
 PAPER = "Decentralized Diffusion Models (McAllister, Tancik, Song, Kanazawa, arXiv 2501.05450)"
@@ -146,7 +146,7 @@ def _licences(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
     ]
     for what, encoder in (("VAE", card.latents), ("text encoder", card.text)):
         if encoder and encoder["name"] != "none":
-            rows.append([f"{what} {encoder['name']}", LICENCES.get(encoder["name"], UNKNOWN)])
+            rows.append([f"{what} {encoder['name']}", licence_of(encoder["name"]) or UNKNOWN])
     return rows
 
 

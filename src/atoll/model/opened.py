@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.plain import LARGEST, expanded, read_json
-from atoll.encoders.classes import COMPONENTS, SUFFIXES
+from atoll.encoders.registry import COMPONENTS, SUFFIXES
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.folder import (
     BANK,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.campaign.settings.train import VALIDATION_TIMES
-from atoll.encoders.licences import check_known
+from atoll.encoders.registry import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule

@@ -17,8 +17,7 @@ from atoll.base.errors import ConfigError, first_line
 from atoll.curate.aesthetics.scale import Scale
 from atoll.curate.aesthetics.statistics import WIDTH, statistics
 from atoll.encoders.extractors import extractor
-from atoll.encoders.hub import loading
-from atoll.encoders.weights import weights_hash
+from atoll.encoders.registry import loading, weights_hash
 
 Pictures = Sequence[Image.Image]
 VLM = "vlm:"

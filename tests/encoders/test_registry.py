@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.hub import loading
+from atoll.encoders.registry import loading
 
 
 def test_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:

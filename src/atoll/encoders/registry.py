@@ -1,0 +1,192 @@
+"""Encoders and classes that Atoll knows, how one is loaded, and what names its weights. Imports no torch.
+
+Classes outside these tuples are never loaded: Atoll runs the code of no folder or hub.
+"""
+
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, first_line
+from atoll.base.hashing import digest_tensors
+
+if TYPE_CHECKING:  # settings and cards know encoders by name, and are read without torch
+    from torch import nn
+
+AUTOENCODERS = ("AutoencoderDC", "AutoencoderKL", "AutoencoderTiny")
+"""Of diffusers."""
+TOWERS = {
+    "bert": "BertModel",
+    "clip": "CLIPTextModel",
+    "clip_text_model": "CLIPTextModel",
+    "distilbert": "DistilBertModel",
+    "gemma": "GemmaModel",
+    "gemma2": "Gemma2Model",
+    "mpnet": "MPNetModel",
+    "mt5": "MT5EncoderModel",
+    "qwen2": "Qwen2Model",
+    "roberta": "RobertaModel",
+    "siglip": "SiglipTextModel",
+    "t5": "T5EncoderModel",
+    "umt5": "UMT5EncoderModel",
+    "xlm-roberta": "XLMRobertaModel",
+}
+"""Class of the text tower in transformers by the `model_type` of its config."""
+# Versions of transformers call the same tokenizer by different names.
+_TOKENIZED = "Bert CLIP DistilBert Gemma MPNet Qwen2 Roberta Siglip T5 XLMRoberta"
+TOKENIZERS = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    *(f"{name}Tokenizer{speed}" for name in _TOKENIZED.split() for speed in ("", "Fast")),
+)
+SCHEDULERS = (
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+    "SASolverScheduler",
+    "UniPCMultistepScheduler",
+)
+"""Of diffusers: those that can integrate a flow."""
+COMPONENTS = {
+    "scheduler": ("diffusers", SCHEDULERS),
+    "vae": ("diffusers", AUTOENCODERS),
+    "text_encoder": ("transformers", tuple(TOWERS.values())),
+    "tokenizer": ("transformers", TOKENIZERS),
+}
+"""Library and classes of the parts of a pipeline that diffusers and transformers load."""
+SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
+"""Files that the folder of such a part may hold; neither code nor pickle is among them."""
+
+
+@dataclass(frozen=True)
+class KnownEncoder:
+    """A published encoder. With its sizes here, `atoll plan` works without a network.
+
+    Attributes:
+        licence: as its publisher states it, if it allows copies.
+        latent: of an autoencoder, latent channels and pixels for each element of a latent's side.
+        width: of a text encoder, D of its states.
+        limit: of a text encoder, the most tokens it takes; None where it has no limit.
+    """
+
+    licence: str | None
+    latent: tuple[int, int] = (0, 0)
+    width: int = 0
+    limit: int | None = None
+
+
+_T5_WIDTHS = {"small": 512, "base": 768, "large": 1024, "xl": 2048, "xxl": 4096}
+KNOWN = {
+    "none": KnownEncoder(None),
+    "mit-han-lab/dc-ae-f32c32-in-1.0-diffusers": KnownEncoder(None, (32, 32)),
+    "stabilityai/sd-vae-ft-mse": KnownEncoder("MIT", (4, 8)),
+    "stabilityai/sd-vae-ft-ema": KnownEncoder("MIT", (4, 8)),
+    "stabilityai/sdxl-vae": KnownEncoder("MIT", (4, 8)),
+    "madebyollin/taesd": KnownEncoder("MIT", (4, 8)),
+    "madebyollin/taef1": KnownEncoder("MIT", (16, 8)),
+    "minilm": KnownEncoder("Apache-2.0", width=384),
+    "openai/clip-vit-base-patch32": KnownEncoder("MIT", width=512, limit=77),
+    "openai/clip-vit-large-patch14": KnownEncoder("MIT", width=768, limit=77),
+    **{
+        f"google/{family}-{size}": KnownEncoder("Apache-2.0", width=width)
+        for family in ("t5-v1_1", "flan-t5")
+        for size, width in _T5_WIDTHS.items()
+    },
+}
+"""Encoders that a card may name without a question; any other name is a stranger's choice."""
+
+
+def licence_of(name: str) -> str | None:
+    """Licence of an encoder that allows copies; None where it is unknown or does not."""
+    return KNOWN[name].licence if name in KNOWN else None
+
+
+def check_known(name: str, allowed: Collection[str]) -> None:
+    """Refuse to load an encoder that only a card names.
+
+    Raises:
+        ConfigError: it is neither well known nor among `allowed`, the names that the user vouches for.
+    """
+    if name not in KNOWN and name not in allowed:
+        raise ConfigError(
+            f"the model names the encoder {name!r}, which Atoll does not know",
+            f"if you trust it, load the model with encoders=[{name!r}]",
+        )
+
+
+# A constant beyond this is a slip or an attack, and would only show as NaN in every picture.
+Constant = Annotated[float, Field(ge=-(10**6), le=10**6)]
+
+
+class Producer(Config, extra="allow", strict=True):
+    """What made a column, as cards and columns name it; more keys may follow."""
+
+    name: str
+    hash: str
+
+
+class LatentProducer(Producer):
+    """What made a column of latents: `(z - shift) * scale`."""
+
+    shift: Constant = 0.0
+    scale: Constant = 1.0
+
+
+class TextProducer(Producer):
+    """What made a column of text states."""
+
+    max_length: Annotated[int, Field(ge=0, le=10**6)]
+
+
+@contextmanager
+def loading(
+    kind: str, name: str, fix: str = "give a folder, or a hub name that can be reached"
+) -> Iterator[None]:
+    """Turn a failure to load the `kind` of this name into one line.
+
+    Raises:
+        ConfigError: the library could not load it.
+    """
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    # The hub warns at each retry, which would bury the one line that says why.
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # diffusers passes the hub an option that the hub has dropped.
+            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+            yield
+    except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
+        reason = first_line(error).rstrip(".: ")
+        raise ConfigError(f"cannot load the {kind} {name!r}: {reason}", fix) from None
+    finally:
+        logger.setLevel(level)
+
+
+def weights_hash(network: "nn.Module") -> str:
+    """Digest of all parameters and buffers, so that what one network made is never taken for another's."""
+    return digest_tensors(dict(network.state_dict()))
+
+
+def rounded_hashes(network: "nn.Module") -> Mapping[str, str]:
+    """Digests of the weights as saved in 16 bits, by the type of the numbers.
+
+    An exported copy is often saved so; by these it is still known as the encoder of the training.
+    """
+    import torch
+
+    state, hashes = network.state_dict(), {}
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        hashes[name] = digest_tensors(
+            {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+        )
+    return hashes
