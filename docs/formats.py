@@ -56,7 +56,7 @@ def document(formats: list[type[File]]) -> str:
 
 def _section(kind: type[File], groups: list[type[BaseModel]]) -> str:
     version = f"`{kind.FORMAT}` {kind.VERSION}"
-    remedy = "" if kind.KEEPS is None else f" Of another version: {kind.REMEDY}."
+    remedy = f" Of another version: {kind.REMEDY}." if kind.HEADED else ""
     head = f"### {kind.PLACE}\n\n{version}. {_sentence(kind.__doc__)}{remedy}\n\n{_fields(kind)}"
     return "\n\n".join([head, *(f"Of each `{group.__name__}`:\n\n{_fields(group)}" for group in groups)])
 

@@ -110,7 +110,7 @@ def test_a_campaign_of_another_schema(argv: list[str], run: Run, made: Path, tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["campaign.json", "campaign.yaml"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "atoll/campaign 1"}', "\xff"])
 def test_a_damaged_campaign_json(text: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "campaign.json").write_bytes(text.encode("latin-1"))
     refused(run("train", "router", tmp_path), "campaign.json")
@@ -161,7 +161,7 @@ def test_an_unknown_recipe(run: Run, tmp_path: Path) -> None:
         ("network.size=nanno", ["unknown network size 'nanno'", "did you mean 'nano'?"]),
         ("sampling.routing=onze", ["no routing 'onze'", "did you mean 'once'?"]),
         ("compare.strategies=[top]", ["'top'"]),
-        ("compare.strategies=[top-1 null commit]", ["the null branch takes full, top-K"]),
+        ("compare.strategies=[top-1 null once]", ["the null branch takes full, top-K"]),
         ("student.routing=top-1 null sample-1", ["training is not guided", "leave 'null' out"]),
         ("student.routing=oracle", ["needs no router", "teacher: cluster"]),
         ("data.ingest.glyphs.faces=cor", ["no faces 'cor'", "did you mean 'core'?"]),

@@ -34,21 +34,19 @@ def test_a_file_says_its_format_first_and_reads_back(kind, tmp_path: Path):
     assert kind.read(store, "note.json") == kind(text="a")
 
 
-@pytest.mark.parametrize("header", [{"schema": 2}, {"schema_version": 2}])
-def test_a_file_of_before_formats_had_names_is_read(kind, header):
-    assert kind.of_json({**header, "text": "a"}, "here") == kind(text="a")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"format": "test/note 3", "text": "a"}, "is of test/note 3, this Atoll reads test/note 2"),
         ({"format": "test/other 2", "text": "a"}, "is of test/other 2, this Atoll reads test/note 2"),
-        ({"schema": 1, "text": "a"}, "is of version 1, this Atoll reads test/note 2"),
-        ({"text": "a"}, "is of version None, this Atoll reads test/note 2"),
-        ({"schema": 2, "text": 1}, "is not what Atoll writes ('text' in camp/note.json: Input should be"),
-        ({"schema": 2}, "is not what Atoll writes ('text' in camp/note.json: Field required"),
-        ({"schema": 2, "text": "a", "more": 1}, "is not what Atoll writes (unknown key 'more'"),
+        ({"format": 2, "text": "a"}, "is of no format of Atoll's, this Atoll reads test/note 2"),
+        ({"text": "a"}, "is of no format of Atoll's, this Atoll reads test/note 2"),
+        (
+            {"format": "test/note 2", "text": 1},
+            "is not what Atoll writes ('text' in camp/note.json: Input",
+        ),
+        ({"format": "test/note 2"}, "is not what Atoll writes ('text' in camp/note.json: Field required"),
+        ({"format": "test/note 2", "text": "a", "more": 1}, "is not what Atoll writes (unknown key 'more'"),
         ([], "is not what Atoll writes"),
     ],
 )

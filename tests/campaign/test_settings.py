@@ -121,18 +121,6 @@ def test_a_frozen_key_is_named(change: dict, key: str, tmp_path: Path) -> None: 
     Campaign.open(folder)
 
 
-def test_a_campaign_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c")
-    Campaign.open(folder).freeze()
-    frozen = json.loads((folder / "campaign.json").read_text())
-    del frozen["config"]["data"]["ingest"]["test"]
-    for part in ("objective", "router"):
-        del frozen["config"][part]["time"]["shift"]
-        frozen["config"][part]["time"]["log_snr_shift"] = 0.0
-    (folder / "campaign.json").write_text(json.dumps(frozen))
-    assert Campaign.open(folder).config.objective.time.shift == 1
-
-
 @pytest.mark.parametrize(
     "change",
     [{"sampling": {"steps": 9, "guidance": 4.0}}, {"compare": {"samples": 9, "strategies": ["full"]}}],

@@ -15,7 +15,7 @@ from atoll.campaign.status import CampaignStatus, Observer, RunStatus
 from atoll.campaign.status_text import WIDTH, lines
 from atoll.store import local
 from atoll.store.history import History
-from atoll.store.lease import LeaseConfig, acquire, process
+from atoll.store.lease import Heartbeat, LeaseConfig, acquire, process
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
@@ -52,7 +52,7 @@ def held(folder: Path, island: int = 0, **fields: object) -> Log:
 
 
 def beat(log: Log, **signs: object) -> None:
-    log.store.put_json("heartbeat.json", {"holder": log.holder, "host": "far", **signs})
+    log.store.put_json("heartbeat.json", {**Heartbeat.header(), "holder": log.holder, "host": "far", **signs})
 
 
 def test_before_the_partition(run: Run, tmp_path: Path) -> None:

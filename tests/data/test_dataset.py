@@ -46,15 +46,6 @@ def test_open_says_what_is_wrong(store: Store, glyphs: DataSet, change: Any, wor
         DataSet.open(store, "new")
 
 
-def test_a_data_set_of_before_formats_had_names_is_read(store: Store, glyphs: DataSet) -> None:
-    for key in ("manifest.json", "columns/split/column.json"):
-        content = {k: v for k, v in store.get_json(f"glyphs/{key}").items() if k != "format"}
-        store.put_json(f"glyphs/{key}", {"schema": 1, **content})
-    assert len(DataSet.open(store, "glyphs").split("train")) == len(glyphs.split("train"))
-    with pytest.raises(DataError, match=r"is not a data set \(no manifest.json\): run `atoll data ingest`"):
-        DataSet.open(store, "nothing")
-
-
 def test_a_data_set_may_be_the_root_of_its_store(glyphs: DataSet, store: Store) -> None:
     dataset = DataSet.open(store.sub("glyphs"))
     assert dataset.ids == glyphs.ids

@@ -119,8 +119,11 @@ def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
     assert np.array_equal(back.clusters, made.clusters) and np.array_equal(back.centroids, made.centroids)
     assert back.about == made.about and back.k == 3
     assert store.list("partition/sheets") == [f"partition/sheets/{k}.png" for k in range(3)]
-    store.put_json("partition/partition.json", {**store.get_json("partition/partition.json"), "schema": 5})
-    with pytest.raises(PartitionError, match="is of version 5, this Atoll reads atoll/partition 1"):
+    store.put_json(
+        "partition/partition.json",
+        {**store.get_json("partition/partition.json"), "format": "atoll/partition 5"},
+    )
+    with pytest.raises(PartitionError, match="is of atoll/partition 5, this Atoll reads atoll/partition 1"):
         partitions.load(store)
 
 
@@ -154,7 +157,7 @@ def test_damage_is_told_in_one_line(
         store.put_json("partition/partition.json", about)
         with pytest.raises(PartitionError) as caught:
             partitions.load(store)
-        assert re.search("is damaged|is of version|is not what Atoll writes", str(caught.value)), what
+        assert re.search("is damaged|is of no format|is not what Atoll writes", str(caught.value)), what
     store.put_json("partition/partition.json", [1])
     with pytest.raises(PartitionError, match="is not what Atoll writes"):
         partitions.load(store)

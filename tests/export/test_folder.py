@@ -16,11 +16,8 @@ from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreErro
 from atoll.encoders.text import TextEncoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.model.opened import open_folder
 from atoll.networks.checkpoint import WEIGHTS
 from atoll.networks.families import family
-from atoll.store.manifest import entry_of
-from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
 
 PROMPTS: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
@@ -101,25 +98,6 @@ def test_a_type_of_numbers_is_kept_and_said(
     wide = load(texts / "model", torch_dtype=torch.bfloat16).to(torch.float32)  # down and up again
     wide.save_pretrained(tmp_path / "wide")
     assert {p.dtype for p in load(tmp_path / "wide").text_encoder.parameters()} == {torch.float32}
-
-
-def test_a_folder_of_the_version_before_loads(copy: Path) -> None:
-    """Its manifest and its index of experts say `"schema": 1`, its cards `"schema_version": 1`."""
-
-    def earlier(path: Path, header: str) -> None:
-        content = json.loads(path.read_text())
-        del content["format"]
-        path.write_text(json.dumps({header: 1, **content}))
-
-    for name in ("experts/0", "experts/1", "experts/2", "router"):
-        earlier(copy / name / "card.json", "schema_version")
-    earlier(copy / "experts/experts.json", "schema")
-    manifest = json.loads((copy / "ensemble.json").read_text())
-    manifest["files"] = [entry_of(Store.open(copy), ".", e["path"]).model_dump() for e in manifest["files"]]
-    (copy / "ensemble.json").write_text(json.dumps(manifest))
-    earlier(copy / "ensemble.json", "schema")
-    assert open_folder(copy).parts == manifest["parts"]
-    assert torch.equal(picture(load(copy)), picture(pipeline()))
 
 
 # Text and latents.
@@ -411,7 +389,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "experts/experts.json").unlink(), "experts.json is missing"),
     (lambda f: (f / "ensemble.json").unlink(), "not complete"),
     (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
-    (lambda f: edit_json(f / "ensemble.json", format="atoll/model 9"), "ensemble 9"),
+    (lambda f: edit_json(f / "ensemble.json", format="atoll/model 9"), "model 9"),
     (lambda f: edit_json(f / "experts/0/card.json", format="atoll/card 9"), "card 9"),
     (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
     (lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1"), "experts/1 holds expert 0"),

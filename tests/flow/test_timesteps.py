@@ -58,8 +58,3 @@ def test_times_stay_inside(name: str, distribution: str, dtype: torch.dtype) -> 
     assert (times > 0).all() and (1 - times > MARGIN / 2).all()
     assert (times.diff() >= 0).all()
     assert schedule(name).log_snr(times).isfinite().all()
-
-
-def test_an_earlier_campaign_says_it_in_nats() -> None:
-    assert TimeConfig.parse({"log_snr_shift": 2 * math.log(3)}, "test").shift == pytest.approx(3)
-    assert TimeConfig.parse({"log_snr_shift": 0.0}, "test") == TimeConfig()

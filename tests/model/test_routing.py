@@ -73,7 +73,7 @@ def test_names_and_spellings() -> None:
         ("pretrain", "did you mean 'null pretrain'"),
         ("top-1 null pretrian", "did you mean 'null pretrain'"),
         ("top-1 null comit", "there is no routing 'comit'"),
-        ("top-1 null commit", "the null branch takes full, top-K"),
+        ("commit", "there is no routing 'commit'"),
         ("top-1 null sample-1 null full", "the null branch takes full, top-K"),
     ],
 )

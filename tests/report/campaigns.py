@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from atoll.campaign.results import Diagnosis, Frozen
 from atoll.campaign.runs import RunPlan
 from atoll.model.card import Card
 from atoll.store.store import Store
@@ -59,13 +60,14 @@ class Builder:
 
     def campaign(self, **config: Any) -> "Builder":
         tree = {"seed": 0, "condition": "text", "partition": {"method": "kmeans", "k": self.k}}
-        content = {"schema": 1, "code": "0.1.0", "config": {**tree, "monolith": True, **config}}
-        self.store.put_json("campaign.json", content)
+        content = {"code": "0.1.0", "config": {**tree, "monolith": True, **config}}
+        self.store.put_json("campaign.json", Frozen.header() | content)
         return self
 
     def partition(self, **fields: Any) -> "Builder":
         heldout = [10 * (n + 1) for n in range(self.k)]
-        about = {"schema": 1, "method": "kmeans", "k": self.k, "seed": 0, "data": HASH, "hash": HASH}
+        about: dict[str, Any] = {"format": "atoll/partition 1", "method": "kmeans"}
+        about |= {"k": self.k, "seed": 0, "data": HASH, "hash": HASH}
         about |= {"encoder": {"name": "efficientnet-lite0", "hash": HASH, "size": 64}, "warnings": []}
         about |= {"rows": sum(self.sizes) + sum(heldout), "sizes": self.sizes, "heldout": heldout}
         self.store.put_json("partition/partition.json", about | fields)
@@ -109,7 +111,8 @@ class Builder:
             for n, loss in enumerate(values, 1)
         ]
         router = plan["role"] == "router"
-        check: dict[str, Any] = {"validation": [0.8 - 0.05 * n for n in range(9 if router else 8)]}
+        check: dict[str, Any] = {"times": [*((n + 0.5) / 8 for n in range(8)), *([1.0] if router else [])]}
+        check |= {"validation": [0.8 - 0.05 * n for n in range(9 if router else 8)]}
         check |= {"accuracy_by_time": [0.9 - 0.05 * n for n in range(9)]} if router else {}
         lines.append({"step": lines[-1]["step"], "samples": lines[-1]["samples"], **check})
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -151,7 +154,8 @@ class Builder:
             "experts_per_step": 1.0,
             "router_calls_per_step": 0.25,
         }
-        content = {"schema": 1, "code": "0.1.0", "default": "once", "metric": METRIC | {"steps": steps}}
+        content: dict[str, Any] = {"format": "atoll/comparison 1", "code": "0.1.0", "default": "once"}
+        content |= {"metric": METRIC | {"steps": steps}}
         content |= {
             "rows": [{"name": name, "distance": value, **cost} for name, value in DISTANCES.items()],
             "prompts": prompts,
@@ -230,11 +234,11 @@ class Builder:
             for key in keys.values():
                 self.store.put(key, png(self.side, n))
             pairs.append({**keys, "caption": PROMPTS[n]})
-        content = {"schema": 1, "settings": {"splits": list(splits), "quantile": 0.01}, "missing": []}
+        content = {"settings": {"splits": list(splits), "quantile": 0.01}, "missing": []}
         content |= {"strategies": ["once", "top-1"], "copies": {"leaked": 0}}
         content |= {"pictures": pairs, "closest": pairs[:1]}
         content |= {"tables": self._errors(splits, monolith) | self._sampled()}
-        self.store.put_json("reports/diagnostics.json", content | fields)
+        self.store.put_json("reports/diagnostics.json", Diagnosis.header() | content | fields)
         return self
 
     def _errors(self, splits: tuple[str, ...], monolith: bool) -> dict[str, Any]:
@@ -346,7 +350,8 @@ class Builder:
         frechet = {"label": "Fréchet distance on net", "value": value, "deviation": None, "settings": {}}
         kid = {"label": "kernel distance on net", "value": 0.01234, "deviation": 0.002, "settings": {}}
         subject = {"name": name} | ({"weights": {name: weights}} if weights else {})
-        content = {"schema": 1, "subject": subject, "protocol": how | protocol, "cost": {}, "key": key}
+        content: dict[str, Any] = {"format": "atoll/point 1", "subject": subject}
+        content |= {"protocol": how | protocol, "cost": {}, "key": key}
         content["values"] = {"frechet": frechet | {"note": "the covariance is singular"}, "kid": kid}
         self.store.put_json(f"reports/evaluate/{key}.json", content)
         return self

@@ -248,23 +248,35 @@ def test_every_run_is_in_every_chart_and_one_without_held_out_rows_is_named(whol
 # Files of another form.
 
 
-COMPARED = b'{"schema": 1, "rows": [], "metric": {}, "prompts": ["a"], "clusters": []}'
+COMPARED = b'{"format": "atoll/comparison 1", "rows": [], "metric": {}, "prompts": ["a"], "clusters": []}'
 
 
 @pytest.mark.parametrize(
     ("key", "content", "words"),
     [
-        ("reports/compare.json", b'{"schema": 7}', "version 7, this Atoll reads atoll/comparison 1"),
-        ("reports/diagnostics.json", b'{"schema": 5}', "version 5, this Atoll reads atoll/diagnosis 1"),
-        ("partition/partition.json", b'{"schema": 2}', "version 2, this Atoll reads atoll/partition 1"),
+        ("reports/compare.json", b'{"format": "atoll/comparison 7"}', "atoll/comparison 7, this"),
+        (
+            "reports/diagnostics.json",
+            b'{"format": "atoll/diagnosis 5"}',
+            "atoll/diagnosis 5, this Atoll reads",
+        ),
+        (
+            "partition/partition.json",
+            b'{"format": "atoll/partition 2"}',
+            "atoll/partition 2, this Atoll reads",
+        ),
         ("reports/compare.json", b"{", ""),
         ("reports/compare.json", b"[]", ""),
-        ("reports/compare.json", b'{"schema": 1, "rows": 5}', ""),
+        ("reports/compare.json", b'{"format": "atoll/comparison 1", "rows": 5}', ""),
         ("reports/compare.json", COMPARED, ""),
         ("reports/stages.json", b"7", ""),
-        ("reports/diagnostics.json", b'{"schema": 1, "settings": {"splits": []}, "tables": []}', ""),
-        ("partition/partition.json", b'{"schema": 1, "hash": "x"}', ""),
-        ("campaign.json", b'{"schema": 1}', ""),
+        (
+            "reports/diagnostics.json",
+            b'{"format": "atoll/diagnosis 1", "settings": {"splits": []}, "tables": []}',
+            "",
+        ),
+        ("partition/partition.json", b'{"format": "atoll/partition 1", "hash": "x"}', ""),
+        ("campaign.json", b'{"format": "atoll/campaign 1"}', ""),
         ("islands/0/expert/card.json", b'"x"', ""),
         ("islands/0/island.json", b'{"rows": "x"}', ""),
         ("islands/0/run/metrics.jsonl", b'{"samples": "many", "loss": 1}', "'samples' in a line"),
@@ -451,8 +463,8 @@ def test_what_was_evaluated_is_shown_a_table_for_every_protocol(whole: Builder, 
     tree["values"] = dict(reversed(tree["values"].items()))  # as they were asked for: kid, frechet
     whole.store.put_json("reports/evaluate/bb.json", tree)
     whole.evaluate("cc", "<b>ours</b>", 3.5, samples=50)
-    whole.store.put_json("reports/evaluate/dd.json", {"schema": 9})
-    whole.store.put_json("reports/evaluate/references/ee.json", {"schema": 1})
+    whole.store.put_json("reports/evaluate/dd.json", {"format": "atoll/point 9"})
+    whole.store.put_json("reports/evaluate/references/ee.json", {"format": "atoll/statistics 1"})
     two = Page.of(whole)
     assert re.search(r"monolith\*\s*–\s*2\s*1\s*542\.0\s*0\.01234", two.text()), "of other weights than now"
     assert len(two.all("caption")) == captions + 2 and "<b>ours</b>" in two.text()

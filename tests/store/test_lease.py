@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.store import lease
-from atoll.store.lease import HELD, Heart, Held, LeaseConfig, acquire, read_heartbeat
+from atoll.store.lease import HELD, Heart, Heartbeat, Held, LeaseConfig, acquire, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from helpers import environment
@@ -78,9 +78,9 @@ def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:
 
 def test_heartbeats_of_somebody_else_do_not(store: Store, elsewhere: None) -> None:
     assert acquire(Log(store, "a"), SHORT)
-    store.put_json("heartbeat.json", {"holder": "z"})
+    store.put_json("heartbeat.json", {**Heartbeat.header(), "holder": "z"})
     time.sleep(1.1)
-    store.put_json("heartbeat.json", {"holder": "z"})
+    store.put_json("heartbeat.json", {**Heartbeat.header(), "holder": "z"})
     assert acquire(Log(store, "b"), SHORT)
 
 

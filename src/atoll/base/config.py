@@ -1,6 +1,6 @@
 """Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,17 +36,6 @@ class Config(BaseModel):
             if _has_mark(field, "later") and name not in keep and value == field.get_default():
                 del tree[name]
         return tree
-
-
-def renamed(names: Mapping[str, str]) -> Callable[[Any], Any]:
-    """A validator that reads settings under the names they had in earlier versions, by old name."""
-
-    def rename(tree: Any) -> Any:
-        if not isinstance(tree, Mapping):
-            return tree
-        return {names.get(key, key): value for key, value in tree.items()}
-
-    return rename
 
 
 def loose(**options: Any) -> Any:

@@ -8,8 +8,6 @@ from atoll.base.errors import AtollError, ConfigError, StoreError
 FORMATS: dict[str, type["File"]] = {}
 """All formats of the modules that are imported, by name."""
 HEADER = "format"
-EARLIER = ("schema", "schema_version")
-"""Where files that were written before formats had names keep their version."""
 
 
 class Readable(Protocol):
@@ -25,8 +23,7 @@ class Readable(Protocol):
 class File(Config):
     """One kind of JSON file. Unknown fields are refused: whoever adds one raises `VERSION`.
 
-    A file says its format in its first field, `"format": "atoll/card 1"`. Files of before formats had names
-    say `"schema": 1`, or nothing, and are read where the version is the same.
+    A file says its format in its first field, `"format": "atoll/card 1"`.
     """
 
     FORMAT: ClassVar[str] = ""
@@ -35,10 +32,8 @@ class File(Config):
     """Raised when a reader of the earlier version would go wrong."""
     PLACE: ClassVar[str] = ""
     """Where the file lies, for the documentation."""
-    KEEPS: ClassVar[str | None] = HEADER
-    """Field that holds the version: `schema` where the bytes are hashed, None where lines carry none."""
-    BARE: ClassVar[bool] = False
-    """Whether files of before formats had names carry no version at all."""
+    HEADED: ClassVar[bool] = True
+    """Whether a file says its format; lines of a `.jsonl` do not."""
     REMEDY: ClassVar[str] = "restore it from a copy, or make it again"
     """What a user does about a file that cannot be read, in the imperative."""
     ERROR: ClassVar[type[AtollError]] = StoreError
@@ -54,9 +49,7 @@ class File(Config):
     @classmethod
     def header(cls) -> dict[str, Any]:
         """The first field of a file of this format; empty where it carries none."""
-        if cls.KEEPS is None:
-            return {}
-        return {cls.KEEPS: f"{cls.FORMAT} {cls.VERSION}" if cls.KEEPS == HEADER else cls.VERSION}
+        return {HEADER: f"{cls.FORMAT} {cls.VERSION}"} if cls.HEADED else {}
 
     def to_json(self) -> dict[str, Any]:
         """Plain data of the file: its header, then its fields."""
@@ -72,11 +65,10 @@ class File(Config):
         if not isinstance(content, dict):
             raise cls.ERROR(f"{where} is not what Atoll writes", cls.REMEDY)
         if not cls.fits(content):
-            version = cls._version(content)
-            other = version if isinstance(version, str) else f"version {version}"
-            known = f"this Atoll reads {cls.FORMAT} {cls.VERSION}"
-            raise cls.ERROR(f"{where} is of {other}, {known}", cls.REMEDY)
-        fields = {key: content[key] for key in content if key not in (HEADER, *EARLIER)}
+            other = content.get(HEADER)
+            said = other[:100] if isinstance(other, str) else "no format of Atoll's"
+            raise cls.ERROR(f"{where} is of {said}, this Atoll reads {cls.FORMAT} {cls.VERSION}", cls.REMEDY)
+        fields = {key: value for key, value in content.items() if key != HEADER}
         try:
             return cls.parse(fields, where)
         except ConfigError as error:
@@ -90,10 +82,4 @@ class File(Config):
     @classmethod
     def fits(cls, content: dict[str, Any]) -> bool:
         """Whether plain data says that it is of this format and version."""
-        return cls._version(content) in (f"{cls.FORMAT} {cls.VERSION}", cls.VERSION)
-
-    @classmethod
-    def _version(cls, content: dict[str, Any]) -> Any:
-        """What a file says of its format; this version where it needs to say nothing."""
-        versions = [content[key] for key in (HEADER, *EARLIER) if key in content]
-        return versions[0] if versions else cls.VERSION if cls.BARE or cls.KEEPS is None else None
+        return content.get(HEADER) == cls.header().get(HEADER)

@@ -76,7 +76,7 @@ class FrozenStudent(File):
 class MetricsLine(File):
     """A line of `metrics.jsonl`: a step of training, or a validation. Tasks may add fields of their own."""
 
-    FORMAT, PLACE, KEEPS = "atoll/metrics", "ROLE/run/metrics.jsonl", None
+    FORMAT, PLACE, HEADED = "atoll/metrics", "ROLE/run/metrics.jsonl", False
     model_config = ConfigDict(extra="allow", allow_inf_nan=True)
 
     step: int = 0
@@ -96,7 +96,7 @@ class MetricsLine(File):
     seconds: float | None = None
     """Time spent in steps, over all restarts."""
     times: tuple[float, ...] = ()
-    """Times t of the validation that this line is of; earlier versions left them out."""
+    """Times t of the validation that this line is of; empty for a line of steps."""
     validation: tuple[float | None, ...] = ()
     """Validation loss at each of these times."""
     accuracy_by_time: tuple[float | None, ...] = ()
@@ -105,13 +105,6 @@ class MetricsLine(File):
     """Mean of `validation`."""
     validation_seconds: float | None = None
     """Time that this validation took; it is not part of `seconds`."""
-
-    @property
-    def grid(self) -> Sequence[float]:
-        """The times of a validation: those of the line, or the fixed ones of versions that wrote none."""
-        parts = len(self.validation) // 2 * 2
-        middles = [(i + 0.5) / parts for i in range(parts)]
-        return self.times or middles + [1.0] * (len(self.validation) - parts)
 
 
 class Table(Config):

@@ -203,7 +203,7 @@ def _known_role(name: str) -> str:
 class RunPlan(File):
     """`island.json`: the numbers of one run, written by the partition."""
 
-    FORMAT, PLACE, BARE = "atoll/run", "ROLE/island.json", True
+    FORMAT, PLACE = "atoll/run", "ROLE/island.json"
     REMEDY = "copy it from where the partition was made"
 
     role: Annotated[str, AfterValidator(_known_role)]

@@ -28,7 +28,7 @@ class DataFile(File):
 class Reject(DataFile):
     """Lines of `rejects.jsonl`: a position of the source that gave no row. Reasons are a few fixed words."""
 
-    FORMAT, PLACE, KEEPS = "atoll/reject", "DATASET/rejects.jsonl", None
+    FORMAT, PLACE, HEADED = "atoll/reject", "DATASET/rejects.jsonl", False
 
     key: str
     """Where the source has it: a path, a row number."""
@@ -180,7 +180,7 @@ class PartitionFile(File):
     """`partition.json`: how the data set was cut, written when all else of the partition lies there."""
 
     FORMAT, PLACE, ERROR = "atoll/partition", "partition/partition.json", PartitionError
-    KEEPS, REMEDY = "schema", "restore it from a copy, or start a new campaign"  # the version is hashed
+    REMEDY = "restore it from a copy, or start a new campaign"
 
     method: Literal["kmeans", "random", "label", "column"]
     """How rows were given to clusters."""

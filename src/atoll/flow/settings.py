@@ -1,10 +1,8 @@
 """What a denoiser learns, as settings: schedule, prediction, times, dropout. Imports no torch."""
 
-import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
@@ -25,14 +23,6 @@ class TimeConfig(Config):
     """Standard deviation of logit(t), for logit-normal."""
     shift: float = Field(default=1.0, gt=0, le=1e4)
     """SD3's time shift: s takes 2 ln s nats of log-SNR away; 1 is none, above 1 = more noise."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping) or not isinstance(tree.get("log_snr_shift"), int | float):
-            return tree
-        rest = {name: value for name, value in tree.items() if name != "log_snr_shift"}
-        return {**rest, "shift": math.exp(tree["log_snr_shift"] / 2)}
 
 
 class ObjectiveConfig(Config):

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.model.strategies import ALIASES, STRATEGIES, Strategy
+from atoll.model.strategies import STRATEGIES, Strategy
 
 PRETRAIN: Literal["pretrain"] = "pretrain"
 WeightFunction = Callable[[Any, Any], Any]
@@ -114,7 +114,6 @@ class Routing(Config):
         match = _GRAMMAR.fullmatch(conditional.strip())
         groups = ("word", "dash", "args", "every", "without")
         word, dash, args, every, without = match.group(*groups) if match else (None,) * 5
-        word = ALIASES.get(str(word), word)
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
             forms = [*_forms().split(", "), f"null {PRETRAIN}"]

@@ -128,5 +128,3 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "function": Strategy("", lambda r: "a function of your own", uniforms=lambda r: 1),
 }
-ALIASES = {"commit": "once"}
-"""Earlier names of strategies."""

@@ -129,7 +129,7 @@ class Run:
 
 
 def _points(line: MetricsLine, values: Sequence[float | None]) -> list[Point]:
-    pairs = zip(line.grid, map(finite, values), strict=False)
+    pairs = zip(line.times, map(finite, values), strict=False)
     return [(t, value) for t, value in pairs if value is not None]
 
 

@@ -42,7 +42,7 @@ class LeaseConfig(Config):
 class Heartbeat(File):
     """What a holder says of itself every `train.lease.heartbeat_seconds`. It decides nothing but liveness."""
 
-    FORMAT, PLACE, BARE = "atoll/heartbeat", "ROLE/run/heartbeat.json", True
+    FORMAT, PLACE = "atoll/heartbeat", "ROLE/run/heartbeat.json"
 
     holder: str
     """Who, as in the log."""

@@ -58,7 +58,7 @@ class Process(Config):
 class Entry(File):
     """One entry of a run's log, with the fields of its kind and, last, a `digest` of all of them."""
 
-    FORMAT, PLACE, BARE = "atoll/log-entry", "ROLE/run/log/NNNNNN.json", True
+    FORMAT, PLACE = "atoll/log-entry", "ROLE/run/log/NNNNNN.json"
 
     kind: EntryKind
     """What happened; `damaged` is not written: it stands for an entry that its digest does not fit."""

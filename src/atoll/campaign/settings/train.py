@@ -1,12 +1,11 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config, loose, loose_fields, renamed
+from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError, nearest
 from atoll.model.routing import Routing, RoutingField
 from atoll.model.settings import Residency
@@ -42,8 +41,6 @@ class ParallelConfig(Config):
     """Compile the network with `torch.compile`."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a collective that does not finish is an error."""
-
-    _earlier = model_validator(mode="before")(renamed({"collective_seconds": "collective_timeout_s"}))
 
 
 class TrainConfig(Config):
@@ -95,14 +92,6 @@ class TrainConfig(Config):
     """How the run uses its processors."""
     lease: LeaseConfig = loose(default=LeaseConfig())
     """How the run says that it lives."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping) and isinstance(tree.get("checkpoint_minutes"), int | float):
-            tree = {**tree, "checkpoint_every_s": 60 * tree["checkpoint_minutes"]}
-            del tree["checkpoint_minutes"]
-        return renamed({"ema_ramp": "ema_warmup", "data_seconds": "data_timeout_s"})(tree)
 
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
