@@ -27,7 +27,7 @@ from pyarrow import parquet
 
 from atoll.base.pictures import grid, png
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import Duplicates, dedupe, look
+from atoll.data.duplicates import LOOKS, Duplicates, dedupe, fingerprint_job
 from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig
 from atoll.data.sources import open_source
@@ -190,7 +190,8 @@ def untoned(codes: str) -> str:
 
 def leaked(dataset: DataSet) -> int:
     """Held-out rows whose looks, to the last bit of their thumbnails, a training row has."""
-    seen = look(dataset)
+    fingerprint_job(dataset).run()
+    seen = dataset.column(LOOKS)
     train, heldout = (seen.read(dataset.split(name)).numpy() for name in ("train", "heldout"))
     known = {one.tobytes() for one in train}
     return sum(one.tobytes() in known for one in heldout)

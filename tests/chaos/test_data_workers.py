@@ -1,4 +1,4 @@
-"""Workers of every data stage killed at any moment: the data set is that of one worker left in peace."""
+"""Parts of every data stage killed at any moment: the data set is that of one process left in peace."""
 
 import os
 import random
@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from chaos.nursery import Child, Nursery
 from chaos.nursery import nursery as start_nursery
 from chaos.proxy import Weather, stormy
 from chaos.sweep import content, differences, environment_of_tests
-from data.test_workers import repeated
+from data.test_job import repeated
 from helpers import write_campaign
 from s3 import BUCKET, S3
 
 pytestmark = pytest.mark.slow
 STAGES = ("ingest", "embed", "dedupe", "encode")
 MODULES = ["atoll.campaign.prepare", "atoll.data.duplicates", "efficientnet_lite_pytorch", "scipy.fft"]
-DAY = 86_400.0
 KILLS = int(os.environ.get("ATOLL_KILLS", "5"))
 """Of each stage and number of workers; by hand, more."""
 
@@ -48,7 +47,6 @@ class Making:
                 "dedupe": {},
             },
             "partition": {"method": "kmeans", "encoder": "efficientnet-lite0", "encoder_size": 32},
-            "train": {"lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 0.8}},
         }
         write_campaign(self.work, self.settings)
         self.before: dict[str, Path] = {}
@@ -62,17 +60,17 @@ class Making:
             self.seconds[stage] = time.monotonic() - start
             self.after[stage] = content(self.work)
 
-    def start(self, stage: str, **options: Any) -> Child:
-        return self.nursery.start("data", stage, str(self.work), **options)
+    def start(self, stage: str, part: str | None = None, **options: Any) -> Child:
+        words = [] if part is None else ["--part", part]
+        return self.nursery.start("data", stage, str(self.work), *words, **options)
 
     def reset(self, stage: str) -> None:
         shutil.rmtree(self.work)
         shutil.copytree(self.before[stage], self.work)
 
-    def check(self, stage: str, workers: list[Child]) -> None:
-        """All workers end in order, and leave what one alone does."""
-        for one in workers:
-            assert one.wait() == 0, one.said()
+    def check(self, stage: str, process: Child) -> None:
+        """It ends in order, and leaves what one in peace does."""
+        assert process.wait() == 0, process.said()
         assert differences(content(self.work), self.after[stage]) == []
 
 
@@ -82,39 +80,35 @@ def making(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Making]:
         yield Making(tmp_path_factory.mktemp("making"), processes)
 
 
-def faults(chance: random.Random) -> Mapping[str, list[Any]]:
-    """A clock that is wrong and, for some, another machine: that its process has ended cannot be known."""
-    wrong = {"clock": [chance.uniform(-400, 400) * DAY]}
-    return {**wrong, "machine": [f"machine {chance.random()}"]} if chance.random() < 0.2 else wrong
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_kills_leave_no_trace(making: Making, stage: str, workers: int) -> None:
-    chance, kills, running = random.Random(f"{stage} {workers}"), 0, list[Child]()
+@pytest.mark.parametrize(
+    ("stage", "parts"), [*((stage, 0) for stage in STAGES), *((n, 3) for n in STAGES if n != "dedupe")]
+)
+def test_kills_leave_no_trace(making: Making, stage: str, parts: int) -> None:
+    chance, kills = random.Random(f"{stage} {parts}"), 0
     making.reset(stage)
     while kills < KILLS:
-        running += [making.start(stage, faults=faults(chance)) for _ in range(workers - len(running))]
+        running = [making.start(stage, f"{number}/{parts}") for number in range(1, parts + 1)]
+        if running:  # one is lost, and nobody starts it again
+            time.sleep(chance.uniform(0, making.seconds[stage]))
+            kills += running.pop(chance.randrange(parts)).kill()
+            assert all(one.wait() == 0 for one in running), [one.said() for one in running]
+        last = making.start(stage)
         time.sleep(chance.uniform(0, making.seconds[stage]))
-        victim = running.pop(chance.randrange(workers))
-        if victim.kill():
+        if last.kill():
             kills += 1
-        else:  # faster than its killer: all have to end now, and it begins anew
-            making.check(stage, [victim, *running])
+        else:  # faster than its killer: it begins anew
+            making.check(stage, last)
             making.reset(stage)
-            running = []
-    making.check(stage, [making.start(stage), *running])
+    making.check(stage, making.start(stage))
 
 
 POINTS = [
     (r"ingest\.json", "before"),
     (r"ingest\.json", "after"),
-    (r"claims/00000\.\d+\.json", "after"),
     (r"images/00001\.tar", "after"),
     (r"rows/00002\.parquet", "before"),
     (r"rows/00003\.json", "before"),
     (r"rows/00003\.json", "after"),
-    (r"claims/finish\.\d+\.json", "after"),
     (r"rejects\.jsonl", "after"),
     (r"columns/split/00004\.safetensors", "after"),
     (r"columns/split/column\.json", "before"),
@@ -132,10 +126,10 @@ def test_killed_at_every_kind_of_write(making: Making) -> None:
     for pattern, how in POINTS:
         child = making.start("ingest", faults={"die": [pattern, how]})
         assert child.wait() == -signal.SIGKILL, (pattern, how, child.said())
-    making.check("ingest", [making.start("ingest")])
+    making.check("ingest", making.start("ingest"))
 
 
-def test_workers_on_a_store_that_fails(
+def test_parts_on_a_store_that_fails(
     making: Making, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three at a time over S3 that delays, refuses and hangs up; some are killed, some give up."""
@@ -146,18 +140,25 @@ def test_workers_on_a_store_that_fails(
     there.put("campaign.yaml", (making.before["ingest"] / "campaign.yaml").read_bytes())
     with stormy(s3, Weather(5, 0.03)) as endpoint:
         env = {**endpoint.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}
-        running = list[Child]()
-        for _ in range(40):
-            running = [one for one in running if one.running()]
-            running += [
-                making.nursery.start("data", "prepare", url, env=env) for _ in range(3 - len(running))
-            ]
-            if kills < 4:
-                time.sleep(chance.uniform(0.2, 1.5))
-                kills += running.pop().kill()
-            elif any(one.wait() == 0 for one in running):
-                break
-    assert kills == 4 and all(one.wait() in (0, 2) for one in running)
+
+        def start(stage: str, words: tuple[str, ...]) -> Child:
+            return making.nursery.start("data", stage, url, *words, env=env)
+
+        for stage in ("ingest", "prepare"):
+            for parts in ([("--part", f"{number}/3") for number in range(3)], [()]):
+                running = [(start(stage, words), words) for words in parts]
+                for _ in range(20):
+                    if kills < 4:
+                        time.sleep(chance.uniform(0.2, 1.5))
+                        kills += running[chance.randrange(len(running))][0].kill()
+                    codes = [one.wait() for one, _ in running]
+                    assert {*codes} <= {0, 2, -signal.SIGKILL}, [one.said() for one, _ in running]
+                    left = [words for code, (_, words) in zip(codes, running, strict=True) if code]
+                    if not left:
+                        break
+                    running = [(start(stage, words), words) for words in left]
+                assert not left
+    assert kills == 4
     for key in there.list("data"):
         Store.open(tmp_path / "back", create=True).put(key, there.get(key))
     wanted = {key: value for key, value in making.after["encode"].items() if key.startswith("data/")}

@@ -12,7 +12,7 @@ from PIL import Image
 from atoll.base.errors import DataError
 from atoll.data.contents import COUNTED, Tally, contents, lines
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import dedupe, look
+from atoll.data.duplicates import dedupe, fingerprint_job
 from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig
 from atoll.data.sources import open_source
@@ -88,7 +88,7 @@ def test_of_an_unfinished_ingest_what_there_is(folder: Path) -> None:
 
 def test_damage_is_told_and_the_rest_counted(folder: Path) -> None:
     store = ingested(folder)
-    look(DataSet.open(store))
+    fingerprint_job(DataSet.open(store)).run()
     data = folder.parent / "data"
     (data / "columns/looks/00001.safetensors").unlink()
     (data / "columns/split/column.json").write_text("{")

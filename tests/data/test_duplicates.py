@@ -14,7 +14,7 @@ from atoll.campaign.prepare import prepare
 from atoll.data import partition as partitions
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, Duplicates, dedupe, looks
+from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
 from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources import open_source
@@ -190,7 +190,7 @@ def test_a_series_of_small_drawings_stays(tmp_path: Path) -> None:
 
 def test_hashes_are_near_for_the_same_scene_and_far_for_others() -> None:
     def apart(one: Image.Image, other: Image.Image) -> int:
-        return int(np.bitwise_count(looks(one)[:8] ^ looks(other)[:8]).sum())
+        return int(np.bitwise_count(fingerprint(one)[:8] ^ fingerprint(other)[:8]).sum())
 
     same = [apart(scene(n), Image.open(io.BytesIO(saved(scene(n), "JPEG", quality=50)))) for n in range(20)]
     others = [apart(scene(n), scene(n + 1)) for n in range(20)]

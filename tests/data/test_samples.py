@@ -9,7 +9,7 @@ import torch
 
 from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
-from atoll.data.encode import encode_latents, encode_text
+from atoll.data.encode import latents_job, text_job
 from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
 from atoll.data.samples import Samples, data_shape, read_labels
@@ -27,8 +27,8 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     store = Store.open(tmp_path_factory.mktemp("samples"))
     config = IngestConfig(size=8, shard_rows=16, heldout=0.3)
     dataset = ingest(GlyphSource(GlyphOptions(limit=40)), store, "", config)
-    encode_latents(dataset, autoencoder("none"))
-    encode_text(dataset, text_encoder("minilm", 12))
+    latents_job(dataset, autoencoder("none")).run()
+    text_job(dataset, text_encoder("minilm", 12)).run()
     return dataset
 
 
@@ -70,7 +70,7 @@ def test_tokens_are_encoded_to_the_states_that_are_stored(encoded: DataSet, tmp_
     """Beside states of another encoder, which must not be taken for theirs."""
     store = Store.open(shutil.copytree(encoded.store.path(""), tmp_path / "tokens"))
     dataset, encoder = DataSet.open(store, ""), text_encoder("minilm", 6)
-    encode_text(dataset, encoder, precompute=False)
+    text_job(dataset, encoder, precompute=False).run()
     assert dataset.column("tokens").meta.dtype == "int32"
     assert dataset.producers("tokens") != dataset.producers() == encoded.producers()
     shape = data_shape(dataset, "text", "tokens")
@@ -80,7 +80,7 @@ def test_tokens_are_encoded_to_the_states_that_are_stored(encoded: DataSet, tmp_
     with torch.autocast("cpu", torch.bfloat16):
         ours = samples.conditions(index)
     shutil.rmtree(tmp_path / "tokens/columns/text")
-    encode_text(DataSet.open(store, ""), encoder)
+    text_job(DataSet.open(store, ""), encoder).run()
     stored = Samples(DataSet.open(store, ""), rows, "text", shape)
     for one, other in ((ours, stored.conditions(index)), (samples.null(), stored.null())):
         assert one.text is not None and one.mask is not None

@@ -15,8 +15,6 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.launch import SlurmConfig
 from atoll.launch import slurm
 from atoll.launch.job import Job, Site
-from atoll.store.claims import Claims
-from atoll.store.store import Store
 from atoll.train.run import train_run
 from chaos.sweep import content, differences
 from helpers import assembled, command, partitioned, refused, same_bits, write_campaign
@@ -140,33 +138,35 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     assert same_bits(folder / "monolith", reference / "monolith")
 
 
-def test_an_array_makes_the_data_set_though_one_task_is_cancelled_and_one_requeued(
+def test_arrays_make_the_data_set_though_one_task_is_cancelled_and_one_requeued(
     site: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both write all but one shard, which the test holds; the one that is left finishes, and it is cut."""
+    """What the cancelled task would have written the next job writes, and it is cut."""
     partitioned(tmp_path / "serial")
     data = {"workers": 2, "slurm": {"partition": "both", "lines": []}}
+    setup = 'while [ -n "$SLURM_ARRAY_TASK_ID" ] && [ ! -e go ]; do sleep 0.1; done'
+    data["slurm"]["setup"] = [f"cd {tmp_path}", setup]  # type: ignore[index]
     folder = write_campaign(tmp_path / "c", {"launch": {"slurm": {"lines": ["--hold"]}, "data": data}})
-    first, second, cut = (folder / "launch" / f"{name}.out" for name in ("data-1", "data-2", "partition"))
-    with Claims(Store.open(str(folder / "data"), create=True), "claims").claimed("00001"):
-        jobs = submitted(command(capsys, "launch", folder, "--on", "slurm").out)
-        array = jobs.pop("data")
-        until(lambda: len(list((folder / "data" / "rows").glob("*.json"))) == 2, "nothing is written")
-        # The last task has the number of the whole array; requeued is this task alone.
-        call("scancel", "--batch", "--signal=USR1", f"{array}_2")
-        at_once(f"{array}_2", folder / "islands/0")
-        assert state(f"{array}_1") == "RUNNING"
-        again = command(capsys, "launch", folder, "--on", "slurm").out
-        assert submitted(again) == {} and f"data: queued already as job {array}" in again
-        call("scancel", f"{array}_1")
-        until(lambda: not state(f"{array}_1"), "a task that is cancelled stays")
-        assert state(f"{array}_2") and state(jobs["partition"]) == "PENDING"
-    until(lambda: not state(jobs["partition"]), "the data set is not cut", log=second)
-    assert "queued again" in second.read_text() and "queued again" not in first.read_text()
+    cut = folder / "launch" / "partition.out"
+    jobs = submitted(command(capsys, "launch", folder, "--on", "slurm").out)
+    array = jobs["ingest"]
+    until(lambda: state(f"{array}_1") == state(f"{array}_2") == "RUNNING", "no worker starts")
+    # The last task has the number of the whole array; requeued is this task alone.
+    call("scontrol", "requeue", f"{array}_2")
+    at_once(f"{array}_2", folder / "islands/0")
+    assert state(f"{array}_1") == "RUNNING"
+    again = command(capsys, "launch", folder, "--on", "slurm").out
+    assert submitted(again) == {} and f"ingest: queued already as job {array}" in again
+    call("scancel", f"{array}_1")
+    until(lambda: not state(f"{array}_1"), "a task that is cancelled stays")
+    assert state(f"{array}_2") and state(jobs["ingest end"]) == state(jobs["partition"]) == "PENDING"
+    (tmp_path / "go").touch()
+    until(lambda: not state(jobs["partition"]), "the data set is not cut", log=cut)
     assert cut.read_text().count("clusters of") == 1, cut.read_text()
     for made in ("data", "partition"):
         assert differences(content(folder / made), content(tmp_path / "serial" / made)) == []
-    call("scancel", *(number for name, number in jobs.items() if name != "partition"))
+    data_jobs = {"ingest", "ingest end", "columns", "columns end", "partition"}
+    call("scancel", *(number for name, number in jobs.items() if name not in data_jobs))
 
 
 def test_what_sbatch_refuses_is_one_line_that_names_what_is_submitted(

@@ -118,21 +118,32 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
     campaign = Campaign.open(folder, ["seed=7", "launch.gpus=2"])
     *making, cut = (one.job for one in data_jobs(campaign, "slurm"))
     root = campaign.store.location
-    told = ("-m", "atoll", "data", "prepare", root, "--set", "seed=7")
-    assert [(job.name, job.count, job.gpus, job.processes) for job in making] == [("data", 2, None, 1)]
-    assert making[0].argv[1:] == told and making[0].slurm.partition == "cpu"
-    assert cut.name == "partition" and cut.needs == ("data",) and cut.after_any
-    *each, cut = (one.job for one in data_jobs(campaign, "sky"))
-    assert [(job.name, job.count, job.argv[1:]) for job in each] == [(f"data {n}", 1, told) for n in (1, 2)]
-    assert cut.needs == ("data 1", "data 2") and cut.after_any
+    steps = {"ingest": "ingest", "ingest end": "ingest", "columns": "prepare", "columns end": "prepare"}
+    assert [(job.name, job.argv[1:]) for job in making] == [
+        (name, ("-m", "atoll", "data", stage, root, "--set", "seed=7")) for name, stage in steps.items()
+    ]
+    assert [(job.count, job.after_any) for job in making] == 2 * [(2, False), (1, True)]
+    assert [job.needs for job in (*making, cut)] == [(), *((name,) for name in steps)]
+    assert {(job.gpus, job.processes, job.slurm.partition, job.saves) for job in making} == {
+        (None, 1, "cpu", False)
+    }
+    assert cut.name == "partition" and not cut.after_any  # without a complete data set no run starts
+    first, second, end, *_ = (one.job for one in data_jobs(campaign, "sky"))
+    assert [(job.name, job.count, job.env) for job in (first, second, end)] == [
+        ("ingest 1", 1, {"ATOLL_PART": "1/2"}),
+        ("ingest 2", 1, {"ATOLL_PART": "2/2"}),
+        ("ingest end", 1, {}),
+    ]
+    assert end.needs == ("ingest 1", "ingest 2") and end.after_any
     before = everything(tmp_path)
     answer = run("launch", folder, "--on", "slurm", "--dry-run")
     assert answer.code == 0 and everything(tmp_path) == before and "# first" not in answer.out
     needs = "--dependency=afterok:JOB_OF_partition"
-    assert answer.out.count("--array=1-2") == answer.out.count("--dependency=afterany:JOB_OF_data ") == 1
-    assert answer.out.count("#!/bin/bash") == 7 and answer.out.count(needs) == 4  # experts, router, monolith
+    assert answer.out.count("--array=1-2") == answer.out.count("--dependency=afterany:JOB_OF_") == 2
+    assert answer.out.count("#!/bin/bash") == 10 and answer.out.count(needs) == 4  # experts, router, monolith
+    assert answer.out.count('ATOLL_PART="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"') == 2
     local = run("launch", folder, "--dry-run")
-    assert local.code == 0 and local.out.count("atoll data prepare") == 2 and "# first" not in local.out
+    assert local.code == 0 and local.out.count("atoll data prepare") == 3 and "# first" not in local.out
     partitioned(folder, {"launch": launch})
     assert data_jobs(Campaign.open(folder), "slurm") == []
 

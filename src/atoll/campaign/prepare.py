@@ -1,8 +1,8 @@
 """The stages before training, in order; each knows whether it is finished."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,14 @@ from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
-from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, look
-from atoll.data.encode import embed, encode_latents, encode_text
-from atoll.data.formats import ShardNote
-from atoll.data.ingest import ingest
+from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, fingerprint_job
+from atoll.data.encode import features_job, latents_job, text_job
+from atoll.data.ingest import IngestJob
+from atoll.data.job import Part
 from atoll.data.partition import Partition
 from atoll.data.samples import weigh_sources
-from atoll.data.settings import DedupeConfig, features_column
+from atoll.data.settings import DedupeConfig
 from atoll.data.sources import open_sources
-from atoll.data.workers import Stage, work_together
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
@@ -37,8 +35,8 @@ PAIRS, SHOWN = "reports/duplicates.png", 48
 """Where pairs of duplicates are shown, and how many of each kind."""
 
 
-def ingest_stage(campaign: Campaign) -> DataSet:
-    """Make the data set from its source, and say what it holds and what was left out."""
+def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
+    """Make the data set from its source, and say what it holds and what was left out; or write one part."""
     config, folder = campaign.config, campaign.store.location
     path, named = config.data_path(folder), config.source(folder)
     if named is None:
@@ -50,12 +48,14 @@ def ingest_stage(campaign: Campaign) -> DataSet:
     source = open_sources(named, config.data.ingest)
     store = Store.open(path, create=True)
     progress = Progress("ingest", len(source))
-    dataset = ingest(source, store, "", config.data.ingest, progress, config.train.lease)
+    job = IngestJob(source, store, "", config.data.ingest, progress)
+    if part is not None:
+        return job.write_part(part)
+    dataset = job.run()
     if isinstance(named, dict) and config.data.weighted:
         weigh_sources(dataset, {name: one.weight for name, one in named.items()})
     for line in lines(contents(store, rows=False)):
         say(line)
-    return dataset
 
 
 def check_shapes(campaign: Campaign) -> None:
@@ -71,13 +71,15 @@ def check_shapes(campaign: Campaign) -> None:
         check_sides(network.family, network.patch, shape.latents)
 
 
-def embed_stage(campaign: Campaign) -> None:
-    """Add the features column."""
+def embed_stage(campaign: Campaign, part: Part | None = None) -> None:
+    """Add the features column, or write one part of it."""
     dataset, config = campaign.dataset(), campaign.config.partition
     encoder = vision_encoder(config.encoder, config.encoder_size, str(own_device()))
     progress = Progress(f"features by {config.encoder}", len(dataset.shards), unit="shards")
-    column = embed(dataset, encoder, progress, campaign.config.train.lease)
-    say(f"{features_column(config.encoder)}: {len(dataset):,} rows of {column.meta.shape[0]}")
+    job = features_job(dataset, encoder, progress)
+    if part is not None:
+        return job.write_part(part)
+    say(f"{job.name}: {len(dataset):,} rows of {job.run().shape[0]}")
 
 
 def dedupe_stage(campaign: Campaign) -> Duplicates:
@@ -91,7 +93,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
         raise DataError(what, "leave duplicates out before that, in a new campaign")
     dataset, config = campaign.dataset(), campaign.config
     how = config.data.dedupe or DedupeConfig()
-    look(dataset, Progress("looks of pictures", len(dataset.shards), unit="shards"), config.train.lease)
+    fingerprint_job(dataset, Progress("fingerprints of pictures", len(dataset.shards), unit="shards")).run()
     found = dedupe(dataset, how, config.partition.encoder)
     largest = max(Counter(found.groups).values())
     rows: list[list[str | int | float | None]] = [
@@ -120,19 +122,24 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     return found
 
 
-def encode_stage(campaign: Campaign) -> None:
-    """Add the latents column and, for condition `text`, that of text states or tokens."""
+def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
+    """Add the latents and, for condition `text`, text states or tokens; or write one part of them."""
     dataset, config, device = campaign.dataset(), campaign.config.data, str(own_device())
-    shards, lease = len(dataset.shards), campaign.config.train.lease
-    vae = autoencoder(config.vae, device)
-    column = encode_latents(dataset, vae, Progress("latents", shards, unit="shards"), lease)
-    say(f"latents: {len(dataset):,} rows of {'x'.join(map(str, column.meta.shape))}")
-    if campaign.config.condition == "text":
-        encoder = text_encoder(config.text_encoder, config.text_length, device)
-        progress = Progress(f"text by {config.text_encoder}", shards, unit="shards")
-        column = encode_text(dataset, encoder, progress, lease, config.precompute_text)
-        each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
-        say(f"text: {len(dataset):,} rows of at most {column.meta.max_length} tokens{each}")
+    shards = len(dataset.shards)
+    job = latents_job(dataset, autoencoder(config.vae, device), Progress("latents", shards, unit="shards"))
+    if part is not None:
+        job.write_part(part)
+    else:
+        say(f"latents: {len(dataset):,} rows of {'x'.join(map(str, job.run().shape))}")
+    if campaign.config.condition != "text":
+        return
+    encoder = text_encoder(config.text_encoder, config.text_length, device)
+    progress = Progress(f"text by {config.text_encoder}", shards, unit="shards")
+    job = text_job(dataset, encoder, progress, config.precompute_text)
+    if part is not None:
+        return job.write_part(part)
+    each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
+    say(f"text: {len(dataset):,} rows of at most {job.run().max_length} tokens{each}")
 
 
 def prepare(campaign: Campaign) -> Partition:
@@ -141,8 +148,17 @@ def prepare(campaign: Campaign) -> Partition:
     return make_islands(campaign)
 
 
-def prepare_data(campaign: Campaign) -> None:
-    """Whatever is missing of the data set; any number of processes that do this at once share the work."""
+def prepare_data(
+    campaign: Campaign, part: Part | None = None, share: Callable[[str], None] = lambda command: None
+) -> None:
+    """Whatever is missing of the data set.
+
+    Args:
+        campaign: with a source, or a data set.
+        part: given, that part of the shards of all columns is written, and nothing else.
+        share: given, lets several processes write the shards of a command, `ingest` or `prepare`, before this
+            one puts them together.
+    """
     config, store = campaign.config, campaign.store
     if campaign.is_partitioned:
         return
@@ -150,37 +166,24 @@ def prepare_data(campaign: Campaign) -> None:
     named = config.source(store.location)
     sources = [named] if isinstance(named, str) else [one.source for one in (named or {}).values()]
     here = bool(sources) and all(one == "glyphs" or Path(one).exists() for one in sources)
-    if here or not campaign.has_dataset():
+    if part is None and (here or not campaign.has_dataset()):
+        share("ingest")
         ingest_stage(campaign)  # refuses a data set of another source or other settings
     dataset = campaign.dataset()
     stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
     encoded = stale.intersection(training_columns(config))
+    how = config.data.dedupe
+    dedupes = how is not None and not made_by(dataset, COLUMN, about(dataset, how, config.partition.encoder))
+    if stale or dedupes:
+        share("prepare")
     if stale - encoded:
-        embed_stage(campaign)
-    if (how := config.data.dedupe) is not None:
-        dataset = campaign.dataset()
-        wanted = about(dataset, how, config.partition.encoder)
-        if not made_by(dataset, COLUMN, wanted):  # the looks are shared work, what is alike is one process's
-            progress = Progress("looks of pictures", len(dataset.shards), unit="shards")
-            look(dataset, progress, config.train.lease)
-        work_together(_Dedupe(campaign, wanted), config.train.lease)
+        embed_stage(campaign, part)
+    if dedupes and part is not None:
+        progress = Progress("fingerprints of pictures", len(dataset.shards), unit="shards")
+        fingerprint_job(dataset, progress).write_part(part)
+    elif dedupes:
+        dedupe_stage(campaign)
     if encoded:
-        encode_stage(campaign)
-    campaign.dataset().tidy()
-
-
-class _Dedupe(Stage[bool]):
-    """Deduplication as a stage without shards: one process does it, and the others wait."""
-
-    def __init__(self, campaign: Campaign, wanted: dict[str, Any]) -> None:
-        super().__init__(campaign.dataset().store, f"columns/{COLUMN}", f"columns/{COLUMN}", [])
-        self.campaign, self.wanted = campaign, wanted
-
-    def done(self) -> bool | None:
-        """Whether the column is there."""
-        return made_by(self.campaign.dataset(), COLUMN, self.wanted) or None
-
-    def put_together(self, notes: list[ShardNote]) -> bool:
-        """Do it."""
-        dedupe_stage(self.campaign)
-        return True
+        encode_stage(campaign, part)
+    if part is None:
+        campaign.dataset().tidy()

@@ -12,7 +12,13 @@ WORKERS = click.option(
     "--workers",
     type=click.IntRange(1, 1024),
     default=1,
-    help="Processes of this machine that share the work; the same command elsewhere shares it too.",
+    help="Processes of this machine that share the work.",
+)
+PART = click.option(
+    "--part",
+    envvar="ATOLL_PART",
+    metavar="I/N",
+    help="Write only the shards I, I + N, I + 2 N, ...; the same command without it then finishes.",
 )
 
 
@@ -71,17 +77,25 @@ def _shared(name: str, stage: str, text: str) -> None:
     @data.command(name, help=text)
     @CAMPAIGN
     @WORKERS
+    @PART
     @SETS
-    def do(campaign: str, workers: int, sets: tuple[str, ...]) -> None:
+    def do(campaign: str, workers: int, part: str | None, sets: tuple[str, ...]) -> None:
         from atoll.campaign import prepare
+        from atoll.data.job import Part
 
-        opened = open_campaign(campaign, sets)
-        if workers == 1:
-            getattr(prepare, stage)(opened)
-            return
-        from atoll.launch.submit import run_workers
+        def share(command: str) -> None:
+            if workers > 1 and part is None:
+                from atoll.launch.submit import run_workers
 
-        run_workers(workers, "data", name, campaign, *(part for one in sets for part in ("--set", one)))
+                settings = [word for setting in sets for word in ("--set", setting)]
+                run_workers(workers, "data", command, campaign, *settings)
+
+        opened, own = open_campaign(campaign, sets), None if part is None else Part.parse(part)
+        if name == "prepare":
+            prepare.prepare_data(opened, own, share)
+        else:
+            share(name)
+            getattr(prepare, stage)(opened, own)
 
 
 _shared(

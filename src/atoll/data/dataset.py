@@ -16,12 +16,10 @@ from PIL import Image
 
 from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
-from atoll.data.column_stage import ColumnStage, remove_others
 from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard
 from atoll.data.formats import ColumnMeta, Manifest
 from atoll.data.images import ImageReader
-from atoll.data.workers import work_together
-from atoll.store.lease import LeaseConfig
+from atoll.data.job import ColumnJob, remove_others
 from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
 
@@ -204,6 +202,39 @@ class DataSet:
         by = self.column(text).meta.producer if self.has_column(text) else None
         return self.column("latents").meta.producer, by
 
+    def column_job(
+        self,
+        name: str,
+        producer: dict[str, Any],
+        compute: Compute,
+        extras: Extras | None = None,
+        kind: Kind = "fixed",
+        progress: Progress | None = None,
+    ) -> ColumnJob:
+        """The job that computes a column; shards that are valid for this producer and these rows are kept.
+
+        Every shard is followed by a small note that says what it was computed from; when the column is
+        complete, `column.json` says so for all shards and the notes go.
+
+        Args:
+            name: letters, digits, `.`, `_` and `-`.
+            producer: plain data that changes whenever the values would: name, hash, constants.
+            compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
+                column what `ragged` makes.
+            extras: tensors to keep beside the column.
+            kind: `fixed` or `ragged`.
+            progress: told how many shards are done, and how many there are.
+
+        Raises:
+            DataError: the name is no folder name, or later `compute` gave something else than promised.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+            raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
+        folder = join(self.prefix, "columns", name)
+        self.store.sweep(folder)
+        self._columns.pop(name, None)
+        return ColumnJob(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
+
     def write_column(
         self,
         name: str,
@@ -212,33 +243,9 @@ class DataSet:
         extras: Extras | None = None,
         kind: Kind = "fixed",
         progress: Progress | None = None,
-        lease: LeaseConfig | None = None,
     ) -> Column:
-        """Compute a column, or find it: shards that are valid for this producer and these rows are kept.
-
-        Every shard is followed by a small note that says what it was computed from; when the column is
-        complete, `column.json` says so for all shards and the notes go.
-
-        Args:
-            name: name of the column.
-            producer: plain data that changes whenever the values would: name, hash, constants.
-            compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
-                column what `ragged` makes.
-            extras: tensors to keep beside the column.
-            kind: `fixed` or `ragged`.
-            progress: told how many shards are done, and how many there are.
-            lease: given, any number of processes that call this at the same time share the work.
-
-        Raises:
-            DataError: the name is no folder name, or `compute` gave something else than promised.
-        """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
-            raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
-        folder = join(self.prefix, "columns", name)
-        self.store.sweep(folder)
-        stage = ColumnStage(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
-        remove_others(self.store, folder, work_together(stage, lease))
-        self._columns.pop(name, None)
+        """Compute a column, or find it; see `column_job`."""
+        self.column_job(name, producer, compute, extras, kind, progress).run()
         return self.column(name)
 
     def write_values(self, name: str, producer: dict[str, Any], values: NDArray[Any]) -> Column:

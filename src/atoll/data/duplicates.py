@@ -25,9 +25,9 @@ from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.columns import Column, Progress, Rows
 from atoll.data.dataset import DataSet
+from atoll.data.job import ColumnJob
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.split import write_split
-from atoll.store.lease import LeaseConfig
 
 LOOKS, COLUMN = "looks", "duplicate_of"
 HOW = ("kept", "same file", "nearly the same pixels", "nearly the same features")
@@ -77,9 +77,10 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
         raise DataError(what, "run 'atoll data embed' first")
-    seen, search = look(dataset), _Search(dataset)
+    fingerprint_job(dataset).run()
+    search = _Search(dataset)
     search.same_files()
-    search.same_pixels(seen, config)
+    search.same_pixels(dataset.column(LOOKS), config)
     if config.cosine is not None:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
     names = dataset.table(["group"]).column("group").to_numpy(zero_copy_only=False)
@@ -98,17 +99,18 @@ def about(dataset: DataSet, config: DedupeConfig, encoder: str) -> dict[str, Any
     return {"name": "dedupe", **config.model_dump(), "features": compared}
 
 
-def look(dataset: DataSet, progress: Progress | None = None, lease: LeaseConfig | None = None) -> Column:
-    """Write (or find) the column `looks`, uint8 `(rows, 8 + 3 * SIDE**2 + FINE**2)`: hash and thumbnails."""
+def fingerprint_job(dataset: DataSet, progress: Progress | None = None) -> ColumnJob:
+    """The column `looks`, uint8 `(rows, 8 + 3 * SIDE**2 + FINE**2)`: hash and thumbnails of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": torch.from_numpy(np.stack([looks(one) for one in dataset.iter_images(shard)]))}
+        values = np.stack([fingerprint(image) for image in dataset.iter_images(shard)])
+        return {"values": torch.from_numpy(values)}
 
     about = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
-    return dataset.write_column(LOOKS, about, compute, progress=progress, lease=lease)
+    return dataset.column_job(LOOKS, about, compute, progress=progress)
 
 
-def looks(image: Image.Image) -> NDArray[np.uint8]:
+def fingerprint(image: Image.Image) -> NDArray[np.uint8]:
     """A picture's perceptual hash in 8 bytes (low frequencies over their median), then its thumbnails."""
     gray, colour = image.convert("L"), image.convert("RGB")
     small = np.asarray(gray.resize((32, 32), Image.Resampling.LANCZOS), dtype=np.float32)

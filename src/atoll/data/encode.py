@@ -6,14 +6,14 @@ import torch
 from PIL import Image
 
 from atoll.base.errors import DataError
-from atoll.data.columns import Column, Progress, ragged
+from atoll.data.columns import Progress, ragged
 from atoll.data.dataset import DataSet
+from atoll.data.job import ColumnJob
 from atoll.data.settings import features_column
 from atoll.encoders.registry import rounded_hashes
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
-from atoll.store.lease import LeaseConfig
 
 
 def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
@@ -22,29 +22,20 @@ def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
     return {**encoder.producer(), **hashes}
 
 
-def embed(
-    dataset: DataSet,
-    encoder: VisionEncoder,
-    progress: Progress | None = None,
-    lease: LeaseConfig | None = None,
-) -> Column:
-    """Write (or find) the features `(rows, D)` float16 of every picture."""
+def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | None = None) -> ColumnJob:
+    """The features `(rows, D)` float16 of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": encoder.encode(list(dataset.iter_images(shard))).half()}
 
     name = features_column(encoder.name)
-    return dataset.write_column(name, encoder.producer(), compute, progress=progress, lease=lease)
+    return dataset.column_job(name, encoder.producer(), compute, progress=progress)
 
 
-def encode_latents(
-    dataset: DataSet,
-    vae: Autoencoder,
-    progress: Progress | None = None,
-    lease: LeaseConfig | None = None,
-    batch: int = 32,
-) -> Column:
-    """Write (or find) the latents `(rows, C, H, W)` float16, posterior mode, `(z - shift) * scale`.
+def latents_job(
+    dataset: DataSet, vae: Autoencoder, progress: Progress | None = None, batch: int = 32
+) -> ColumnJob:
+    """The latents `(rows, C, H, W)` float16, posterior mode, `(z - shift) * scale`.
 
     Where rows keep their aspect it is a ragged column: of each row H x W elements of C numbers.
     """
@@ -73,18 +64,14 @@ def encode_latents(
             raise DataError(
                 what, f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
             )
-        return dataset.write_column("latents", origin(vae), compute_ragged, None, "ragged", progress, lease)
-    return dataset.write_column("latents", origin(vae), compute, progress=progress, lease=lease)
+        return dataset.column_job("latents", origin(vae), compute_ragged, None, "ragged", progress)
+    return dataset.column_job("latents", origin(vae), compute, progress=progress)
 
 
-def encode_text(
-    dataset: DataSet,
-    encoder: TextEncoder,
-    progress: Progress | None = None,
-    lease: LeaseConfig | None = None,
-    precompute: bool = True,
-) -> Column:
-    """Write (or find) the text states of all captions, float16, ragged; `null` is the state of "".
+def text_job(
+    dataset: DataSet, encoder: TextEncoder, progress: Progress | None = None, precompute: bool = True
+) -> ColumnJob:
+    """The text states of all captions, float16, ragged; `null` is the state of "".
 
     Unless they are to be precomputed it is the column `tokens`, int32, and training encodes them. A caption
     stands once in a shard, however many rows have it.
@@ -100,7 +87,7 @@ def encode_text(
         return ragged(captions, found.__getitem__)
 
     null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
-    return dataset.write_column(name, origin(encoder), compute, {"null": null}, "ragged", progress, lease)
+    return dataset.column_job(name, origin(encoder), compute, {"null": null}, "ragged", progress)
 
 
 def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:

@@ -144,9 +144,9 @@ class ShardNote(DataFile):
     """Its files; paths relative to the folder of the data set or column."""
     rejects: list[Reject] = []
     """Positions that gave no row."""
-    tried: list[str] = []
+    rejected_ids: list[str] = []
     """Ids of those that were rejected for their picture; where an earlier shard has the id, that is why."""
-    taken: list[str] = []
+    duplicate_ids: list[str] = []
     """Ids that are rejected because an earlier shard has them, as was found when all shards were there."""
     form: tuple[str, list[int], int] | None = None
     """Of a column: type and shape of its values, and the longest sequence."""

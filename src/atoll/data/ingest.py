@@ -10,8 +10,9 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import compress
 from posixpath import join
 from typing import Any
 
@@ -30,25 +31,19 @@ from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, 
 from atoll.data.decode import BadImageError, decode, is_gray, square
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
+from atoll.data.job import ShardedJob
 from atoll.data.records import Record, Source
 from atoll.data.settings import IngestConfig
 from atoll.data.split import write_split
-from atoll.data.workers import Stage, work_together
-from atoll.store.lease import LeaseConfig
-from atoll.store.manifest import FileEntry, write_once
+from atoll.store.manifest import FileEntry, named_entry
 from atoll.store.store import Absent, Conflict, Store
 
 _NOTE = "ingest.json"
-_OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)|claims/(.*\.json|probe-[0-9a-f]+)")
+_OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)")
 
 
 def ingest(
-    source: Source,
-    store: Store,
-    prefix: str,
-    config: IngestConfig,
-    progress: Progress | None = None,
-    lease: LeaseConfig | None = None,
+    source: Source, store: Store, prefix: str, config: IngestConfig, progress: Progress | None = None
 ) -> DataSet:
     """Write a data set, or find it finished, or continue where an earlier call was killed.
 
@@ -58,26 +53,16 @@ def ingest(
         prefix: its folder there, or "".
         config: settings.
         progress: told how many of the source's positions are done, and how many there are.
-        lease: given, any number of processes that call this at the same time share the work.
 
     Raises:
         DataError: no row is usable, the rows have one group only, or the folder holds something else:
             a data set of another source or other settings is never overwritten.
     """
-    store.sweep(prefix)
-    about = source.describe()
-    identity = digest({"source": about["fingerprint"], "config": config.plain(), "schema": 1})
-    stage = _Ingest(source, store, prefix, config, identity, about, progress)
-    dataset = stage.done()
-    if dataset is None:
-        stage.begin()
-        dataset = work_together(stage, lease)
-    stage.tidy(dataset)
-    return dataset
+    return IngestJob(source, store, prefix, config, progress).run()
 
 
-class _Ingest(Stage[DataSet]):
-    """An ingest on its way, as a stage that several processes may work at.
+class IngestJob(ShardedJob[DataSet]):
+    """An ingest on its way; see `ingest`.
 
     A shard knows of no other, so ids that repeat across shards are settled when all are there: of the rows of
     one id the first is kept, and the shards of the others are written again without them.
@@ -89,16 +74,22 @@ class _Ingest(Stage[DataSet]):
         store: Store,
         prefix: str,
         config: IngestConfig,
-        identity: str,
-        about: dict[str, Any],
-        progress: Progress | None,
+        progress: Progress | None = None,
     ) -> None:
-        count = -(-len(source) // config.shard_rows)
-        super().__init__(store, prefix, join(prefix, "rows"), [identity] * count)
-        self.source, self.config, self.identity = source, config, identity
-        self.about, self.progress = about, progress
+        store.sweep(prefix)
+        self.about = source.describe()
+        self.identity = digest({"source": self.about["fingerprint"], "config": config.plain(), "schema": 1})
+        self.source, self.config = source, config
+        total, size = len(source), config.shard_rows
+        count = -(-total // size)
+
+        def report(done: int, shards: int) -> None:
+            if progress is not None:
+                progress(min(done * size, total), total if shards == count else shards * size)
+
+        super().__init__(store, prefix, join(prefix, "rows"), [self.identity] * count, report)
         kept = BUCKETS if config.buckets is not None else ()
-        self.schema = row_schema([*about.get("columns", []), *kept])
+        self.schema = row_schema([*self.about.get("columns", []), *kept])
         self.mode: Mode = "rgb"
         self.buckets: list[Size] = []
 
@@ -106,48 +97,36 @@ class _Ingest(Stage[DataSet]):
         """Take possession of the folder, and find mode and sizes of the pictures."""
         key, where = join(self.folder, _NOTE), self.store.name(self.folder)
         if not self.store.exists(key):
-            claims = join(self.folder, "claims/")  # a worker that was killed leaves its own
-            held = [key for key in self.store.list(self.folder) if not key.startswith(claims)]
-            if held and not any(self.store.exists(join(self.folder, one)) for one in (_NOTE, MANIFEST)):
+            if self.store.list(self.folder) and not self.store.exists(join(self.folder, MANIFEST)):
                 raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
             mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
             buckets = find_buckets(self.source, self.config)
             first = IngestNote(identity=self.identity, mode=mode, buckets=buckets)
-            with suppress(Conflict):  # another process has the same idea
+            with suppress(Conflict):  # the processes of several parts begin at the same time
                 self.store.create_json(key, first.to_json())
-        try:
-            note = IngestNote.read(self.store, key)
-        except Absent:  # just now finished elsewhere
-            return self.begin()
+        note = IngestNote.read(self.store, key)
         if note.identity != self.identity:
             what = f"{where} holds an unfinished ingest of another source or with other settings"
             raise DataError(what, "finish it with those, or remove the folder")
         self.mode, self.buckets = note.mode, note.buckets
 
-    def done(self) -> DataSet | None:
+    def result(self) -> DataSet | None:
         """The finished data set."""
         return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
-    def report(self, left: int) -> None:
-        """Tell how many positions are done."""
-        if self.progress is not None:
-            total = len(self.source)
-            self.progress(min((len(self.identities) - left) * self.config.shard_rows, total), total)
-
-    def owns(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the folder is still this ingest's."""
-        return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
+        try:
+            return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
+        except Absent:
+            return False
 
-    def make(self, number: int, seen: ShardNote | None, untouched: Callable[[], bool]) -> ShardNote | None:
-        """Write the files of a shard, over others only if it is `untouched`; None if it is not."""
-        if not self.owns():  # finished or given up elsewhere
-            return None
-        return self._made(number, seen.taken if seen else [], untouched)
-
-    def _made(self, number: int, taken: Sequence[str], may_replace: Callable[[], bool]) -> ShardNote | None:
+    def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
+        """Read and convert the rows of a shard."""
+        duplicate_ids = earlier.duplicate_ids if earlier else []
         rows: list[dict[str, Any]] = []
         rejects: list[Reject] = []
-        convert = _Converter(self.config, self.mode, self.buckets, self.schema.names, taken)
+        convert = _Converter(self.config, self.mode, self.buckets, self.schema.names, duplicate_ids)
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
         for item in self.source.records(start, stop):
@@ -156,28 +135,24 @@ class _Ingest(Stage[DataSet]):
                 rejects.append(row)
             else:
                 rows.append(row)
-        files: dict[str, FileEntry] = {}
-        blobs = {}
+        blobs, files = dict[str, bytes](), dict[str, FileEntry]()
         if rows:
-            blobs["images"] = f"images/{number:05d}.tar", convert.writer.close()
-            blobs["rows"] = f"rows/{number:05d}.parquet", to_parquet(pa.Table.from_pylist(rows, self.schema))
-        for kind, (path, data) in blobs.items():
-            entry = write_once(self.store, self.folder, path, data, may_replace)
-            if entry is None:
-                return None
-            files[kind] = entry
-        return ShardNote(
+            images, table = f"images/{number:05d}.tar", f"rows/{number:05d}.parquet"
+            blobs[images] = convert.writer.close()
+            blobs[table] = to_parquet(pa.Table.from_pylist(rows, self.schema))
+            files = {"images": named_entry(images, blobs[images]), "rows": named_entry(table, blobs[table])}
+        return blobs, ShardNote(
             identity=self.identity,
             rows=len(rows),
             files=files,
             rejects=rejects,
-            tried=convert.tried,
-            taken=list(taken),
+            rejected_ids=convert.rejected_ids,
+            duplicate_ids=list(duplicate_ids),
         )
 
-    def put_together(self, notes: list[ShardNote]) -> DataSet | None:
+    def combine(self, notes: list[ShardNote]) -> DataSet:
         """Settle the ids, write the rejects, the split and the manifest."""
-        self._settle(notes)
+        self._reject_repeated_ids(notes)
         rejects = [reject for note in notes for reject in note.rejects]
         filled = [note for note in notes if note.rows]
         if not filled:
@@ -188,8 +163,6 @@ class _Ingest(Stage[DataSet]):
         self.store.put(join(self.folder, REJECTS), lines.encode())
         counts = Counter(reject.reason for reject in rejects)
         dataset = self._dataset(filled, source=self.about, rejects=dict(sorted(counts.items())))
-        if (done := self.done()) is not None:  # finished elsewhere, and perhaps split anew since
-            return done
         try:
             write_split(dataset, self.config)
         except DataError as error:
@@ -198,29 +171,33 @@ class _Ingest(Stage[DataSet]):
                 raise
             what = f"{error.what}; {len(rejects)} of {len(self.source)} were rejected ({_reasons(rejects)})"
             raise DataError(what, f"{error.fix}, or mend the source") from None
-        with suppress(Conflict):  # a process that was thought dead has finished too
+        with suppress(Conflict):  # the same command ran twice, and the other one has finished
             dataset.finish()
-        return self.done()
+        return dataset
 
-    def _settle(self, notes: list[ShardNote]) -> None:
-        """Write those shards again that hold ids of earlier ones; memory is 8 bytes a row."""
-        hashes = [_hashes([*self._ids(note), *note.tried]) for note in notes]
+    def _reject_repeated_ids(self, notes: list[ShardNote]) -> None:
+        """Write those shards again that hold ids of earlier ones."""
+        # All ids of a large source are too many for memory. Hashes of 8 bytes a row find those that may
+        # repeat; only the shards that hold such a hash are then read, and their ids compared as they are.
+        hashes = [id_hashes([*self._ids(note), *note.rejected_ids]) for note in notes]
         values, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]), return_counts=True)
-        again, seen = values[counts > 1], set[str]()
+        repeated, seen = values[counts > 1], set[str]()
         for number, note in enumerate(notes):
-            suspect = np.isin(hashes[number], again)
+            suspect = np.isin(hashes[number], repeated)
             if not suspect.any():
                 continue
             ids = self._ids(note)
-            some = [one for one, chosen in zip([*ids, *note.tried], suspect, strict=True) if chosen]
-            if taken := sorted(seen.intersection(some)):
-                # First the note: should this process end, whoever finds torn files knows what they hold.
-                self.store.put_json(self.key(number), note.model_copy(update={"taken": taken}).to_json())
-                made = self._made(number, taken, lambda: True)
-                assert made is not None
-                notes[number] = made
-                self.store.put_json(self.key(number), made.to_json())
-            seen.update({*some}.intersection(ids))
+            names = [*compress([*ids, *note.rejected_ids], suspect)]
+            if known := sorted(seen.intersection(names)):
+                # First the note, with the files of before: should this process end while it writes the new
+                # ones, the next finds files that are not those of the note, and knows what to leave out.
+                planned = note.model_copy(update={"duplicate_ids": known})
+                self.store.put_json(self.key(number), planned.to_json())
+                files, notes[number] = self.make_shard(number, planned)
+                for path, data in files.items():
+                    self.store.put(join(self.folder, path), data)
+                self.store.put_json(self.key(number), notes[number].to_json())
+            seen.update({*names}.intersection(ids))
 
     def _ids(self, note: ShardNote) -> list[str]:
         return self._dataset([note]).ids if note.rows else []
@@ -241,15 +218,13 @@ class _Ingest(Stage[DataSet]):
         """Empty the folder, as it was before, so that the command can be run again with other settings."""
         self.store.delete(*self.store.list(self.folder))
 
-    def tidy(self, dataset: DataSet) -> None:
-        """Remove notes, claims, and files of shards that were written again and are empty now."""
+    def tidy(self, result: DataSet) -> None:
+        """Remove notes, and files of shards that were written again and are empty now."""
         if self.store.exists(join(self.folder, _NOTE)):  # first: then nobody believes that the folder is his
             self.store.delete(join(self.folder, _NOTE))
-        named = {entry.path for shard in dataset.shards for entry in shard.files.values()}
-        parts = [
-            key for part in ("rows", "images", "claims") for key in self.store.list(join(self.folder, part))
-        ]
-        paths = [posixpath.relpath(key, self.folder or ".") for key in parts]
+        named = {entry.path for shard in result.shards for entry in shard.files.values()}
+        keys = [key for part in ("rows", "images") for key in self.store.list(join(self.folder, part))]
+        paths = [posixpath.relpath(key, self.folder or ".") for key in keys]
         self.store.delete(
             *(join(self.folder, path) for path in paths if _OWN.fullmatch(path) and path not in named)
         )
@@ -264,11 +239,11 @@ class _Converter:
         mode: Mode,
         buckets: Sequence[Size],
         columns: Sequence[str],
-        taken: Sequence[str],
+        duplicate_ids: Sequence[str],
     ) -> None:
         self.config, self.mode, self.buckets, self.columns = config, mode, buckets, columns
-        self.ids = set(taken)
-        self.tried: list[str] = []
+        self.ids = set(duplicate_ids)
+        self.rejected_ids: list[str] = []
         self.writer = ImageWriter()
 
     def __call__(self, record: Record) -> dict[str, Any] | Reject:
@@ -284,7 +259,7 @@ class _Converter:
             return Reject(record.key, "duplicate id", record.id)
         picture = self._picture(record)
         if isinstance(picture, Reject):
-            self.tried.append(name)
+            self.rejected_ids.append(name)
             return picture
         image, small, where = picture
         self.ids.add(name)
@@ -373,7 +348,7 @@ def _reasons(rejects: list[Reject]) -> str:
     return f"{reasons}; the first: {rejects[0].key}: {rejects[0].detail}"
 
 
-def _hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
+def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
     """Hashes of ids `(n,)`; two ids may share one."""
-    found = [hashlib.blake2b(one.encode(), digest_size=8).digest() for one in ids]
-    return np.frombuffer(b"".join(found), dtype=np.uint64)
+    hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in ids)
+    return np.frombuffer(b"".join(hashes), dtype=np.uint64)

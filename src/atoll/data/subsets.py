@@ -11,10 +11,10 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
-from atoll.data.column_stage import remove_others
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet, to_parquet
 from atoll.data.formats import ColumnMeta, Manifest, Shard
+from atoll.data.job import remove_others
 from atoll.store.manifest import FileEntry, write_file
 from atoll.store.store import Store
 

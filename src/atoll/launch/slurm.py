@@ -42,6 +42,8 @@ def script(job: Job, site: Site) -> str:
     """The sbatch script of a run."""
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, site)), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    if job.count > 1:
+        lines.append('export ATOLL_PART="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"')
     if job.slurm.setup:
         lines += ["set -e", *job.slurm.setup, "set +e"]
     command, tell = job.shell(), 'kill -TERM "$child"'

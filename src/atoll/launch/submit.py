@@ -88,30 +88,47 @@ def _do(campaign: Campaign, placed: list[Placed], dry_run: bool, out: Path) -> N
 
 
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
-    """Jobs that make the data set together, and one that cuts it; none if that is done, or not asked for."""
+    """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for.
+
+    Several workers write the shards of the data set, each its part, and a job after them finishes it; then
+    the same for its columns.
+    """
     launch = campaign.config.launch
     if not launch.data.workers or campaign.is_partitioned:
         return []
-    place, target = launch.of("data"), launch.target("data", None, on)
+    place, target, count = launch.of("data"), launch.target("data", None, on), launch.data.workers
     python = place.python or launcher(target).PYTHON
+    gpus, arrays = launcher(target).gpus_of(place), launcher(target).ARRAYS
     # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
     told = [part for one in campaign.overrides if not one.startswith("launch.") for part in ("--set", one)]
-    make = command("data", "prepare", campaign.store.location, *told, python=python)
+    jobs, needs = list[Job](), tuple[str, ...]()
+    steps = {"columns": "prepare"} if campaign.has_dataset() else {"ingest": "ingest", "columns": "prepare"}
+    for name, stage in steps.items():
+        argv = command("data", stage, campaign.store.location, *told, python=python)
+        # What a worker wrote is there, shard by shard: it has nothing to save.
+        worker = replace(_job(name, argv, place, needs=needs, gpus=gpus), saves=False)
+        workers = [replace(worker, count=count)] if arrays else parts(worker, count)
+        # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
+        last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
+        jobs += [*workers, last]
+        needs = (last.name,)
     cut = command("partition", campaign.store.location, *told, python=python)
-    one, count = _job("data", make, place, gpus=launcher(target).gpus_of(place)), launch.data.workers
-    one = replace(one, saves=False)  # what it wrote is there, shard by shard
-    several = [replace(one, name=f"data {number}") for number in range(1, count + 1)]
-    jobs = [replace(one, count=count)] if launcher(target).ARRAYS else several
-    # One that fails is not missed if the others finish the data set; whether they did, the partition sees.
-    cutter = _job("partition", cut, place, needs=tuple(job.name for job in jobs), gpus=0)
-    return [Placed(job, target) for job in (*jobs, replace(cutter, after_any=True))]
+    jobs.append(_job("partition", cut, place, needs=needs, gpus=0))
+    return [Placed(job, target) for job in jobs]
+
+
+def parts(job: Job, count: int) -> list[Job]:
+    """As many jobs of one data command, each with its part of the shards."""
+    return [
+        replace(job, name=f"{job.name} {number}", env={**job.env, "ATOLL_PART": f"{number}/{count}"})
+        for number in range(1, count + 1)
+    ]
 
 
 def run_workers(count: int, *words: str) -> None:
-    """Run one command as several processes of this machine, which share its cores and GPUs, to their end."""
-    share = max(1, cores() // count)
-    jobs = [Job(f"worker {number}", command(*words), cpus=share) for number in range(1, count + 1)]
-    local.hand_over(jobs, Site("", Path(), Path()))
+    """Run the parts of one data command as processes of this machine, which share its cores and GPUs."""
+    worker = Job("worker", command(*words), cpus=max(1, cores() // count))
+    local.hand_over(parts(worker, count), Site("", Path(), Path()))
 
 
 def launcher(name: str) -> Launcher:

@@ -4,7 +4,7 @@ Large files are read through local paths, a little at a time; a remote store's a
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from posixpath import join
 from typing import Annotated, TypeVar
@@ -16,7 +16,7 @@ from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import sha256
 from atoll.base.plain import NormalPath
-from atoll.store.store import Absent, Conflict, Damaged, Store, regular
+from atoll.store.store import Absent, Damaged, Store, regular
 
 
 class FileEntry(Config):
@@ -55,21 +55,11 @@ Manifest = TypeVar("Manifest", bound=Published)
 def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
     """Write one file below `prefix` and return the entry that names it."""
     store.put(join(prefix, path), data)
-    return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
+    return named_entry(path, data)
 
 
-def write_once(
-    store: Store, prefix: str, path: str, data: bytes, may_replace: Callable[[], bool]
-) -> FileEntry | None:
-    """Write one file where there is none, or over other bytes if `may_replace` then says so; else None."""
-    key = join(prefix, path)
-    try:
-        store.create(key, data)
-    except Conflict:
-        if store.get(key) != data:
-            if not may_replace():
-                return None
-            store.put(key, data)
+def named_entry(path: str, data: bytes) -> FileEntry:
+    """The entry of a file of these bytes."""
     return FileEntry(path=path, bytes=len(data), sha256=sha256(data))
 
 

@@ -1,0 +1,265 @@
+"""Work that is done shard by shard: an ingest, or a column.
+
+A shard depends on its part of the source and on nothing else, so its bytes are the same whoever writes it.
+One process does all, or several write fixed parts (`Part`) and one that comes after them finishes. Who starts
+them, and again where one was lost, is an engine's matter: a pool of processes, or an array of Slurm.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from posixpath import join
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from atoll.base.console import say
+from atoll.base.errors import AtollError, ConfigError, DataError
+from atoll.base.hashing import digest
+from atoll.data.columns import Compute, Extras, Kind, Progress, describe
+from atoll.data.formats import ColumnMeta, Shard, ShardNote
+from atoll.store.manifest import is_whole, named_entry, write_file
+from atoll.store.store import Store
+from atoll.store.tensors import read_tensors
+
+Result = TypeVar("Result")
+
+
+class Part(NamedTuple):
+    """The shards `number, number + total, ...` of a job."""
+
+    number: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """The part I/N, such as 2/8; `ConfigError` if it is none."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        if found is None or not int(found[2]):
+            raise ConfigError(f"--part {text!r} is no part of the shards", "write I/N, such as 2/8")
+        # Arrays count from 1 or from 0: only the remainder matters, and every shard has exactly one task.
+        return cls(int(found[1]) % int(found[2]), int(found[2]))
+
+
+class ShardedJob(Generic[Result]):
+    """Shards to write, each followed by a note that makes it count, and a result that is put together last.
+
+    Killed at any moment and run again, a job ends with the same bytes.
+
+    Args:
+        store: where the files go.
+        folder: of the data set or column.
+        notes: folder of the notes.
+        identities: digest of what each shard is made from; a note of another one does not count.
+        progress: told how many shards are done, and how many there are.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, notes: str, identities: Sequence[str], progress: Progress | None
+    ) -> None:
+        self.store, self.folder, self.notes, self.identities = store, folder, notes, identities
+        self.progress = progress
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.identities)
+
+    def result(self) -> Result | None:
+        """The result, if the job is finished and all its files are as they should be."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Prepare the folder; every process calls this before its first shard."""
+
+    def is_current(self) -> bool:
+        """Whether files of this job may still be written: nobody finished it, or took the folder."""
+        raise NotImplementedError
+
+    def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
+        """Files of a shard by their path, and its note; `earlier` is one whose files are gone."""
+        raise NotImplementedError
+
+    def combine(self, notes: list[ShardNote]) -> Result:
+        """Write what makes the shards one whole."""
+        raise NotImplementedError
+
+    def key(self, number: int) -> str:
+        """Key of a shard's note."""
+        return join(self.notes, f"{number:05d}.json")
+
+    def note(self, number: int) -> ShardNote | None:
+        """A shard's note, if there is one of this job."""
+        return ShardNote.find(self.store, self.key(number), self.identities[number])
+
+    def write_shard(self, number: int) -> ShardNote | None:
+        """Write a shard unless it is there; None if the job is finished, so that nothing may be written."""
+        note = self.note(number)
+        if note is not None and note.is_there(self.store, self.folder):
+            return note
+        files, note = self.make_shard(number, note)
+        # Making a shard takes long. A process that hung meanwhile, and whose shards were written by another,
+        # must not put files of before the end into a data set that is finished.
+        if not self.is_current():
+            return None
+        for path, data in files.items():
+            self.store.put(join(self.folder, path), data)
+        self.store.put_json(self.key(number), note.to_json())
+        return note
+
+    def tidy(self, result: Result) -> None:
+        """Remove what killed processes left beside the result."""
+
+    def run(self) -> Result:
+        """Write what is missing and put all together; a finished job costs a look."""
+        result = self.result()
+        if result is None:
+            self.begin()
+            notes = self._write(range(self.shards))
+            result = self.result() if notes is None else self.combine(notes)
+        if result is None:
+            what = f"{self.store.name(self.folder)} was taken by another process"
+            raise DataError(what, "run the command again when that has ended")
+        self.tidy(result)
+        return result
+
+    def write_part(self, part: Part) -> None:
+        """Write one part of the shards and leave the end to who comes after all parts."""
+        if self.result() is None:
+            self.begin()
+            numbers = range(part.number, self.shards, part.total)
+            self._write(numbers)
+            say(f"{len(numbers)} of {self.shards} shards are there; without --part the command finishes")
+
+    def _write(self, numbers: Sequence[int]) -> list[ShardNote] | None:
+        notes = list[ShardNote]()
+        for number in numbers:
+            note = self.write_shard(number)
+            if note is None:
+                return None
+            notes.append(note)
+            if self.progress is not None:
+                self.progress(len(notes), len(numbers))
+        return notes
+
+
+class ColumnJob(ShardedJob[ColumnMeta]):
+    """A column on its way: see `DataSet.column_job`."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        shards: Sequence[Shard],
+        producer: dict[str, Any],
+        compute: Compute,
+        extras: Extras,
+        kind: Kind,
+        progress: Progress | None,
+    ) -> None:
+        self.maker = {"kind": kind, "producer": producer}
+        self.content = [shard.content() for shard in shards]
+        identities = [digest({**self.maker, "content": content}) for content in self.content]
+        super().__init__(store, folder, folder, identities, progress)
+        self.name, self.kind, self.producer = folder.rpartition("/")[2], kind, producer
+        self.rows = [shard.rows for shard in shards]
+        self.compute, self.extras = compute, extras
+
+    def result(self) -> ColumnMeta | None:
+        """What `column.json` says, if it and all files are as they should be."""
+        meta = self._earlier()
+        if meta is None or meta.content != self.content or not self.extras.keys() <= meta.extras.keys():
+            return None
+        entries = [*meta.shards, *meta.extras.values()]
+        return meta if all(is_whole(self.store, self.folder, entry) for entry in entries) else None
+
+    def begin(self) -> None:
+        """Turn what is still right of an earlier column of this producer into notes."""
+        earlier = self._earlier()
+        for number, entry in enumerate([] if earlier is None else earlier.shards[: self.shards]):
+            assert earlier is not None
+            same = earlier.content[number] == self.content[number]
+            if same and self.note(number) is None and is_whole(self.store, self.folder, entry):
+                note = ShardNote(
+                    identity=self.identities[number], rows=self.rows[number], files={"values": entry}
+                )
+                self.store.put_json(self.key(number), note.to_json())
+
+    def _earlier(self) -> ColumnMeta | None:
+        try:
+            meta = ColumnMeta.read(self.store, f"{self.folder}/column.json")
+        except AtollError:
+            return None
+        same = digest({"kind": meta.kind, "producer": meta.producer}) == digest(self.maker)
+        return meta if same else None
+
+    def is_current(self) -> bool:
+        """Whether nobody has finished it; an earlier `column.json` goes."""
+        if self.store.exists(f"{self.folder}/column.json"):
+            if self.result() is not None:
+                return False
+            # Beside shards that it does not describe it would be a lie. It goes no sooner than now: if
+            # nothing can be computed (an encoder that is not there), the earlier column stays.
+            self.store.delete(f"{self.folder}/column.json")
+        return True
+
+    def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
+        """Compute a shard."""
+        tensors = dict(self.compute(number))
+        for name in {"lengths", "index", "choices"} & tensors.keys():
+            tensors[name] = tensors[name].to(torch.int32)
+        form = describe(tensors, self.kind, self.rows[number], f"column {self.name!r}, shard {number}")
+        path, data = f"{number:05d}.safetensors", _to_bytes(tensors)
+        files = {"values": named_entry(path, data)}
+        note = ShardNote(identity=self.identities[number], rows=self.rows[number], files=files, form=form)
+        return {path: data}, note
+
+    def combine(self, notes: list[ShardNote]) -> ColumnMeta:
+        """Write the extras and `column.json`."""
+        forms = []
+        for number, note in enumerate(notes):
+            form = note.form
+            if form is None:  # a shard of an earlier column
+                key = join(self.folder, note.files["values"].path)
+                where = self.store.name(key)
+                tensors = read_tensors(self.store.path(key), where)
+                form = describe(tensors, self.kind, self.rows[number], where)
+            forms.append(form)
+        kinds = {(dtype, tuple(shape)) for dtype, shape, _ in forms}
+        if len(kinds) != 1:
+            raise DataError(f"column {self.name!r} has shards of different form: {sorted(kinds)}")
+        ((dtype, shape),) = kinds
+        meta = ColumnMeta(
+            name=self.name,
+            kind=self.kind,
+            dtype=dtype,
+            shape=list(shape),
+            max_length=max(1, *(longest for _, _, longest in forms)),
+            producer=self.producer,
+            content=self.content,
+            shards=[note.files["values"] for note in notes],
+            extras={
+                key: write_file(self.store, self.folder, f"{key}.safetensors", _to_bytes(tensors))
+                for key, tensors in self.extras.items()
+            },
+        )
+        self.store.put_json(f"{self.folder}/column.json", meta.to_json())
+        return meta
+
+    def tidy(self, result: ColumnMeta) -> None:
+        """Remove notes, and files of earlier columns."""
+        remove_others(self.store, self.folder, result)
+
+
+def remove_others(store: Store, folder: str, meta: ColumnMeta) -> None:
+    """Remove what the folder of a complete column holds besides: notes, and files of earlier columns."""
+    named = {store.name(join(folder, entry.path)) for entry in [*meta.shards, *meta.extras.values()]}
+    named.add(store.name(f"{folder}/column.json"))
+    store.delete(*(key for key in store.list(folder) if store.name(key) not in named))
+
+
+def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    return safetensors.torch.save(
+        {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    )
