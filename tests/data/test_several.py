@@ -227,17 +227,6 @@ def test_the_order_and_names_of_sources_count_and_their_weights_do_not(tmp_path:
     CampaignConfig.parse({"data": {"path": "d", "source": named, "weighted": True}}, "x")
 
 
-def test_settings_that_came_later_change_nothing_at_their_defaults(tmp_path: Path, store: Store) -> None:
-    """Neither the identity of a data set nor whether a campaign takes one whose manifest lacks them."""
-    earlier = IngestConfig().model_dump(exclude={"licence_column", "captions", "image", "buckets", "test"})
-    assert IngestConfig().plain() == earlier
-    assert IngestConfig().plain(keep=("test",)) == {**earlier, "test": 0.0}
-    assert IngestConfig(test=0.1, captions=True).plain() == {**earlier, "test": 0.1, "captions": True}
-    assert IngestConfig.parse(earlier, "manifest.json") == IngestConfig()
-    dataset = ingest(open_sources(as_tar(tmp_path), CONFIG), store, "d", CONFIG)
-    assert "captions" not in dataset.manifest.config and "columns" not in dataset.manifest.source
-
-
 def captioned(way: str, folder: Path) -> str:
     """Three rows with two captions, one, and none."""
     lists = [["one", "eins"], ["two"], ["", " "]]

@@ -1,6 +1,6 @@
 """Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,26 +26,10 @@ class Config(BaseModel):
         except ValidationError as error:
             raise _explain(cls, error, where) from None
 
-    def plain(self, keep: Collection[str] = ()) -> dict[str, Any]:
-        """Plain data without the fields that came `later` and are at their default; `keep` excepts some."""
-        tree = self.model_dump()
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, Config):
-                tree[name] = value.plain()
-            if _has_mark(field, "later") and name not in keep and value == field.get_default():
-                del tree[name]
-        return tree
-
 
 def loose(**options: Any) -> Any:
     """Mark a field as one that decides no result, so that it may be changed at any time; else as `Field`."""
     return Field(json_schema_extra={"loose": True}, **options)
-
-
-def later(**options: Any) -> Any:
-    """Mark a field that earlier versions had not: at its default it changes no identity; else as `Field`."""
-    return Field(json_schema_extra={"later": True}, **options)
 
 
 def loose_fields(model: type[BaseModel]) -> tuple[str, ...]:

@@ -31,9 +31,6 @@ from atoll.networks.pipelines import check_data
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 
-FIRST_NAMES = {"pretrain": "seed"}
-"""What a run was called when the streams of its random numbers were named."""
-
 
 def make_islands(campaign: Campaign) -> Partition:
     """Cut the data set, write `partition/`, the islands' data sets, and every run's `island.json`.
@@ -182,7 +179,7 @@ class _Plans:
             steps=share.steps,
             batch=share.batch,
             partition=self.partition.hash,
-            seed=seed_of(config.seed, "run/" + FIRST_NAMES.get(role, run.folder)),
+            seed=seed_of(config.seed, f"run/{run.folder}"),
             init=start,
             init_seed=config.seed,
             init_sha256=None if start in ("pretrain", "experts") else weights,

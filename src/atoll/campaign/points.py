@@ -107,8 +107,7 @@ class MeasuredPoint(File):
 def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
     """Digest of everything that decides a point: not what the reference is called, nor Atoll's version,
     whose changes of numbers raise `MeasuredPoint.VERSION`."""
-    unsaid = {"shift"} if protocol.shift is None else set()  # so that earlier points keep their names
-    decisive = protocol.model_dump(mode="json", exclude={"reference", "code", *unsaid})
+    decisive = protocol.model_dump(mode="json", exclude={"reference", "code"})
     tree = {"version": MeasuredPoint.VERSION, "subject": subject, "protocol": decisive, "metrics": settings}
     return digest(tree)[:16]
 

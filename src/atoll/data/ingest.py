@@ -78,7 +78,7 @@ class IngestJob(ShardedJob[DataSet]):
     ) -> None:
         store.sweep(prefix)
         self.about = source.describe()
-        self.identity = digest({"source": self.about["fingerprint"], "config": config.plain(), "schema": 1})
+        self.identity = digest({"source": self.about["fingerprint"], "config": config.model_dump()})
         self.source, self.config = source, config
         total, size = len(source), config.shard_rows
         count = -(-total // size)
@@ -206,7 +206,7 @@ class IngestJob(ShardedJob[DataSet]):
         manifest = Manifest(
             **{"source": {}, **fields},
             identity=self.identity,
-            config=self.config.plain(keep=("test",)),
+            config=self.config.model_dump(),
             size=self.config.size,
             mode=self.mode,
             rows=sum(note.rows for note in notes),

@@ -269,7 +269,7 @@ def _hash(
     centroids: NDArray[np.float32],
     prices: NDArray[np.float32],
 ) -> str:
-    decided: dict[str, Any] = {"schema": 1, **about.model_dump(include=HASHED)}
+    decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
     decided |= {"weights": about.weights} if about.weights else {}
     decided |= {"column": about.column, "values": about.values} if about.values else {}
     arrays = {"clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())}

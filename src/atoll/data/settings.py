@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from atoll.base.config import Config, later
+from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.text import Size, few, parse_size
@@ -73,12 +73,12 @@ class RowOptions(Config):
     """Column of the id; without it the place in the source is the id."""
     licence: str = "not stated"
     """Licence of the data, written into the manifest."""
-    licence_column: str | None = later(default=None)
+    licence_column: str | None = None
     """Column of a row's own licence; with it every row tells its licence. An empty one is `licence`."""
-    captions: bool = later(default=False)
+    captions: bool = False
     """Whether a row may have several captions: a list of strings, or the lines of a text. All are kept
     in the column `captions`, and the first is the caption."""
-    image: str | None = later(default=None)
+    image: str | None = None
     """Column of the picture, of a tar the ending of its files; needed where there are several."""
 
     def columns(self) -> list[str | None]:
@@ -211,13 +211,13 @@ class IngestConfig(SourceOptions):
     size: int = Field(default=256, ge=1, le=8192)
     """Height and width of the pictures in pixels: the central square is resized to it. With `buckets`, the
     side of a square of about as many pixels as each of them."""
-    buckets: BucketConfig | None = later(default=None)
+    buckets: BucketConfig | None = None
     """Let pictures keep their aspect; `{}` takes the defaults."""
     mode: Literal["rgb", "gray", "auto"] = "auto"
     """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the groups that is held out from training; at least one group unless it is 0."""
-    test: float = later(default=0.0, ge=0.0, lt=1.0)
+    test: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the groups that is kept for the last measurement, on which nothing is chosen."""
     shard_rows: int = Field(default=1024, ge=1)
     """Positions of the source that one shard takes up."""
