@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from harness import finish, median_row, row
+from scipy import stats
 
-from atoll.curate.frequency import fit, slope
+from atoll.curate.fit import fit
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.glyphs import GlyphSource
@@ -114,10 +115,10 @@ def figures(folder: Path) -> list[dict[str, Any]]:
         rows += [
             row(case, "correlation of 12 bins", found.binned),
             row(case, "off the published one", abs(found.binned - binned), target=("<=", 5e-4)),
-            row(case, "points for ten times the examples", found.slope.value, spread=found.slope.interval),
+            row(case, "points for ten times the examples", found.slope.value, spread=found.slope[1:]),
             row(case, "off the published slope", abs(found.slope.value - rise), target=("<=", 0.01)),
-            row(case, "correlation of all concepts", found.pearson.value, spread=found.pearson.interval),
-            row(case, "of the ranks", found.spearman.value, spread=found.spearman.interval),
+            row(case, "correlation of all concepts", found.pearson.value, spread=found.pearson[1:]),
+            row(case, "of the ranks", found.spearman.value, spread=found.spearman[1:]),
         ]
     return rows
 
@@ -141,7 +142,7 @@ def shares(folder: Path) -> list[dict[str, Any]]:
     models = json.loads((folder / "let_it_wag.json").read_text())["models"]
     common, rare = (np.array([model[key] for model in models]) for key in ("imagenet", "let_it_wag"))
     few = common < 50
-    slopes = [slope(common[part], rare[part]) / np.log(10) for part in (few, ~few)]
+    slopes = [stats.linregress(common[part], rare[part]).slope for part in (few, ~few)]
     found = [*slopes, float((common - rare).mean())]
     metrics = ("slope under 50 %", "slope from 50 % on", "mean drop, points")
     rows = [

@@ -21,7 +21,7 @@ from headline import ALONE, APART, ENTRIES, EVEN, SPLIT, Entry, names, train
 
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import audit_stage, index_stage
-from atoll.curate.frequency import fit
+from atoll.curate.fit import fit
 from atoll.curate.tail import KINDS, REAL, RESULTS, Judging, TailPrompts, evaluate_stage, tail_stage
 
 WEIGHTED = ", drawn by weight"
@@ -95,7 +95,7 @@ def judged(
         campaign.store.put_json(TailPrompts.PLACE, prompts.to_json())
         compare = campaign.config.compare
         judging = Judging([model], (compare.extractor, compare.extractor_size), each, generation=how)
-        rows = evaluate_stage(campaign, judging)
+        rows = [one.model_dump() for one in evaluate_stage(campaign, judging)]
         (folder / RESULTS).rename(folder / RESULTS.replace(".csv", f"-{model.replace(':', '-')}.csv"))
         found.setdefault(REAL, [one for one in rows if one["model"] == REAL])
         found[name] = [one for one in rows if one["model"] != REAL]
@@ -110,12 +110,12 @@ def report(found: dict[str, list[dict[str, Any]]], path: Path | None) -> None:
             for kind in KINDS:
                 values = np.array([one[value] for one in of if one["kind"] == kind])
                 rows.append(row(f"{name}: {kind}", value, float(values.mean()), "", interval(values)))
-        for count in ("rows", "best expert", "routed"):
+        for count in ("rows", "best_expert", "routed"):
             x, ranks = ([one[value] for one in of] for value in (count, "rank"))
             if len(of) > 3 and None not in x and len(set(ranks)) > 1:
                 slope = fit(x, ranks).slope
-                case = f"{name}: rank over {count}"
-                rows.append(row(case, "for ten times", slope.value, "", slope.interval))
+                case = f"{name}: rank over {count.replace('_', ' ')}"
+                rows.append(row(case, "for ten times", slope.value, "", slope[1:]))
     for name in found:
         other = name.removesuffix(WEIGHTED)
         if other != name and other in found:

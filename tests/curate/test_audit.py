@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from atoll.base.text import percent
 from atoll.campaign.folder import Campaign
-from atoll.curate.counts import ConceptCounts, count, evenness, shape
+from atoll.curate.counts import ConceptCounts, count, evenness, spread
 from atoll.curate.image_hits import FLOOR
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary
@@ -66,7 +67,7 @@ def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.Captur
     assert {(c, k): counts.text[n][k] for n, c in enumerate(CONCEPTS) for k in (0, 1)} == dict(expected)
     assert expected["small letter", 0] > 3 and expected["unicorn", 0] == 0
     absent = sum(not any(row) for row in counts.text)
-    assert audit.code == 0 and f"{absent / 7:.1%} of 7 concepts in no row" in audit.out and absent
+    assert audit.code == 0 and "7 concepts" in audit.out and percent(absent / 7) in audit.out and absent
     assert counts.rows == tuple(partition.sizes) and counts.image is None
     table = list(csv.DictReader((campaign / "reports/concepts/counts.csv").read_text().splitlines()))
     assert table[0]["concept"] == "unicorn" and len(table) == 7
@@ -227,7 +228,7 @@ def test_how_concepts_are_spread():
     table = np.array([[10, 30], [40, 0], [0, 40], [0, 0]])
     even = evenness(table, rows)
     assert even[0] == pytest.approx(1) and even[1] == pytest.approx(0) and 0 < even[2] < 1 and even[3] == 1
-    found = shape(table, rows)
+    found = spread("text", table, rows)
     assert (found.absent, found.median, found.top) == (0.25, 40, pytest.approx(1 / 3))
     assert telling(table, rows) == [[1], [2]]
     assert evenness(table[:, :1], rows[:1]).tolist() == [1, 1, 1, 1]

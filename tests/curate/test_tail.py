@@ -11,7 +11,7 @@ from atoll.campaign.finding import findings
 from atoll.campaign.folder import Campaign
 from atoll.cli import main as cli
 from atoll.curate.counts import ConceptCounts
-from atoll.curate.tail import FARTHEST, Bank, TailPrompts
+from atoll.curate.tail import FARTHEST, RealPictures, TailPrompts
 from atoll.train.run import train_run
 from helpers import assembled, command, refused
 
@@ -41,26 +41,26 @@ def campaign(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def bank() -> Bank:
+def real_pictures() -> RealPictures:
     """Four pictures on a circle: of concepts 0, 1, 2 and 3, the third also of concept 0."""
     angles = torch.tensor([0.0, 0.5, 1.0, 1.5])
     holds = torch.eye(4, dtype=torch.bool)
     holds[2, 0] = True
-    return Bank(torch.stack([angles.cos(), angles.sin()], dim=1), holds)
+    return RealPictures(torch.stack([angles.cos(), angles.sin()], dim=1), holds)
 
 
 def test_the_nearest_real_picture_judges():
     angles = torch.tensor([0.1, 0.9, 0.2, 1.4])
     pictures = torch.stack([angles.cos(), angles.sin()], dim=1) * 7
-    hit, rank = bank().judged(pictures, torch.tensor([0, 2, 2, 1]))
+    hit, rank = real_pictures().judge(pictures, torch.tensor([0, 2, 2, 1]))
     # Rivals are of the same kind, every second place: 0 and 2, 1 and 3.
     assert hit.tolist() == [1, 1, 0, 0]
     assert rank.tolist() == [1, 0, 0, 0]  # the second is as near to 0 by a picture that has both
 
 
 def test_a_real_picture_does_not_judge_itself():
-    real = bank()
-    hit, _ = real.judged(real.features[:1], torch.tensor([0]), torch.tensor([0]))
+    real = real_pictures()
+    hit, _ = real.judge(real.features[:1], torch.tensor([0]), torch.tensor([0]))
     assert hit.tolist() == [1]  # by the third, which has concept 0 too
     assert FARTHEST < -1
 
@@ -92,7 +92,7 @@ def test_models_are_drawn_and_judged(campaign: Path, capsys: pytest.CaptureFixtu
     assert models == {"real pictures, each left out in turn", "monolith", "ensemble:top-1", "ensemble:full"}
     for row in rows:
         assert 0 <= float(row["hit"]) <= 1 and 0 <= float(row["rank"]) <= 1
-        assert int(row["best expert"]) <= int(row["rows"])
+        assert int(row["best_expert"]) <= int(row["rows"])
         assert bool(row["routed"]) == row["model"].startswith("ensemble")
     top = {row["concept"]: float(row["routed"]) for row in rows if row["model"] == "ensemble:top-1"}
     assert len(top) == 8 and all(

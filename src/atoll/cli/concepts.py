@@ -78,7 +78,7 @@ def fit(
     out: str,
 ) -> None:
     """How performance goes with frequency: slope, correlations and intervals, and the published figure."""
-    from atoll.curate.tables import fit_stage
+    from atoll.curate.fit import fit_stage
 
     fit_stage(counts, results, where, (count_column, result_column), out)
 

@@ -1,20 +1,22 @@
 """What is in the data: the stages that index, tag and count concepts."""
 
-import csv
-import io
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from atoll.base.config import Config
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.plain import read_lines
+from atoll.base.table import Column as TableColumn
+from atoll.base.table import Table, measured, text
 from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate import image_hits, text_hits
-from atoll.curate.counts import ConceptCounts, count, evenness, shape
+from atoll.curate.counts import ConceptCounts, Spread, count, evenness, spread
 from atoll.curate.vocabulary import Match, Vocabulary
 from atoll.data.settings import features_column
 from atoll.data.words import telling
@@ -28,10 +30,8 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     """Fix the campaign's vocabulary and find its concepts in every caption.
 
     Args:
-        campaign: with a data set.
         path: a text file of concepts, one a line; by default the nouns of the training captions.
         least: captions that such a noun stands in.
-        match: how captions are searched.
 
     Raises:
         DataError: the file cannot be read, or holds a concept twice, or one that is none.
@@ -57,29 +57,23 @@ def vocabulary_of(campaign: Campaign) -> Vocabulary:
 
 
 def tag_stage(campaign: Campaign, tagger: str) -> None:
-    """Find concepts in pictures.
-
-    Args:
-        campaign: indexed.
-        tagger: `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags.
-    """
+    """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags."""
     dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
     if tagger == "labels":
-        about, hits = image_hits.of_labels(dataset, vocabulary)
+        producer, hits = image_hits.of_labels(dataset, vocabulary)
     elif tagger == "linear":
         features = features_column(campaign.config.partition.encoder)
-        about, hits = image_hits.linear(dataset, vocabulary, features)
+        producer, hits = image_hits.linear(dataset, vocabulary, features)
     elif tagger.startswith("clip:"):
-        about, hits = image_hits.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
+        producer, hits = image_hits.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
     elif Path(tagger).exists():
-        about, hits = image_hits.imported(dataset, vocabulary, Path(tagger))
+        producer, hits = image_hits.imported(dataset, vocabulary, Path(tagger))
     else:
-        raise ConfigError(
-            f"there is no tagger or file {tagger!r}", "give labels, linear, clip:NAME, or a file of tags"
-        )
+        fix = "give labels, linear, clip:NAME, or a file of tags"
+        raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
     progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
-    column = image_hits.write_hits(dataset, vocabulary, about, hits, progress)
-    say(f"concepts in pictures by {about['name']}: at most {column.meta.max_length} in one")
+    column = image_hits.write_hits(dataset, vocabulary, producer, hits, progress)
+    say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 
 
 def audit_stage(campaign: Campaign, threshold: float) -> None:
@@ -95,86 +89,81 @@ def audit_stage(campaign: Campaign, threshold: float) -> None:
 
 def add_stage(paths: Sequence[str], out: str) -> None:
     """Add the counts of several islands' own data, each counted where it lies."""
-    total: ConceptCounts | None = None
+    counts = []
     for path in paths:
         folder, _, name = path.rpartition("/")
-        counts = ConceptCounts.read(Store.open(folder or "."), name)
-        total = counts if total is None else total + counts
-    if total is None:
-        raise ConfigError("there are no counts to add", "give files that 'atoll concepts audit' wrote")
-    _write(Store.open(out, create=True), total)
+        counts.append(ConceptCounts.read(Store.open(folder or "."), name))
+    _write(Store.open(out, create=True), reduce(add, counts))
+
+
+class Expert(Config):
+    """What one expert sees."""
+
+    expert: int
+    """Number of the cluster."""
+    rows: int
+    """Its training rows."""
+    sees: float = measured(unit="share", digits=3)
+    """Concepts that it ever sees."""
+    typical: str | None
+    """Concepts that tell its rows from the others', by the z score of their share."""
 
 
 def _write(store: Store, counts: ConceptCounts) -> None:
+    """Write `counts.json`, `counts.csv` and the report's table, and print what they say."""
     store.put(TABLE, to_csv(counts))
     store.put_json(COUNTS, counts.to_json())
-    _finding(counts).write(store, CONCEPTS)
-    for line in summary(counts):
-        say(line)
-    say(f"wrote {store.name(TABLE)} and .json")
-
-
-def _finding(counts: ConceptCounts) -> Finding:
-    """What every expert sees, for the report."""
-    rows, table = np.array(counts.rows), _deciding(counts)
-    kinds = zip(counts.rows, table.T, telling(table, rows), strict=True)
-    return Finding(
+    rows, tables = np.array(counts.rows), counts.tables
+    # Rows with a concept in caption and picture decide, or in captions where pictures were not tagged.
+    deciding = [*tables.values()][-1]
+    experts = [
+        Expert(
+            expert=number,
+            rows=size,
+            sees=float((column > 0).mean()),
+            typical=", ".join(counts.concepts[c] for c in chosen) or None,
+        )
+        for number, (size, column, chosen) in enumerate(
+            zip(counts.rows, deciding.T, telling(deciding, rows), strict=True)
+        )
+    ]
+    Finding(
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
         columns=["expert", "rows", "sees", TOLD_BY],
-        rows=[
-            [n, of, f"{(column > 0).mean():.1%}", ", ".join(counts.concepts[c] for c in chosen) or None]
-            for n, (of, column, chosen) in enumerate(kinds)
-        ],
-    )
-
-
-def _deciding(counts: ConceptCounts) -> NDArray[np.int64]:
-    """Counts of rows with a concept in caption and picture; in captions where pictures were not tagged."""
-    return counts.table("both" if counts.both is not None else "text")
-
-
-def summary(counts: ConceptCounts) -> list[str]:
-    """What the counts say, in lines."""
-    rows, lines = np.array(counts.rows), []
-    names = ("text", "image", "both") if counts.image is not None else ("text",)
-    for name in names:
-        of = shape(counts.table(name), rows)
-        lines.append(
-            f"{name:<6} {of.absent:>6.1%} of {of.concepts:,} concepts in no row, median {of.median:,.0f};"
-            f" the most frequent 1 % have {of.top:.1%} of all hits; evenness over experts {of.spread:.2f}"
-        )
-    table = _deciding(counts)
-    zero = (table == 0).mean(0)
-    for number, chosen in enumerate(telling(table, rows)):
-        words = ", ".join(counts.concepts[n] for n in chosen) or "nothing"
-        lines.append(
-            f"  expert {number}: {rows[number]:,} rows, sees {1 - zero[number]:.1%} of the concepts;"
-            f" told by {words}"
-        )
+        rows=[[one.expert, one.rows, f"{one.sees:.1%}", one.typical] for one in experts],
+    ).write(store, CONCEPTS)
+    spreads = [spread(name, table, rows) for name, table in tables.items()]
+    for table in (
+        Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"),
+        Table.of(Expert, experts),
+    ):
+        for line in text(table):
+            say(line)
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
-        share = misaligned / max(1, int(rows.sum()))
-        lines.append(
+        say(
             f"misaligned: {misaligned:,} of {comparable:,} rows with concepts in caption and picture have"
-            f" none in common ({share:.2%} of all rows)"
+            f" none in common ({misaligned / max(1, int(rows.sum())):.2%} of all rows)"
         )
-    return lines
+    say(f"wrote {store.name(TABLE)} and .json")
 
 
 def to_csv(counts: ConceptCounts) -> bytes:
     """A row for each concept, the rarest first: totals, evenness over experts, rows of each expert."""
-    names = [name for name in ("text", "image", "both") if getattr(counts, name) is not None]
-    tables = {name: counts.table(name) for name in names}
-    deciding = tables[names[-1]]
+    tables = counts.tables
+    deciding = [*tables.values()][-1]
     even = evenness(deciding, np.array(counts.rows))
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(
-        ["concept", *names, "evenness", "best_expert", *(f"expert_{n}" for n in range(len(counts.rows)))]
-    )
-    for number in np.argsort(deciding.sum(1), kind="stable"):
-        row = deciding[number]
-        totals = [int(tables[name][number].sum()) for name in names]
-        writer.writerow([counts.concepts[number], *totals, f"{even[number]:.4f}", int(row.max()), *row])
-    return lines.getvalue().encode()
+    experts = [f"expert_{n}" for n in range(len(counts.rows))]
+    rows = [
+        {
+            "concept": counts.concepts[number],
+            **{name: int(table[number].sum()) for name, table in tables.items()},
+            "evenness": f"{even[number]:.4f}",
+            "best_expert": int(deciding[number].max()),
+            **dict(zip(experts, deciding[number].tolist(), strict=True)),
+        }
+        for number in np.argsort(deciding.sum(1), kind="stable")
+    ]
+    heads = ("concept", *tables, "evenness", "best_expert", *experts)
+    return Table("counts", "", tuple(map(TableColumn, heads)), rows).to_csv()

@@ -3,15 +3,16 @@
 Only counts leave an island, and they add up: the counts of two data sets are those of both together.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from atoll.base.config import Config
 from atoll.base.errors import DataError
 from atoll.base.format import File
+from atoll.base.table import measured
 from atoll.curate.image_hits import COLUMN as IMAGE
 from atoll.curate.image_hits import PROBABILITIES
 from atoll.curate.text_hits import COLUMN as TEXT
@@ -63,80 +64,88 @@ class ConceptCounts(File):
 
     def __add__(self, other: "ConceptCounts") -> "ConceptCounts":
         """Counts of both data sets; `DataError` where vocabulary, threshold or clusters differ."""
-        for what in ("vocabulary", "concepts", "threshold"):
-            if getattr(self, what) != getattr(other, what):
+        for name in ("vocabulary", "concepts", "threshold"):
+            if getattr(self, name) != getattr(other, name):
                 fix = "count both by one vocabulary and threshold"
-                raise DataError(f"counts of another {what.rstrip('s')} cannot be added", fix)
+                raise DataError(f"counts of another {name.rstrip('s')} cannot be added", fix)
         if len(self.rows) != len(other.rows):
             what = f"counts of {len(self.rows)} and {len(other.rows)} clusters cannot be added"
             raise DataError(what, "count both by one partition")
-        names = ("rows", "text", "image", "both", "comparable", "misaligned")
-        added = {name: _added(getattr(self, name), getattr(other, name)) for name in names}
+        added: dict[str, Any] = {}
+        for name in ("rows", "text", "image", "both", "comparable", "misaligned"):
+            first, second = getattr(self, name), getattr(other, name)
+            if first is not None and second is not None:
+                total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
+                added[name] = tuple(total) if isinstance(first, tuple) else total
+            else:
+                added[name] = None
         return self.model_copy(update=added)
 
-    def table(self, what: str = "text") -> I64:
+    @property
+    def tables(self) -> dict[str, I64]:
+        """Counts `(C, K)` of text, and of image and both where pictures were tagged; the last one decides."""
+        return {
+            name: self.table(name) for name in ("text", "image", "both") if getattr(self, name) is not None
+        }
+
+    def table(self, name: str = "text") -> I64:
         """Counts `(C, K)` of `text`, `image` or `both`."""
-        table = getattr(self, what)
-        if table is None:
-            raise DataError("pictures were not tagged", "run 'atoll concepts tag', then audit again")
+        table = getattr(self, name)
         return np.array(table, dtype=np.int64).reshape(len(self.concepts), len(self.rows))
-
-
-def _added(first: Any, second: Any) -> Any:
-    if first is None or second is None:
-        return None
-    total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
-    return tuple(total) if isinstance(first, tuple) else total
 
 
 def count(
     dataset: DataSet, vocabulary: Vocabulary, rows: I64, clusters: I64, k: int, threshold: float = 0.7
 ) -> ConceptCounts:
-    """Count the hits of some rows.
+    """Count the hits of rows `(N,)` by their clusters `(N,)`.
 
     Args:
         dataset: indexed by this vocabulary; pictures count if they were tagged by it.
-        vocabulary: the concepts.
-        rows: row numbers `(N,)`.
-        clusters: cluster of each of them `(N,)`.
-        k: number of clusters.
         threshold: probability from which a tag counts.
 
     Raises:
         DataError: captions were not searched for these concepts.
     """
-    text, image = hits_of(dataset, TEXT, vocabulary), hits_of(dataset, IMAGE, vocabulary)
-    if text is None:
-        fix = "run 'atoll concepts index' again"
-        raise DataError(f"the captions of {dataset.store.location} are not searched for these concepts", fix)
-    size, width = len(vocabulary) * k, len(vocabulary)
-    tables = {name: np.zeros(size, dtype=np.int64) for name in ("text", "image", "both")}
-    comparable, misaligned = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
+    text, image, width = (
+        caption_hits(dataset, vocabulary),
+        hits_of(dataset, IMAGE, vocabulary),
+        len(vocabulary),
+    )
+
+    def pairs(column: Column, chunk: I64, likely: Column | None = None) -> I64:
+        # A hit is one number, row * width + concept, so that sets of hits are sets of integers.
+        values, mask = column.read_ragged(chunk)
+        if likely is not None:
+            mask = mask & (likely.read_ragged(chunk)[0] >= threshold)
+        row = np.repeat(np.arange(len(chunk)), mask.sum(1).numpy())
+        numbers: I64 = row * width + values[mask].numpy().astype(np.int64)
+        return numbers
+
+    tables = np.zeros((3, width * k), dtype=np.int64)  # text, image, both
+    comparable, misaligned = np.zeros((2, k), dtype=np.int64)
     for first in range(0, len(rows), CHUNK):
-        part, homes = rows[first : first + CHUNK], clusters[first : first + CHUNK]
-        said = _pairs(text, part, width)
-        tables["text"] += _counted(said, homes, width, k)
-        if image is None:
-            continue
-        seen = _pairs(image, part, width, dataset.column(PROBABILITIES), threshold)
-        shared = np.intersect1d(said, seen, assume_unique=True)
-        tables["image"] += _counted(seen, homes, width, k)
-        tables["both"] += _counted(shared, homes, width, k)
-        told = np.intersect1d(said // width, seen // width)
-        apart = np.setdiff1d(told, shared // width)
-        comparable += np.bincount(homes[told], minlength=k)
-        misaligned += np.bincount(homes[apart], minlength=k)
-    listed = {name: table.reshape(width, k).tolist() for name, table in tables.items()}
+        chunk, homes = rows[first : first + CHUNK], clusters[first : first + CHUNK]
+        hits = [pairs(text, chunk)]
+        if image is not None:
+            hits.append(pairs(image, chunk, dataset.column(PROBABILITIES)))
+            hits.append(np.intersect1d(hits[0], hits[1], assume_unique=True))
+            with_both = np.intersect1d(hits[0] // width, hits[1] // width)
+            comparable += np.bincount(homes[with_both], minlength=k)
+            misaligned += np.bincount(homes[np.setdiff1d(with_both, hits[2] // width)], minlength=k)
+        for table, found in zip(tables, hits, strict=False):
+            table += np.bincount(found % width * k + homes[found // width], minlength=width * k)
+    listed = tables.reshape(3, width, k).tolist()
+    tagged = image is not None
     return ConceptCounts(
         vocabulary=vocabulary.hash,
         concepts=vocabulary.concepts,
-        threshold=None if image is None else threshold,
+        threshold=threshold if tagged else None,
         rows=tuple(np.bincount(clusters, minlength=k).tolist()),
-        comparable=tuple(comparable.tolist()) if image else (),
-        misaligned=tuple(misaligned.tolist()) if image else (),
-        text=listed["text"],
-        image=listed["image"] if image else None,
-        both=listed["both"] if image else None,
+        comparable=tuple(comparable.tolist()) if tagged else (),
+        misaligned=tuple(misaligned.tolist()) if tagged else (),
+        text=listed[0],
+        image=listed[1] if tagged else None,
+        both=listed[2] if tagged else None,
     )
 
 
@@ -146,53 +155,40 @@ def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | Non
     return column if column and column.meta.producer.get("vocabulary") == vocabulary.hash else None
 
 
-def _pairs(
-    column: Column, rows: I64, width: int, probabilities: Column | None = None, threshold: float = 0.0
-) -> I64:
-    """`place * width + concept` of every hit, rising."""
-    values, mask = column.read_ragged(rows)
-    if probabilities is not None:
-        mask = mask & (probabilities.read_ragged(rows)[0] >= threshold)
-    place = np.repeat(np.arange(len(rows)), mask.sum(1).numpy())
-    numbers: I64 = place * width + values[mask].numpy().astype(np.int64)
-    return numbers
+def caption_hits(dataset: DataSet, vocabulary: Vocabulary) -> Column:
+    """Concepts in captions; `DataError` where captions were not searched for these."""
+    if (column := hits_of(dataset, TEXT, vocabulary)) is None:
+        what = f"the captions of {dataset.store.location} are not searched for these concepts"
+        raise DataError(what, "run 'atoll concepts index' again")
+    return column
 
 
-def _counted(pairs: I64, homes: I64, width: int, k: int) -> I64:
-    """Counts `(C * K,)` of pairs by concept and the cluster of their row."""
-    counted: I64 = np.bincount(pairs % width * k + homes[pairs // width], minlength=width * k)
-    return counted
+class Spread(Config):
+    """How the counts of all concepts are spread, in captions (text), pictures (image) or both."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """How the counts of all concepts are spread.
-
-    Attributes:
-        concepts: how many there are.
-        absent: share of them without any row.
-        median: of the counts.
-        top: share of all hits that the most frequent hundredth of the concepts has.
-        spread: mean over hits of how evenly a concept lies on the clusters, from 0 (one has all of it) to 1
-            (as the rows do).
-    """
-
-    concepts: int
-    absent: float
+    hits: str
+    """What was counted."""
+    absent: float = measured(unit="share")
+    """Concepts without any row."""
     median: float
-    top: float
-    spread: float
+    """Rows of the median concept."""
+    top: float = measured(unit="share")
+    """Hits that the most frequent hundredth of the concepts has."""
+    evenness: float = measured(digits=2)
+    """Mean over hits of how evenly a concept lies on the clusters: 0 where one has all, 1 as the rows do."""
 
 
-def shape(table: I64, rows: I64) -> Shape:
-    """The shape of counts `(C, K)` over clusters of so many rows `(K,)`."""
+def spread(hits: str, table: I64, rows: I64) -> Spread:
+    """The spread of counts `(C, K)` over clusters of so many rows `(K,)`."""
     totals = table.sum(1)
-    falling = np.sort(totals)[::-1]
-    most = max(1, len(totals) // 100)
-    hits = max(1, int(totals.sum()))
-    spread = float((evenness(table, rows) * totals).sum() / hits)
-    absent = float((totals == 0).mean())
-    return Shape(len(totals), absent, float(np.median(totals)), float(falling[:most].sum() / hits), spread)
+    most, total = max(1, len(totals) // 100), max(1, int(totals.sum()))
+    return Spread(
+        hits=hits,
+        absent=float((totals == 0).mean()),
+        median=float(np.median(totals)),
+        top=float(np.sort(totals)[::-1][:most].sum() / total),
+        evenness=float((evenness(table, rows) * totals).sum() / total),
+    )
 
 
 def evenness(table: I64, rows: I64) -> F64:

@@ -20,7 +20,7 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
 from atoll.curate.audit import vocabulary_of
-from atoll.curate.counts import hits_of
+from atoll.curate.counts import caption_hits, hits_of
 from atoll.curate.image_hits import COLUMN as IMAGE
 from atoll.curate.rebalance import chunks
 from atoll.curate.text_hits import COLUMN as TEXT
@@ -33,7 +33,7 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*(.+?)\s*(>=|<=|>|<)\s*(q?)([0-9.eE+-]+)\s*")
-NAMED = re.compile(r"\s*(\S+)\s+(not\s+)?in\s*\((.+)\)\s*")
+IN_LIST = re.compile(r"\s*(\S+)\s+(not\s+)?in\s*\((.+)\)\s*")
 OF_ROWS = ("width", "height")
 MOST = 12
 """Concepts whose loss is shown."""
@@ -45,8 +45,6 @@ class Condition:
 
     Attributes:
         name: `score` (the scorer's vote), any other score, or `width` or `height` of the source picture.
-        compare: one of >=, <=, >, <.
-        value: what is compared with.
         quantile: whether the value is a share of the training rows, of each cluster's own if so asked.
     """
 
@@ -58,9 +56,9 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> "Condition":
         """A condition as it is written; `ConfigError` where it is none."""
-        found = CONDITION.fullmatch(text)
+        parts = CONDITION.fullmatch(text)
         try:
-            name, compare, quantile, value = found.groups() if found else ("", "", "", "")
+            name, compare, quantile, value = parts.groups() if parts else ("", "", "", "")
             condition = cls(name, compare, float(value), bool(quantile))
         except ValueError:
             fix = "write for example 'score >= q0.5', 'width >= 64' or 'licence in (MIT, Apache-2.0)'"
@@ -71,35 +69,30 @@ class Condition:
 
     def holds(self, values: F32, groups: Sequence[I64]) -> B1:
         """Of all rows `(rows,)`; quantiles are those of each group's own rows, which alone are compared."""
-        kept = np.zeros(len(values), dtype=bool)
+        fulfilled = np.zeros(len(values), dtype=bool)
         for rows in groups:
             bound = np.quantile(values[rows], self.value) if self.quantile and len(rows) else self.value
-            kept[rows] = COMPARED[self.compare](values[rows], np.float32(bound))
-        return kept
+            # In float32, as scores are stored: a bound in float64 would lose rows that equal it.
+            fulfilled[rows] = COMPARED[self.compare](values[rows], np.float32(bound))
+        return fulfilled
 
 
 @dataclass(frozen=True)
-class Named:
-    """`NAME in (A, B)`: rows are kept whose text in a column is one of these, or with `not in` none of these.
-
-    Attributes:
-        name: a column of texts of `rows/*.parquet`, such as `licence`.
-        values: the texts.
-        among: whether it must be one of them.
-    """
+class InList:
+    """`NAME in (A, B)`, or `not in`: rows are kept by a column of texts of `rows/*.parquet`, as `licence`."""
 
     name: str
     values: tuple[str, ...]
     among: bool
 
     @classmethod
-    def parse(cls, text: str) -> "Named | None":
+    def parse(cls, text: str) -> "InList | None":
         """A condition as it is written; None where it is of another kind."""
-        found = NAMED.fullmatch(text)
-        if found is None:
+        parts = IN_LIST.fullmatch(text)
+        if parts is None:
             return None
-        values = tuple(value.strip() for value in found[3].split(","))
-        return cls(found[1], values, among=found[2] is None)
+        values = tuple(value.strip() for value in parts[3].split(","))
+        return cls(parts[1], values, among=parts[2] is None)
 
     def holds(self, dataset: DataSet) -> B1:
         """Of all rows `(rows,)`.
@@ -107,17 +100,19 @@ class Named:
         Raises:
             ConfigError: there is no such column of texts, or a text of none of its rows.
         """
-        texts = [one.name for one in dataset.shard_table(0).schema if pa.types.is_string(one.type)]
+        schema = dataset.shard_table(0).schema
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
         if self.name not in texts:
             raise ConfigError(f"rows have no {self.name!r}", f"they have {', '.join(texts)}")
         values = dataset.table([self.name])[self.name]
-        there = pc.unique(values).to_pylist()
+        present = pc.unique(values).to_pylist()
         for value in self.values:
-            if value not in there:
-                some = ", ".join(str(one)[:40] for one in there[:12])
+            # Most likely misspelled; taken at its word, it would silently keep or drop every row.
+            if value not in present:
+                some = ", ".join(str(text)[:40] for text in present[:12])
                 raise ConfigError(f"no row has the {self.name} {value!r}", f"there are {some}")
-        kept: B1 = pc.is_in(values, pa.array(self.values)).to_numpy()
-        return kept if self.among else ~kept
+        listed: B1 = pc.is_in(values, pa.array(self.values)).to_numpy()
+        return listed if self.among else ~listed
 
 
 def filter_stage(
@@ -132,19 +127,17 @@ def filter_stage(
     """Choose training rows, say what each cluster and concept loses, and write weights of 1 and 0.
 
     Args:
-        campaign: with scores; partitioned, if per cluster; indexed, if concepts are protected.
+        campaign: with scores; partitioned, if quantiles are taken per cluster.
         keep: conditions, all of which a row must fulfil.
-        per_cluster: take quantiles within each cluster.
         protect: a text file of concepts whose rows are kept whatever they score.
         sensitive: allow scores that describe a person.
         times: multiply the weights that are there, in place of writing new ones.
-        dry_run: write nothing.
 
     Raises:
         ConfigError: a condition that is none, or that keeps no row.
         DataError: scores, clusters or concepts are missing.
     """
-    dataset, conditions = campaign.dataset(), [Named.parse(text) or Condition.parse(text) for text in keep]
+    dataset, conditions = campaign.dataset(), [InList.parse(text) or Condition.parse(text) for text in keep]
     train = dataset.split("train")
     partition = campaign.clustered()[1] if campaign.is_partitioned or per_cluster else None
     k = partition.k if partition else 1
@@ -153,14 +146,24 @@ def filter_stage(
     chosen = np.zeros(len(dataset), dtype=bool)
     chosen[train] = True
     for condition in conditions:
-        if isinstance(condition, Named):
+        if isinstance(condition, InList):
             chosen &= condition.holds(dataset)
             continue
-        values = _values(dataset, condition.name, sensitive)
+        if condition.name in OF_ROWS:
+            values: F32 = dataset.table([condition.name])[condition.name].to_numpy().astype(np.float32)
+        elif not dataset.has_column(SCORES):
+            raise DataError(f"{dataset.store.location} has no scores", "run 'atoll aesthetics score' first")
+        else:
+            values = scores_of(dataset, MEAN if condition.name == "score" else condition.name, sensitive)
         chosen &= condition.holds(values, homes if per_cluster else [train])
     vocabulary = vocabulary_of(campaign) if protect or campaign.store.exists(Vocabulary.PLACE) else None
     if protect is not None and vocabulary is not None:
-        numbers = _numbers(vocabulary, protect)
+        named = [line.strip() for line in read_lines(protect) if line.strip()]
+        numbers = [number for name in named if (number := vocabulary.number(name)) is not None]
+        if not named or len(numbers) < len(named):
+            unknown = [name for name in named if vocabulary.number(name) is None]
+            wrong = f"{unknown[0]!r} is no concept of the vocabulary" if unknown else "it is empty"
+            raise DataError(f"{protect}: {wrong}", "give concepts that 'atoll concepts index' was given")
         for rows in chunks(train):
             chosen[rows] |= _hits(dataset, vocabulary, rows)[:, numbers].any(1)
     if not chosen.any():
@@ -173,13 +176,15 @@ def filter_stage(
         before = dataset.column(WEIGHTS).meta.producer.get("name") if dataset.has_column(WEIGHTS) else None
         if before not in (None, "filter") and not times:
             say(f"warning: weights by {before} are replaced; write them again, and add --times to keep them")
+        # Held-out rows keep their weight: what measures must not change with what is trained on.
         heldout = np.ones(len(dataset), dtype=bool)
         heldout[train] = False
-        about = {"keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect), "times": times}
-        dataset.write_values(WEIGHTS, {"name": "filter", **about}, weights * (chosen | heldout))
-        told = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
+        producer = {"name": "filter", "keep": [*keep], "per_cluster": per_cluster}
+        producer |= {"protect": bool(protect), "times": times}
+        dataset.write_values(WEIGHTS, producer, weights * (chosen | heldout))
+        rule = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
         heads = ["of", "rows", "kept", "share"]
-        Finding(title="Rows that were kept", text=told, columns=heads, rows=table).write(
+        Finding(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
             campaign.store, "filter"
         )
         ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
@@ -190,32 +195,10 @@ def filter_stage(
     return chosen
 
 
-def _values(dataset: DataSet, name: str, sensitive: bool) -> F32:
-    if name in OF_ROWS:
-        values: F32 = dataset.table([name])[name].to_numpy().astype(np.float32)
-        return values
-    if not dataset.has_column(SCORES):
-        fix = "run 'atoll aesthetics score' first"
-        raise DataError(f"{dataset.store.location} has no scores", fix)
-    return scores_of(dataset, MEAN if name == "score" else name, sensitive)
-
-
-def _numbers(vocabulary: Vocabulary, path: Path) -> list[int]:
-    named = [line.strip() for line in read_lines(path) if line.strip()]
-    unknown = [name for name in named if vocabulary.number(name) is None]
-    if unknown or not named:
-        what = f"{path}: {unknown[0]!r} is no concept of the vocabulary" if unknown else f"{path} is empty"
-        raise DataError(what, "give concepts that 'atoll concepts index' was given")
-    return [number for name in named if (number := vocabulary.number(name)) is not None]
-
-
 def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> B1:
     """Whether rows have concepts, in caption or picture `(R, C)`."""
     found = np.zeros((len(rows), len(vocabulary)), dtype=bool)
-    columns = [hits_of(dataset, name, vocabulary) for name in (TEXT, IMAGE)]
-    if columns[0] is None:
-        raise DataError("captions are not searched for these concepts", "run 'atoll concepts index' again")
-    for column in columns:
+    for column in (caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)):
         if column is not None:
             values, mask = column.read_ragged(rows)
             found[np.repeat(np.arange(len(rows)), mask.sum(1).numpy()), values[mask].numpy()] = True
@@ -235,6 +218,8 @@ def _table(
             hits = _hits(dataset, vocabulary, rows)
             before += hits.sum(0)
             after += hits[chosen[rows]].sum(0)
+        # The lower end of a 95 % interval of the loss (of a share, at its widest): a concept with two rows
+        # that loses one says less than one with 200 that loses 90.
         lost = (before - after) / np.maximum(before, 1) - 1.96 * np.sqrt(0.25 / np.maximum(before, 1))
         for number in np.argsort(-lost, kind="stable")[:MOST]:
             if before[number]:

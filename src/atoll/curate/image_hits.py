@@ -7,6 +7,7 @@ counting, since that of one tagger says nothing about another's.
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,13 @@ def write_hits(
     hits: Hits,
     progress: Progress | None = None,
 ) -> Column:
-    """Write (or find) both columns.
-
-    Args:
-        dataset: whose rows were looked at.
-        vocabulary: the concepts.
-        tagger: plain data that changes whenever the hits would.
-        hits: what it saw.
-        progress: told how many shards are done.
-    """
+    """Write (or find) both columns; `tagger` is plain data that changes whenever the hits would."""
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary), "tagger": tagger, "floor": FLOOR}
-    seen: dict[int, list[dict[int, float]]] = {}
 
+    # Both columns are of one pass over the pictures; a cache of more shards would hold a whole data set.
+    @lru_cache(maxsize=1)
     def kept(shard: int) -> list[dict[int, float]]:
-        if shard not in seen:
-            seen.clear()  # one shard at a time
-            seen[shard] = [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
-        return seen[shard]
+        return [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
 
     def probabilities(shard: int) -> dict[str, Tensor]:
         rows = kept(shard)
@@ -89,6 +80,7 @@ def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[dict
     rows: dict[int, dict[int, float]] = defaultdict(dict)
     strangers = 0
     for line, (id_, name, value) in enumerate(zip(ids, names, given, strict=True)):
+        # NaN compares false with everything, so it is refused too.
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise DataError(f"{path}, row {line}: probability {value!r}", "give numbers from 0 to 1")
         row, number = places.get(str(id_)), vocabulary.number(str(name))
@@ -122,6 +114,12 @@ def read_table(path: Path) -> pa.Table:
         ) from None
 
 
+def numeric(table: pa.Table) -> list[str]:
+    """Names of a table's columns of numbers."""
+    kinds = ((field.name, field.type) for field in table.schema)
+    return [name for name, kind in kinds if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+
+
 def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any], Hits]:
     """Class labels: the concept of label N is the vocabulary's Nth."""
     labels, bounds = read_labels(dataset), dataset.bounds
@@ -138,13 +136,9 @@ def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any],
 def linear(
     dataset: DataSet, vocabulary: Vocabulary, features: str, epochs: int = 20, least: int = 5
 ) -> tuple[dict[str, Any], Hits]:
-    """A linear tagger on features, fitted to the captions' hits of the training rows.
+    """A linear tagger on a column of features, fitted to the captions' hits of the training rows.
 
     Args:
-        dataset: with the features, and indexed by this vocabulary.
-        vocabulary: the concepts.
-        features: name of the column.
-        epochs: over the training rows.
         least: rows with a concept, below which it is never seen.
     """
     column, text = dataset.column(features), dataset.column(TEXT)
@@ -163,6 +157,7 @@ def linear(
     network = torch.nn.Linear(int(column.meta.shape[0]), len(seen))
     torch.nn.init.zeros_(network.weight)
     prior = (count[seen] / len(train)).clamp(max=0.99)
+    # From the concepts' own frequencies on: from zero, the first epochs would only learn that most are rare.
     network.bias.data = torch.log(prior / (1 - prior))
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
     for _ in range(epochs):
@@ -188,8 +183,8 @@ def linear(
             {int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0].tolist()} for row in likely
         ]
 
-    about = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
-    return {**about, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
+    settings = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
+    return {**settings, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
 
 
 def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[dict[str, Any], Hits]:
@@ -220,5 +215,6 @@ def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[dict[str,
 
 
 def _unit(features: Tensor) -> Tensor:
+    # Unit variance, not unit length: the learning rate then fits features of any width.
     unit: Tensor = torch.nn.functional.normalize(features.float(), dim=1) * features.shape[1] ** 0.5
     return unit

@@ -6,19 +6,17 @@ thrown away by chance; here the chance is the row's weight, and every expert and
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import vocabulary_of
-from atoll.curate.counts import CHUNK, hits_of
-from atoll.curate.text_hits import COLUMN as TEXT
+from atoll.curate.counts import CHUNK, caption_hits
 from atoll.data.columns import Column
-from atoll.data.partition import Partition
 from atoll.data.samples import WEIGHTS
 
 F32 = NDArray[np.float32]
@@ -40,15 +38,7 @@ class Rule:
     other: float = 1.0
 
     def weights(self, hits: Column, train: I64, clusters: I64, k: int, concepts: int) -> F32:
-        """Of all rows `(rows,)`.
-
-        Args:
-            hits: concepts of every row.
-            train: the rows that are counted.
-            clusters: cluster of every row.
-            k: number of clusters.
-            concepts: how many there are.
-        """
+        """Weights of all rows `(rows,)`, by the counts of so many concepts in the rows `train`."""
         homes = clusters if self.per_expert else np.zeros_like(clusters)
         counts = np.zeros((k if self.per_expert else 1, concepts), dtype=np.int64)
         for rows in chunks(train):
@@ -60,6 +50,7 @@ class Rule:
         for rows in chunks(np.arange(len(hits))):
             concepts_of, there = (tensor.numpy() for tensor in hits.read_ragged(rows))
             dropped = np.where(there, 1 - chances[homes[rows][:, None], concepts_of], 1.0).prod(1)
+            # A row is dropped where each of its concepts drops it; a row of none has no reason to be.
             weights[rows] = np.where(there.any(1), 1 - dropped, self.other)
         return weights
 
@@ -72,64 +63,51 @@ def chunks(rows: I64) -> list[I64]:
 def rebalance_stage(
     campaign: Campaign, rule: Rule, target: int | None = None, dry_run: bool = False
 ) -> F32 | None:
-    """Say what the weights would keep, and write the column `weights`.
+    """Print what the weights would keep, and write the column `weights`.
 
     Args:
         campaign: indexed; partitioned, if the rule is per expert.
-        rule: how; its `t` counts only without a target.
-        target: rows that one epoch is to have, in place of `t`.
-        dry_run: write nothing.
+        target: rows that one epoch is to have, in place of the rule's `t`.
 
     Raises:
         ConfigError: a target that no `t` reaches.
         DataError: captions are not searched for the campaign's concepts.
     """
     vocabulary, dataset = vocabulary_of(campaign), campaign.dataset()
-    hits, train = hits_of(dataset, TEXT, vocabulary), dataset.split("train")
-    if hits is None:
-        raise DataError("captions are not searched for these concepts", "run 'atoll concepts index' again")
+    hits, train = caption_hits(dataset, vocabulary), dataset.split("train")
     partition = campaign.clustered()[1] if campaign.is_partitioned or rule.per_expert else None
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
     k = partition.k if partition else 1
 
-    def of(t: float) -> F32:
-        return Rule(t, rule.per_expert, rule.other).weights(hits, train, clusters, k, len(vocabulary))
+    def weights_at(t: float) -> F32:
+        return replace(rule, t=t).weights(hits, train, clusters, k, len(vocabulary))
 
-    t = rule.t if target is None else _reached(target, of, train)
-    weights = of(t)
-    for line in predicted(weights, train, partition, t):
-        say(line)
+    t = rule.t if target is None else _t_of(target, weights_at, train)
+    weights = weights_at(t)
+    drawn, full = float(weights[train].sum()), int((weights[train] >= 1).sum())
+    share = f"{drawn / len(train):.1%}; {full:,} of them every time"
+    say(f"t = {t:,.4g}: an epoch has {drawn:,.0f} of {len(train):,} training rows ({share})")
+    if partition is not None:
+        by_cluster = np.bincount(clusters[train], weights[train], k)
+        for number, (rows, size) in enumerate(zip(by_cluster, partition.sizes, strict=True)):
+            say(f"  expert {number}: {rows:,.0f} of {size:,} rows ({rows / size:.1%})")
     if dry_run:
         return None
-    about = {"t": t, "per_expert": rule.per_expert, "other": rule.other, "vocabulary": vocabulary.hash}
-    dataset.write_values(WEIGHTS, {"name": "rebalance", **about}, weights)
+    producer = {"name": "rebalance", "t": t, "per_expert": rule.per_expert, "other": rule.other}
+    dataset.write_values(WEIGHTS, {**producer, "vocabulary": vocabulary.hash}, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights
 
 
-def _reached(target: int, of: Callable[[float], F32], train: I64) -> float:
-    """The largest t whose weights sum to no more than the target, by bisection of its logarithm."""
+def _t_of(target: int, weights_at: Callable[[float], F32], train: I64) -> float:
+    """The largest t whose weights sum to no more than the target."""
     if not 1 <= target <= len(train):
         raise ConfigError(f"a target of {target:,} of {len(train):,} training rows", "give fewer, at least 1")
     low, high = 1.0, float(len(train))
-    if of(low)[train].sum() > target:
-        least = int(np.ceil(of(low)[train].sum()))
-        raise ConfigError(f"no t keeps as few as {target:,} rows", f"give {least:,} or more")
+    if (least := weights_at(low)[train].sum()) > target:
+        raise ConfigError(f"no t keeps as few as {target:,} rows", f"give {int(np.ceil(least)):,} or more")
+    # Bisected in the logarithm, since t spans as many decades as the data set has rows.
     while high / low > 1.001:
         middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if of(middle)[train].sum() <= target else (low, middle)
+        low, high = (middle, high) if weights_at(middle)[train].sum() <= target else (low, middle)
     return low
-
-
-def predicted(weights: F32, train: I64, partition: Partition | None, t: float) -> list[str]:
-    """What an epoch will have, in lines."""
-    kept, full = float(weights[train].sum()), int((weights[train] >= 1).sum())
-    lines = [
-        f"t = {t:,.4g}: an epoch has {kept:,.0f} of {len(train):,} training rows"
-        f" ({kept / len(train):.1%}); {full:,} of them every time"
-    ]
-    if partition is not None:
-        masses = np.bincount(partition.clusters[train], weights[train], partition.k)
-        for number, (mass, size) in enumerate(zip(masses, partition.sizes, strict=True)):
-            lines.append(f"  expert {number}: {mass:,.0f} of {size:,} rows ({mass / size:.1%})")
-    return lines

@@ -4,9 +4,7 @@ After Let It Wag! (Udandarao et al. 2024, arXiv 2404.04125), for generators: the
 picture in a feature space that trained nothing.
 """
 
-import csv
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atoll.base.config import Config
 from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
+from atoll.base.table import Table
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
 from atoll.curate.aesthetics.stages import MEAN
 from atoll.curate.audit import COUNTS, vocabulary_of
-from atoll.curate.counts import ConceptCounts, hits_of
-from atoll.curate.text_hits import COLUMN as TEXT
+from atoll.curate.counts import ConceptCounts, caption_hits
 from atoll.data.dataset import DataSet
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder
@@ -33,13 +32,12 @@ from atoll.model.model import Model
 
 F64 = NDArray[np.float64]
 Judged = tuple[str, int, float | None, float, float, float | None]
-"""Of a picture: who drew it, place of its concept, rows of those that drew it, hit, rank, looks."""
+"""Of a picture: its model, number of its concept, routed, hit, rank and looks as in `TailRow`."""
 RESULTS = "reports/concepts/tail.csv"
 REAL = "real pictures, each left out in turn"
 KINDS = ("tail", "head")
 FARTHEST = -2.0
 """Less than any cosine."""
-COLUMNS = ("model", "kind", "concept", "rows", "best expert", "routed", "hit", "rank", "looks")
 
 
 class TailPrompts(File):
@@ -63,7 +61,6 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
         campaign: audited.
         n: how many rare ones.
         least: training rows that a rare one has.
-        templates: of prompts.
 
     Raises:
         ConfigError: a template without `{}`.
@@ -83,18 +80,18 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
     for number in rare:
         name = counts.concepts[number]
 
+        # Alike in words, then in the expert that has most of it, then in length: what is left is frequency.
         def unlike(other: int, name: str = name, number: int = number) -> tuple[bool, bool, int]:
             words = counts.concepts[other]
-            apart = abs(len(words) - len(name))
-            return len(words.split()) != len(name.split()), bool(home[other] != home[number]), apart
+            length = abs(len(words) - len(name))
+            return len(words.split()) != len(name.split()), bool(home[other] != home[number]), length
 
         best = min(free, key=unlike)
         free.remove(best)
         pairs.append((number, best))
     prompts = TailPrompts(vocabulary=counts.vocabulary, templates=tuple(templates), pairs=tuple(pairs))
     campaign.store.put_json(TailPrompts.PLACE, prompts.to_json())
-    for place, kind in enumerate(KINDS):
-        numbers = [pair[place] for pair in pairs]
+    for kind, numbers in zip(KINDS, map(list, zip(*pairs, strict=True)), strict=True):
         shown = ", ".join(counts.concepts[number] for number in numbers[:6])
         low, high = totals[numbers].min(), totals[numbers].max()
         say(f"{kind}: {n} concepts in {low:,} to {high:,} training rows: {shown}, ...")
@@ -110,33 +107,33 @@ def counts_of(campaign: Campaign) -> ConceptCounts:
 
 
 @dataclass(frozen=True)
-class Bank:
-    """Real pictures of the concepts.
+class RealPictures:
+    """Real pictures of the concepts, by which others are judged.
 
     Attributes:
         features: of unit length `(M, D)`.
-        holds: whether a picture's caption has a concept `(M, C)`, concepts by their place in the benchmark.
+        holds: whether a picture's caption has a concept `(M, C)`, rare and common ones in turn.
     """
 
     features: Tensor
     holds: Tensor
 
-    def judged(self, features: Tensor, own: Tensor, apart: Tensor | None = None) -> tuple[F64, F64]:
+    def judge(self, features: Tensor, own: Tensor, left_out: Tensor | None = None) -> tuple[F64, F64]:
         """Whether the nearest picture has the own concept, and the share of other concepts that are farther.
 
-        Rivals are the concepts of the same kind: every second place.
+        Rivals are the concepts of the same kind only: rare ones look less alike, and would win for that.
 
         Args:
             features: of pictures to judge `(P, D)`.
-            own: place of the concept of each `(P,)`.
-            apart: of each the entry of the bank that does not count `(P,)`.
+            own: column of `holds` of the concept of each `(P,)`.
+            left_out: for each, the real picture that does not count `(P,)`.
         """
         near = torch.nn.functional.normalize(features, dim=1) @ self.features.T
-        if apart is not None:
-            near[torch.arange(len(near)), apart] = FARTHEST
+        if left_out is not None:
+            near[torch.arange(len(near)), left_out] = FARTHEST
         best = torch.full((len(near), self.holds.shape[1]), FARTHEST)
-        for place in range(self.holds.shape[1]):
-            best[:, place] = near[:, self.holds[:, place]].amax(1)
+        for concept in range(self.holds.shape[1]):
+            best[:, concept] = near[:, self.holds[:, concept]].amax(1)
         best = best.masked_fill(own[:, None] % 2 != torch.arange(best.shape[1]) % 2, FARTHEST)
         right = best.gather(1, own[:, None])
         others = best.shape[1] // 2 - 1
@@ -144,29 +141,50 @@ class Bank:
         return (best.amax(1) <= right[:, 0]).double().numpy(), farther.double().numpy()
 
 
-def bank(
+def real_pictures(
     dataset: DataSet, hits: Any, pairs: Sequence[tuple[int, int]], encoder: VisionEncoder, most: int
-) -> Bank:
-    """Real pictures of the concepts of both kinds, of each pair as many; at most `most` of one concept."""
+) -> RealPictures:
+    """Real pictures of both concepts of each pair: of each as many, and at most `most`."""
     rows_of: dict[int, list[int]] = {number: [] for pair in pairs for number in pair}
-    rows = np.arange(len(dataset), dtype=np.int64)
-    values, mask = hits.read_ragged(rows)
-    places = np.repeat(rows, mask.sum(1).numpy())
-    flat = values[mask].numpy()
-    wanted = np.isin(flat, list(rows_of))
-    for row, number in zip(places[wanted].tolist(), flat[wanted].tolist(), strict=True):
+    values, mask = hits.read_ragged(np.arange(len(dataset), dtype=np.int64))
+    rows, numbers = np.repeat(np.arange(len(dataset)), mask.sum(1).numpy()), values[mask].numpy()
+    wanted = np.isin(numbers, list(rows_of))
+    for row, number in zip(rows[wanted].tolist(), numbers[wanted].tolist(), strict=True):
         rows_of[number].append(row)
     chosen: set[int] = set()
     for pair in pairs:
+        # As many of both, since more pictures of the common one would win by their number.
         count = min(most, *(len(rows_of[number]) for number in pair))
         for number in pair:
-            spread = np.linspace(0, len(rows_of[number]) - 1, count).round().astype(int)
-            chosen |= {rows_of[number][place] for place in spread}
-    kept = sorted(chosen)
-    features = encoder.encode([dataset.image(row) for row in kept])
-    of = [set(rows) for rows in rows_of.values()]
-    holds = torch.tensor([[row in rows for rows in of] for row in kept])
-    return Bank(torch.nn.functional.normalize(features, dim=1), holds)
+            spaced = np.linspace(0, len(rows_of[number]) - 1, count).round().astype(int)
+            chosen |= {rows_of[number][index] for index in spaced}
+    features = encoder.encode([dataset.image(row) for row in sorted(chosen)])
+    having = [set(rows) for rows in rows_of.values()]
+    holds = torch.tensor([[row in rows for rows in having] for row in sorted(chosen)])
+    return RealPictures(torch.nn.functional.normalize(features, dim=1), holds)
+
+
+class TailRow(Config):
+    """Of a model and a concept, the means over the pictures."""
+
+    model: str
+    """Model, or the real pictures."""
+    kind: str
+    """tail or head."""
+    concept: str
+    """Its name."""
+    rows: int
+    """Training rows that have it in their caption."""
+    best_expert: int
+    """Those that its best expert has."""
+    routed: float | None
+    """Those that the experts have which drew it, by their weights."""
+    hit: float
+    """How often the nearest real picture has the concept."""
+    rank: float
+    """Share of the other concepts of the kind whose nearest picture is farther."""
+    looks: float | None
+    """Mean score of looks."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +208,8 @@ class Judging:
     scorer: str | None = None
 
 
-def evaluate_stage(campaign: Campaign, judging: Judging) -> list[dict[str, Any]]:
-    """Draw the prompts by every model with the same noise, judge them, and write a row for each concept.
-
-    Returns:
-        the rows of `tail.csv`: by model and concept its training rows, those that its best expert has and
-        those that the experts which drew it have, how often the nearest real picture has the concept, and
-        the share of other concepts that are farther; mean score of looks, if it was asked for.
+def evaluate_stage(campaign: Campaign, judging: Judging) -> list[TailRow]:
+    """Draw the prompts by every model with the same noise, judge them, and write `tail.csv`.
 
     Raises:
         DataError: no prompts, or those of another vocabulary.
@@ -206,13 +219,19 @@ def evaluate_stage(campaign: Campaign, judging: Judging) -> list[dict[str, Any]]
     if not campaign.store.exists(TailPrompts.PLACE):
         raise DataError(f"{campaign.store.location} has no prompts", TailPrompts.REMEDY)
     prompts = TailPrompts.read(campaign.store, TailPrompts.PLACE)
-    hits = hits_of(dataset, TEXT, vocabulary)
-    if hits is None or not prompts.vocabulary == counts.vocabulary == vocabulary.hash:
+    if not prompts.vocabulary == counts.vocabulary == vocabulary.hash:
         raise DataError("prompts, counts and captions are of other concepts", "index, audit and choose again")
+    hits = caption_hits(dataset, vocabulary)
     encoder = extractor(*judging.extractor, device=str(own_device()))
-    real = bank(dataset, hits, prompts.pairs, encoder, judging.most)
+    real = real_pictures(dataset, hits, prompts.pairs, encoder, judging.most)
     concepts, table = [number for pair in prompts.pairs for number in pair], counts.table("text")
-    rows = [*_real(real)]
+    # The real pictures of the bank first, each judged by the others.
+    entry, own = real.holds.nonzero(as_tuple=True)
+    several = real.holds.sum(0)[own] > 1  # a concept's only picture would have nothing left to find
+    entry, own = entry[several], own[several]
+    hit, rank = real.judge(real.features[entry], own, entry)
+    none = [None] * len(own)
+    judged: list[Judged] = [*zip([REAL] * len(own), own.tolist(), none, hit, rank, none, strict=True)]
     scorer = Scorer.load(judging.scorer, str(own_device()))[0] if judging.scorer else None
     for name in judging.models:
         kind, _, routing = name.partition(":")
@@ -228,65 +247,49 @@ def evaluate_stage(campaign: Campaign, judging: Judging) -> list[dict[str, Any]]
         for drawn in model.generate(model.conditions(texts, each=judging.each), settings):
             pictures = model.pictures(drawn.latents, drawn.rows)
             own = torch.from_numpy(of_text[drawn.rows])
-            hit, rank = real.judged(encoder.encode(pictures), own)
+            hit, rank = real.judge(encoder.encode(pictures), own)
             looks = scorer.scores(pictures)[:, HEADS.index(MEAN)].tolist() if scorer else [None] * len(own)
-            frequent = table[[concepts[place] for place in own]]
+            frequent = table[[concepts[number] for number in own]]
             routed: Any = [None] * len(own)
             if drawn.trace is not None:
                 routed = (drawn.trace.stacked().mean(0).numpy() * frequent).sum(1).tolist()
-            rows += zip([name] * len(own), own.tolist(), routed, hit, rank, looks, strict=True)
-            progress(len(rows) % len(of_text) or len(of_text))
-    found = _by_concept(rows, concepts, counts)
-    campaign.store.put(RESULTS, _csv(found))
-    _tell(campaign, found, judging)
-    return found
+            judged += zip([name] * len(own), own.tolist(), routed, hit, rank, looks, strict=True)
+            progress(sum(row[0] == name for row in judged))
 
-
-def _real(real: Bank) -> Iterator[Judged]:
-    """The real pictures of the bank, each judged by the others, for every concept that it has."""
-    entry, own = real.holds.nonzero(as_tuple=True)
-    alone = real.holds.sum(0)[own] < 2  # nothing would be left to find
-    entry, own = entry[~alone], own[~alone]
-    hit, rank = real.judged(real.features[entry], own, entry)
-    none = [None] * len(own)
-    yield from zip([REAL] * len(own), own.tolist(), none, hit, rank, none, strict=True)
-
-
-def _by_concept(
-    rows: Sequence[Judged], concepts: Sequence[int], counts: ConceptCounts
-) -> list[dict[str, Any]]:
-    """Means over the pictures of each model and concept."""
+    # Means over the pictures of each model and concept.
     groups: dict[tuple[str, int], list[Judged]] = {}
-    for row in rows:
+    for row in judged:
         groups.setdefault((row[0], row[1]), []).append(row)
-    table, found = counts.table("text"), []
-    for (model, place), members in groups.items():
-        of = table[concepts[place]]
-        means = [None if None in one else float(np.mean(one)) for one in list(zip(*members, strict=True))[2:]]
-        about = (model, KINDS[place % 2], counts.concepts[concepts[place]], int(of.sum()), int(of.max()))
-        found.append(dict(zip(COLUMNS, (*about, *means), strict=True)))
-    return found
+    rows = []
+    for (name, place), members in groups.items():
+        having = table[concepts[place]]
+        columns = list(zip(*members, strict=True))[2:]
+        means: Any = (None if None in values else float(np.mean(values)) for values in columns)
+        rows.append(
+            TailRow(
+                model=name,
+                kind=KINDS[place % 2],
+                concept=counts.concepts[concepts[place]],
+                rows=int(having.sum()),
+                best_expert=int(having.max()),
+                **dict(zip(("routed", "hit", "rank", "looks"), means, strict=True)),
+            )
+        )
+    campaign.store.put(RESULTS, Table.of(TailRow, rows).to_csv())
+    _tell(campaign, rows, judging)
+    return rows
 
 
-def _csv(found: Sequence[dict[str, Any]]) -> bytes:
-    lines = io.StringIO()
-    writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return lines.getvalue().encode()
-
-
-def _tell(campaign: Campaign, found: Sequence[dict[str, Any]], judging: Judging) -> None:
-    """A row for each model, with intervals of a bootstrap over concepts."""
+def _tell(campaign: Campaign, found: Sequence[TailRow], judging: Judging) -> None:
     values = ("hit", "rank", *(["looks"] if judging.scorer else []))
     columns = ["model", *(f"{value}, {kind}" for value in values for kind in KINDS)]
     rows: list[list[str | int | float | None]] = []
-    for model in dict.fromkeys(one["model"] for one in found):
+    for model in dict.fromkeys(row.model for row in found):
         cells: list[str | int | float | None] = [model]
         for value in values:
             for kind in KINDS:
-                of = [x[value] for x in found if x["model"] == model and x["kind"] == kind]
-                cells.append(_mean(np.array([one for one in of if one is not None])))
+                of = [getattr(row, value) for row in found if (row.model, row.kind) == (model, kind)]
+                cells.append(_mean(np.array([number for number in of if number is not None])))
         rows.append(cells)
         say(f"{model}: " + "; ".join(f"{n} {c}" for n, c in zip(columns[1:], cells[1:], strict=True)))
     text = (

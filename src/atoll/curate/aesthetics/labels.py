@@ -22,10 +22,8 @@ class Labels:
     """Labelled pictures.
 
     Attributes:
-        names: of the pictures.
         scores: of every dimension `(R, N)` in [0, 1], NaN where unknown; of the whole alone for some rows.
         groups: rows of one group are never on both sides of a split.
-        open: gives the picture of a row.
     """
 
     names: list[str]
@@ -50,7 +48,6 @@ def read_labels(
         path: a table with `image`, paths relative to it, or `id` of the data set's rows; with `score` of the
             whole, `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`,
             rows of one group stay together.
-        scale: the dimensions.
         bounds: worst and best score of the table, brought to 0 and 1.
         dataset: whose ids the table names.
 

@@ -112,8 +112,6 @@ class LanguageReader(nn.Module):
 
     Args:
         name: of a model whose classes transformers has; code beside the weights is not run.
-        scale: what is asked.
-        device: where it runs.
         rank: of LoRA, on every linear layer but the head; alpha is four times it.
 
     Raises:
@@ -148,6 +146,7 @@ class LanguageReader(nn.Module):
             self.model = peft.get_peft_model(model, lora).to(device)
         self.width = int(model.config.get_text_config().hidden_size)
         self.tokenizer: Any = self.processor.tokenizer
+        # Padded on the left, every question ends at the same place, behind which the answers begin.
         self.tokenizer.padding_side = "left"
         self._before = self._ids(scale.answer.removesuffix("{level}").rstrip())
         self._words = [ids[0] for ids in map(self._ids, (f" {word}" for word in scale.words)) if ids]
@@ -170,9 +169,14 @@ class LanguageReader(nn.Module):
         length = asked["input_ids"].shape[1]
         answers = [self._before if whole else []] * len(seen)
         if levels is not None:
-            answers = [self._answer(one, whole) for one in levels.tolist()]
-        ids, there = self._padded(answers)
+            answers = [self._answer(level, whole) for level in levels.tolist()]
+        filler = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        ids = torch.full((len(answers), max(map(len, answers))), next(n for n in filler if n is not None))
+        there = torch.zeros_like(ids)
+        for row, answer in enumerate(answers):
+            ids[row, : len(answer)], there[row, : len(answer)] = torch.tensor(answer, dtype=torch.long), 1
         more = {"input_ids": ids, "attention_mask": there}
+        # Some processors give more per token than these two, such as token types: zeros for the answers.
         for key, value in asked.items():
             if value.ndim == 2 and value.shape[1] == length:
                 asked[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
@@ -190,24 +194,12 @@ class LanguageReader(nn.Module):
         if not getattr(self.processor, "chat_template", None):
             return f"{self.processor.image_token} {question} "
         content = [{"type": "image"}, {"type": "text", "text": question}]
-        said = [{"role": "user", "content": content}]
-        return str(self.processor.apply_chat_template(said, add_generation_prompt=True))
+        chat = [{"role": "user", "content": content}]
+        return str(self.processor.apply_chat_template(chat, add_generation_prompt=True))
 
     def _ids(self, text: str) -> list[int]:
         return [int(number) for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _answer(self, levels: Any, whole: bool) -> list[int]:
-        said = [*self._before, self._words[levels]] if whole else self._ids(self.scale.answers(levels))
-        return said if self.tokenizer.eos_token_id is None else [*said, self.tokenizer.eos_token_id]
-
-    def _padded(self, answers: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens and whether they are real, both `(B, T)`, padded behind."""
-        longest = max(map(len, answers))
-        filler = next(
-            (n for n in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if n is not None), 0
-        )
-        ids = torch.full((len(answers), longest), filler)
-        there = torch.zeros_like(ids)
-        for row, answer in enumerate(answers):
-            ids[row, : len(answer)], there[row, : len(answer)] = torch.tensor(answer, dtype=torch.long), 1
-        return ids, there
+        ids = [*self._before, self._words[levels]] if whole else self._ids(self.scale.answers(levels))
+        return ids if self.tokenizer.eos_token_id is None else [*ids, self.tokenizer.eos_token_id]

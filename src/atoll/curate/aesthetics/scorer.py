@@ -52,13 +52,10 @@ class Training:
     """How a scorer is trained; by default a feature reader.
 
     Attributes:
-        epochs: over the rows of the first stage.
-        batch: rows of a step.
         rate: highest learning rate of AdamW, falling as a cosine.
         regression: weight of the regression head's loss, beside that of the answers.
         expert: weight of the expert head's loss.
         vote: share of the groups that only the second stage sees.
-        seed: of all random numbers.
     """
 
     epochs: int = 60
@@ -71,13 +68,7 @@ class Training:
 
 
 class Scorer(nn.Module):
-    """Scores pictures on a scale.
-
-    Args:
-        scale: the dimensions.
-        backbone: see `readers.reader`.
-        device: where it runs.
-    """
+    """Scores pictures on a scale; for `backbone` see `readers.reader`."""
 
     def __init__(self, scale: Scale, backbone: str, device: str = "cpu") -> None:
         super().__init__()
@@ -95,38 +86,34 @@ class Scorer(nn.Module):
         """Losses of the answers and of one head, the other being left out.
 
         Args:
-            seen: what the reader saw of B pictures.
+            seen: what the reader's `look` gave of B pictures.
             scores: right ones `(B, N)`, NaN where unknown.
             whole: whether only the whole is scored: the regression head's rows, else the expert head's.
         """
         scores = scores.to(self.device)
         right = scores[:, self.scale.root] if whole else scores
         read = self.reader(seen, whole, self.scale.level(right.cpu()))
-        said = self.heads.regression(read.state)[:, 0] if whole else self.heads.expert(read.state)
+        scored = self.heads.regression(read.state)[:, 0] if whole else self.heads.expert(read.state)
         known = ~right.isnan()
-        return read.loss, mse_loss(said[known], right[known])
+        return read.loss, mse_loss(scored[known], right[known])
 
     @torch.inference_mode()
     def scores(self, pictures: Pictures) -> Tensor:
         """Scores `(B, 3 + N)` of pictures, in the order of `columns`, each in [0, 1]."""
-        return self._scored(self.reader.look(pictures))
-
-    def _scored(self, seen: Any) -> Tensor:
-        three, dimensions = self._three(seen)
+        three, dimensions = self._three(self.reader.look(pictures))
         scores: Tensor = torch.cat([three[:, :2], self.voter(three)[:, None], dimensions], dim=1)
         return scores.clamp(0, 1).cpu()
 
     def _three(self, seen: Any) -> tuple[Tensor, Tensor]:
-        """What the voter hears `(B, 3)`, and all dimensions `(B, N)`."""
         whole, every = self.reader(seen, True), self.reader(seen, False)
         assert whole.levels is not None
-        said = whole.levels.softmax(1) @ self.scale.worth.to(whole.levels.device)
+        answered = whole.levels.softmax(1) @ self.scale.worth.to(whole.levels.device)
         dimensions = self.heads.expert(every.state)
-        heads = [said, self.heads.regression(whole.state)[:, 0], dimensions[:, self.scale.root]]
+        heads = [answered, self.heads.regression(whole.state)[:, 0], dimensions[:, self.scale.root]]
         return torch.stack(heads, dim=1).clamp(0, 1), dimensions
 
     def fit(self, labels: Labels, training: Training) -> dict[str, Any]:
-        """Train the reader and the heads on some groups, then the voter on the others; say what was done.
+        """Train the reader and the heads on some groups, then the voter on the others; how it went.
 
         Raises:
             DataError: too few groups, or none with a score of the whole.
@@ -140,14 +127,15 @@ class Scorer(nn.Module):
                 seen |= zip(rows.tolist(), self.reader.look([labels.open(int(r)) for r in rows]), strict=True)
                 progress(int(rows[-1]) + 1)
         self._fit_heads(labels, first, seen, training)
+        # The voter learns on pictures that the heads have not seen: on the others the best-fitted head
+        # would always look right.
         whole = second[~labels.scores[second, self.scale.root].isnan().numpy()]
         self._fit_voter(labels, whole, seen)
-        alone = int(labels.whole_only(self.scale.root).sum())
         return {
             **vars(training),
             "rows": len(labels),
             "groups": len(set(labels.groups)),
-            "rows with the whole alone": alone,
+            "rows with the whole alone": int(labels.whole_only(self.scale.root).sum()),
             "labels": digest({"names": labels.names, "scores": labels.scores.nan_to_num(-1).tolist()}),
         }
 
@@ -184,11 +172,11 @@ class Scorer(nn.Module):
     def _fit_voter(self, labels: Labels, rows: Any, seen: dict[int, Any]) -> None:
         with torch.no_grad():
             parts = [rows[first : first + BATCH].tolist() for first in range(0, len(rows), BATCH)]
-            heard = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])
-        right = labels.scores[rows, self.scale.root].to(heard.device)
+            votes = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])
+        right = labels.scores[rows, self.scale.root].to(votes.device)
         optimizer = torch.optim.AdamW(self.voter.parameters(), lr=1e-2, weight_decay=0.01)
         for _ in range(300):
-            loss = mse_loss(self.voter(heard), right)
+            loss = mse_loss(self.voter(votes), right)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -202,12 +190,9 @@ class Scorer(nn.Module):
         store = Store.open(folder, create=True)
         tensors = {name: value.contiguous() for name, value in self._trained.items()}
         entry = write_file(store, "", "weights.safetensors", safetensors.torch.save(tensors))
+        reader = self.reader.producer()
         file = ScorerFile(
-            backbone=self.backbone,
-            producer=self.reader.producer(),
-            scale=self.scale,
-            files=[entry],
-            training=training,
+            backbone=self.backbone, producer=reader, scale=self.scale, files=[entry], training=training
         )
         store.put_json(ScorerFile.PLACE, file.to_json())
         return file
@@ -228,6 +213,7 @@ class Scorer(nn.Module):
             raise DataError(f"{folder} lists {len(file.files)} files of weights", ScorerFile.REMEDY)
         (entry,) = file.files
         scorer = cls(file.scale, file.backbone, device)
+        # The trained weights fit only the backbone that they were trained on, whatever it is called.
         if scorer.reader.producer() != file.producer:
             raise ConfigError(f"{file.backbone!r} is another network than that of {folder}", "get that one")
         tensors = read_tensors(read_file(store, "", entry), store.name(entry.path))
@@ -244,8 +230,8 @@ def split(labels: Labels, share: float, seed: int) -> tuple[Any, Any]:
     if len(groups) < 2:
         raise DataError("all labelled pictures are of one group", "give more, or no column 'group'")
     second = round(min(max(share * len(groups), 1), len(groups) - 1))
-    kept = set(np.random.default_rng(seed).permutation(groups)[:second].tolist())
-    late = np.array([group in kept for group in labels.groups])
+    held = set(np.random.default_rng(seed).permutation(groups)[:second].tolist())
+    late = np.array([group in held for group in labels.groups])
     return np.flatnonzero(~late), np.flatnonzero(late)
 
 

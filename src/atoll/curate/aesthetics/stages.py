@@ -17,7 +17,7 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.metrics import agreement
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
-from atoll.curate.image_hits import read_table
+from atoll.curate.image_hits import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
@@ -51,7 +51,7 @@ def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
 
     producer["sensitive"] = [*file.scale.sensitive]
     progress = Progress("scores", len(dataset.shards), unit="shards")
-    return _shown(campaign, dataset.write_column(COLUMN, producer, compute, progress=progress))
+    return _reported(campaign, dataset.write_column(COLUMN, producer, compute, progress=progress))
 
 
 def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> Column:
@@ -61,17 +61,17 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         DataError: no `id` or numbers, rows of the data set without scores, or one outside [0, 1].
     """
     dataset, table = campaign.dataset(), read_table(path)
-    kinds = {name: table.schema.field(name).type for name in table.column_names}
-    names = [n for n, kind in kinds.items() if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
-    if "id" not in kinds or not names:
+    names = [name for name in numeric(table) if name != "id"]
+    if "id" not in table.column_names or not names:
         raise DataError(f"{path} needs a column 'id' and columns of scores", "name them so")
-    found = {str(id_): row for row, id_ in enumerate(table["id"].to_pylist())}
-    missing = [id_ for id_ in dataset.ids if id_ not in found]
+    row_of = {str(id_): row for row, id_ in enumerate(table["id"].to_pylist())}
+    missing = [id_ for id_ in dataset.ids if id_ not in row_of]
     if missing:
         what = f"{path} lacks {len(missing):,} of {len(dataset):,} rows, {missing[0]!r} first"
         raise DataError(what, "give the scores of this data set")
-    order = [found[id_] for id_ in dataset.ids]
+    order = [row_of[id_] for id_ in dataset.ids]
     values = np.stack([table[name].to_numpy().astype(np.float32)[order] for name in names], axis=1)
+    # Written so that NaN is refused too, which compares false with everything.
     wrong = np.argwhere(~((values >= 0) & (values <= 1)))
     if len(wrong):
         row, number = wrong[0]
@@ -79,11 +79,10 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         raise DataError(what, "bring scores to 0 to 1")
     producer = {"name": "imported", "table": sha256(path.read_bytes()), "scores": names}
     producer["sensitive"] = [n for n in sensitive if n in names]
-    return _shown(campaign, dataset.write_values(COLUMN, producer, values))
+    return _reported(campaign, dataset.write_values(COLUMN, producer, values))
 
 
-def _shown(campaign: Campaign, column: Column) -> Column:
-    """The scores, after their means are told and written for the report."""
+def _reported(campaign: Campaign, column: Column) -> Column:
     values = column.read(np.arange(len(column)))
     parts = [("all", values)]
     if campaign.is_partitioned:
@@ -142,7 +141,7 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
 
 
 def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> dict[str, dict[str, float]]:
-    """How a scorer agrees with people, by head and dimension; shown, and written as JSON.
+    """How a scorer agrees with people, by head and dimension; printed, and written for the report.
 
     Raises:
         DataError: no picture has a score of what is asked for.
@@ -159,7 +158,7 @@ def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> di
     shown = ("SRCC", "PLCC", "KRCC", "MSE", "MAE", "accuracy", "F1")
     say(f"{'':<32}" + "".join(f"{name:>10}" for name in shown))
     for name, values in found.items():
-        say(f"{name:<32}" + "".join(f"{values[one]:>10.3f}" for one in shown))
+        say(f"{name:<32}" + "".join(f"{values[metric]:>10.3f}" for metric in shown))
     if out is not None:
         rows: list[list[str | int | float | None]] = [
             [name, *(None if value != value else round(value, 6) for value in of.values())]
