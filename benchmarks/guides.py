@@ -11,24 +11,28 @@ the expert itself was (`own milestone N`). The guided velocity is
 which with one scale for both is ordinary guidance. Outside `interval` it is v(c).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.rng import Position, uniforms
+from atoll.base.rng import uniforms
 from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Origin
 from atoll.campaign.runs import Run
-from atoll.model.dispatch import Dispatch
-from atoll.model.ensemble import Ensemble
+from atoll.export.schedulers import set_times
+from atoll.model.dispatch import Dispatch, Networks
 from atoll.model.expert import Expert
-from atoll.model.field import RoutedField, SingleField
+from atoll.model.generate import Batch, Conditions
 from atoll.model.generation import Generation
+from atoll.model.model import Model
 from atoll.model.route import route
 from atoll.model.routing import Routing
+from atoll.model.sampler import Sampler
 
 DRAW = Routing.named("sample-1")
 
@@ -75,79 +79,71 @@ class Way:
         return ", ".join(words)
 
 
-class GuidedField:
-    """The flow of one batch under a way of guiding.
+class GuidedSampler(Sampler):
+    """A batch in flight under a way of guiding.
 
     Args:
-        inner: the batch's field: networks, conditions, and places in the random streams.
         way: how it is guided.
         others: what guidance leads away from beside the model: one network, or one for each expert.
+        rest: as of a sampler.
     """
 
-    def __init__(self, inner: RoutedField | SingleField, way: Way, others: Sequence[Denoiser]) -> None:
-        self.inner, self.way, self.others = inner, way, others
-        self.cond, self.null = inner.branches.cond, inner.branches.null
-        self.trace = inner.trace if isinstance(inner, RoutedField) else None
-        self.weights: Tensor | None = None
+    def __init__(self, way: Way, others: Sequence[Denoiser], *rest: Any, **more: Any) -> None:
+        if way.heun:
+            more["scheduler"] = FlowMatchHeunDiscreteScheduler(shift=way.shift)
+            set_times(more["scheduler"], way.steps)
+        super().__init__(*rest, **more)
+        self.way, self.others = way, others
 
-    def __call__(self, x_t: Tensor, t: float, step: int) -> Tensor:
+    def velocity(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Guided velocity."""
-        way, low, high = self.way, *self.way.interval
-        times = x_t.new_full((len(x_t),), t)
-        conditional = self._chosen(x_t, times, step, self.cond)
-        if (way.caption == 1 and way.cluster in (None, 1)) or not low <= t <= high:
+        way, (low, high) = self.way, self.way.interval
+        conditional = self._chosen(x_t, t, self.cond)
+        if (way.caption == 1 and way.cluster in (None, 1)) or not low <= float(t[0]) <= high:
             return conditional
-        away = self._null(x_t, times, step)
+        away = self._null(x_t, t)
         if way.cluster is None:
             return away + way.caption * (conditional - away)
-        own = self._chosen(x_t, times, step, self.null)
+        own = self._chosen(x_t, t, self.null)
         return away + way.cluster * (own - away) + way.caption * (conditional - own)
 
-    def _chosen(self, x_t: Tensor, times: Tensor, step: int, cond: Condition) -> Tensor:
+    def _chosen(self, x_t: Tensor, t: Tensor, cond: Condition, networks: Networks | None = None) -> Tensor:
         """Velocity of the network that serves the picture."""
-        if isinstance(self.inner, SingleField):
-            return self.inner.denoiser.velocity(x_t, times, cond)
-        field = self.inner
-        if cond is self.cond and (self.weights is None or field.generations[0].routing.asks_at(step)):
-            self.weights = field.weights_at(x_t, float(times[0]), step)
         assert self.weights is not None
-        return Dispatch(self.weights, cond).run(field.ensemble.experts, x_t, times)
+        return Dispatch(self.weights.to(x_t), cond).run(networks or self.bank, x_t, t)
 
-    def _null(self, x_t: Tensor, times: Tensor, step: int) -> Tensor:
+    def _null(self, x_t: Tensor, t: Tensor) -> Tensor:
         if self.way.null == "own":
-            return self._chosen(x_t, times, step, self.null)
+            return self._chosen(x_t, t, self.null)
         if len(self.others) == 1:
-            return self.others[0].velocity(x_t, times, self.null)
-        assert isinstance(self.inner, RoutedField)
+            return self.others[0].velocity(x_t, t, self.null)
         if self.others:
-            assert self.weights is not None
-            return Dispatch(self.weights, self.null).run(self.others, x_t, times)
-        rows: Sequence[Position] = self.inner.positions
-        draws = uniforms(self.inner.generations[0].seed, f"route-null/{step}", rows, (1,))
-        logits = self.inner.ensemble.logits(x_t, times, self.null)
-        return Dispatch(route(DRAW, logits, draws.to(logits)), self.null).run(
-            self.inner.ensemble.experts, x_t, times
-        )
+            return self._chosen(x_t, t, self.null, self.others)
+        positions, seed = [row.position for row in self.rows], self.rows[0].generation.seed
+        draws = uniforms(seed, f"route-null/{self.rows[0].step}", positions, (1,))
+        logits = self.bank.logits(x_t, t, self.null)
+        return Dispatch(route(DRAW, logits, draws.to(logits)), self.null).run(self.bank, x_t, t)
 
 
-class GuidedByThemselves(Ensemble):
+class GuidedByThemselves(Model):
     """Experts of which each leads away from what it was itself.
 
     Args:
-        ensemble: the experts and their router.
-        earlier: what they were, by number.
+        rest: as of a model.
+        earlier: what the experts were, by number.
     """
 
-    def __init__(self, ensemble: Ensemble, earlier: Sequence[Denoiser]) -> None:
-        super().__init__(ensemble.experts, ensemble.router, ensemble.missing)
+    def __init__(self, *rest: Any, earlier: Sequence[Denoiser]) -> None:
+        super().__init__(*rest)
         self.earlier = earlier
 
-    def field(self, cond: Condition, null: Condition, generation: Generation, *rest: Any) -> Any:
-        """What a sampler follows for one batch; see `Ensemble.field`."""
-        inner = super().field(cond, null, generation, *rest)
-        if generation.guidance == 1:
-            return inner  # of the router alone, before a batch is formed
-        return GuidedField(inner, Way("own milestone 1", generation.guidance), self.earlier)
+    def generate(
+        self, conditions: Conditions, generation: Generation | None = None, *rest: Any, **how: Any
+    ) -> Iterator[Batch]:
+        """Draw samples, batch by batch."""
+        way = Way("own milestone 1", (generation or self.generation).guidance)
+        how["sampler"] = partial(GuidedSampler, way, self.earlier)
+        return super().generate(conditions, generation, *rest, **how)
 
 
 def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]:

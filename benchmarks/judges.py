@@ -33,8 +33,7 @@ from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Folder, Rows
-from atoll.model.ensemble import Ensemble
-from atoll.model.expert import Expert
+from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 
@@ -71,18 +70,15 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
         runs = experts_of(campaign.config.partition.k)
         guides, digests = zip(*(earlier(campaign, run) for run in runs), strict=True)
         weights = whole.weights | {f"{run.folder} was": one for run, one in zip(runs, digests, strict=True)}
-        assert isinstance(whole.model.denoiser, Ensemble)
-        apart = GuidedByThemselves(whole.model.denoiser, guides)
-        return Candidate("ensemble", weights, Model(lambda: apart, whole.model.card, torch.device("cpu")))
+        apart = GuidedByThemselves(whole.model.bank, whole.model.card, earlier=guides)
+        return Candidate("ensemble", weights, apart)
     if model != GUIDED:
         return published(campaign, model, torch.device("cpu"))
     one = published(campaign, "monolith", torch.device("cpu"))
-    now = one.model.denoiser
-    assert isinstance(now, Expert)
     guide, digest = earlier(campaign, Run("monolith"))
     weights = {"experts/0": one.model.card.weights_sha256, "experts/pretrain": digest}
-    both = Ensemble([now], Alone(), pretrain=guide)
-    return Candidate("ensemble", weights, Model(lambda: both, one.model.card, torch.device("cpu")))
+    both = Bank(one.model.bank.experts, Alone(), pretrain=guide)
+    return Candidate("ensemble", weights, Model(both, one.model.card, torch.device("cpu")))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
-from guides import GuidedField, Way, earlier
+from guides import GuidedSampler, Way, earlier
 from harness import finish, row, tiny
-from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from atoll.base.condition import Denoiser
@@ -35,10 +33,8 @@ from atoll.measure.models import Candidate, Drawn, RowConditions, published, sam
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert
-from atoll.model.field import Field
-from atoll.model.integrate import sample, set_times
 from atoll.model.model import Model
 
 SCALES = (1.5, 2.0, 3.0, 4.0)
@@ -102,18 +98,10 @@ class Guided(Drawn):
             len(part),
             first=part.start,
             batch=batch,
-            around=lambda field, rows: GuidedField(field, self.way, self.others),
-            integrate=partial(heun, self.way) if self.way.heun else None,
+            sampler=partial(GuidedSampler, self.way, self.others),
         )
         for one in drawn:
             yield Batch(one.rows, model.pictures(one.latents, one.rows))
-
-
-def heun(way: Way, field: Field, noise: Tensor) -> Tensor:
-    """Latents of a field by Heun's steps."""
-    scheduler = FlowMatchHeunDiscreteScheduler(shift=way.shift)
-    set_times(scheduler, way.steps)
-    return sample(field, noise, way.steps, scheduler)
 
 
 @dataclass
@@ -181,8 +169,7 @@ class Bench:
     def _average(self) -> Expert:
         if not self.campaign.config.budget.pretrain:
             raise LookupError(f"experts of {self.folder.name} have no common start")
-        ensemble = self.candidate.model.denoiser
-        assert isinstance(ensemble, Ensemble)
+        ensemble = self.candidate.model.bank
         every = (ensemble.experts[number] for number in range(len(ensemble.experts)))
         return mean([expert for expert in every if isinstance(expert, Expert)])
 
@@ -192,8 +179,8 @@ class Bench:
             return self.candidate
         runs = experts_of(self.campaign.config.partition.k) if self.name == "ensemble" else [self.whole]
         means = [mean([earlier(self.campaign, run, -n)[0] for n in range(1, last + 1)]) for run in runs]
-        now = self.candidate.model.denoiser
-        new = Ensemble(means, now.router, pretrain=now.pretrain) if isinstance(now, Ensemble) else means[0]
+        now = self.candidate.model.bank
+        new = Bank(means, now.router, pretrain=now.pretrain)
         return replace(self.candidate, model=Model(new, self.candidate.model.card))
 
     def measured(self, way: Way) -> dict[str, float]:

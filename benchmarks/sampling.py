@@ -36,13 +36,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert, settings_of
-from atoll.model.field import SingleField
 from atoll.model.generate import Conditions, Sampling, generate
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample, starting_noise
 from atoll.model.residency import ResidentExperts
+from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.settings import Residency
 from atoll.model.stored import FileWeights, StoredExpert
 from atoll.model.trace import Costs, Trace
@@ -246,28 +245,28 @@ def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(one, other, strict=True)]
 
 
-def one_batch(ensemble: Ensemble, setting: Setting, routing: str, keep: list[Trace] | None = None) -> Turn:
+def one_batch(ensemble: Bank, setting: Setting, routing: str, keep: list[Trace] | None = None) -> Turn:
     """One batch of an ensemble."""
     cond, null, noise = start(setting)
-    rows = range(setting.batch)
 
     def turn() -> None:
         start_anew(ensemble)
-        field = ensemble.field(cond, null, how(setting, routing), rows)
-        sample(field, noise, setting.steps)
+        rows = Row.each(how(setting, routing), range(setting.batch))
+        sampler = Sampler(ensemble, cond, null, rows, noise)
+        sampler.run()
         if keep is not None:
-            keep[:] = [field.trace]
+            keep[:] = [sampler.trace]
 
     return turn
 
 
-def start_anew(ensemble: Ensemble) -> None:
+def start_anew(ensemble: Bank) -> None:
     """Let every turn hear the same opinions."""
-    assert isinstance(ensemble.router, Opinions)
-    ensemble.router.calls = 0
+    if isinstance(ensemble.router, Opinions):
+        ensemble.router.calls = 0
 
 
-def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Turn:
+def many_batches(model: Bank, setting: Setting, routing: str) -> Turn:
     """Several batches of an ensemble, ordered by expert, or of one network."""
     cond, null, _ = start(setting)
     shape = (setting.shape.channels, setting.latents, setting.latents)
@@ -276,8 +275,7 @@ def many_batches(model: Ensemble | Expert, setting: Setting, routing: str) -> Tu
     sampling = Sampling(how(setting, routing), rows, shape, count, batch=setting.batch, device=setting.device)
 
     def turn() -> None:
-        if isinstance(model, Ensemble):
-            start_anew(model)
+        start_anew(model)
         deque(generate(model, sampling), maxlen=0)
 
     return turn
@@ -298,8 +296,7 @@ def start(setting: Setting) -> tuple[Condition, Condition, Tensor]:
 
 def monolith_turn(setting: Setting) -> Turn:
     """One batch of one network."""
-    one, (cond, null, noise) = expert(setting), start(setting)
-    return lambda: sample(SingleField(one, cond, null, [GUIDANCE] * setting.batch), noise, setting.steps)
+    return one_batch(Bank([expert(setting)]), setting, "once")
 
 
 # What is measured.
@@ -309,7 +306,7 @@ def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[s
     """Every strategy's time and operations over the monolith's."""
     case = f"{name}, K = {setting.k}"
     cost, monolith = costs(setting), monolith_turn(setting)
-    ensemble = Ensemble([expert(setting) for _ in range(setting.k)], Opinions(setting), costs=cost)
+    ensemble = Bank([expert(setting) for _ in range(setting.k)], Opinions(setting), costs=cost)
     yield row(case, "router / expert, operations", cost.router / cost.experts[0], target=("<=", 0.04))
     alone = 2 * setting.batch * setting.steps * cost.experts[0]
     for routing, bound in TARGETS.items():
@@ -319,7 +316,7 @@ def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[s
         done = traces[0].router_flops + traces[0].expert_flops
         yield row(case, f"{routing} / monolith, operations", done / alone)
     yield median_row(case, "monolith, time of a step", [s / setting.steps for s in theirs], "s")
-    turns = many_batches(ensemble, setting, "once"), many_batches(expert(setting), setting, "once")
+    turns = many_batches(ensemble, setting, "once"), many_batches(Bank([expert(setting)]), setting, "once")
     ordered = f"once / monolith, {BATCHES} batches by expert, time"
     yield median_row(case, ordered, ratios(*paired(*turns, pairs)), target=("<=", TARGETS["once"]))
     for routing in SHARES:
@@ -337,13 +334,14 @@ def router_share(setting: Setting, cost: Costs, routing: str, steps: int = 50) -
         def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
             return torch.randn(len(x_t), setting.k)
 
-    ensemble = Ensemble([Nothing()] * setting.k, Drawn(), costs=cost)
+    ensemble = Bank([Nothing()] * setting.k, Drawn(), costs=cost)
     noise = torch.zeros(setting.batch, 1, 1, 1)
     labels = Condition(labels=torch.zeros(setting.batch, dtype=torch.int64))
     null = labels.select(slice(0, 1))
-    field = ensemble.field(labels, null, how(setting, routing), range(setting.batch))
-    sample(field, noise, steps)
-    return field.trace.router_share
+    rows = Row.each(how(setting, routing).with_(steps=steps), range(setting.batch))
+    sampler = Sampler(ensemble, labels, null, rows, noise)
+    sampler.run()
+    return sampler.trace.router_share
 
 
 def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
@@ -351,7 +349,7 @@ def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[dict[
     monolith = monolith_turn(setting)
     for k in (2, 4, 8, 16):
         own = replace(setting, k=k)
-        ensemble = Ensemble([expert(own) for _ in range(k)], Opinions(own), costs=costs(own))
+        ensemble = Bank([expert(own) for _ in range(k)], Opinions(own), costs=costs(own))
         mine, theirs = paired(one_batch(ensemble, own, "top-1"), monolith, pairs)
         yield median_row(
             f"{name}, K = {k}", "top-1 / monolith, time", ratios(mine, theirs), target=("<=", 1.10)
@@ -368,11 +366,11 @@ def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Itera
         yield row(case, "an expert's weights", size / 2**20, "MiB")
         yield row(case, "monolith, peak memory", alone / 2**20, "MiB")
         opinions, cost = Opinions(setting), costs(setting)
-        everyone = Ensemble(
+        everyone = Bank(
             ResidentExperts(stored(setting, folder), None, setting.device, setting.dtype), opinions, (), cost
         )
         single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
-        offloaded = Ensemble(single, opinions, (), cost)
+        offloaded = Bank(single, opinions, (), cost)
         for routing, turn in (("top-1", one_batch), ("once", many_batches)):
             more = child(setting, routing, folder, threads) - alone
             yield row(case, f"{routing}: (peak - monolith's) / expert", more / size, target=("<=", 1.0))
@@ -398,7 +396,7 @@ def peak(setting: Setting, routing: str, folder: Path) -> float:
         monolith_turn(setting)()
     else:
         single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
-        ensemble = Ensemble(single, Opinions(setting))
+        ensemble = Bank(single, Opinions(setting))
         (one_batch if routing == "top-1" else many_batches)(ensemble, setting, routing)()
     if setting.device != "cpu":
         return float(torch.cuda.max_memory_allocated())
@@ -412,7 +410,7 @@ def warm_up(setting: Setting) -> None:
         single = ResidentExperts(
             stored(small, Path(scratch)), Residency(experts=1), small.device, small.dtype
         )
-        one_batch(Ensemble(single, Opinions(small)), small, "top-1")()
+        one_batch(Bank(single, Opinions(small)), small, "top-1")()
         single.close()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from diffusers import AutoencoderKL
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from atoll.base.hashing import digest, digest_tensors
@@ -16,7 +17,6 @@ from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import Card
 from atoll.model.expert import Expert, settings_of
-from atoll.model.integrate import euler
 from atoll.networks.settings import DataShape
 from helpers_networks import card, denoiser, router
 
@@ -104,7 +104,7 @@ def pipeline(
     network = router(7, k, shape)
     network.card = facts(network, shape, "router", None, **changes)
     bank = ExpertBank({n: expert(n, shape, **changes) for n in numbers or range(k)}, k)
-    made = AtollPipeline(bank, network, euler(1), num_inference_steps=4)
+    made = AtollPipeline(bank, network, FlowMatchEulerDiscreteScheduler(), num_inference_steps=4)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -119,7 +119,13 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     network.card = facts(network, shape, "router", None, **made)
     bank = ExpertBank({n: expert(n, shape, **made) for n in range(k)}, k)
     pipe = AtollPipeline(
-        bank, network, euler(1), vae.network, text.network, text.tokenizer, num_inference_steps=3
+        bank,
+        network,
+        FlowMatchEulerDiscreteScheduler(),
+        vae.network,
+        text.network,
+        text.tokenizer,
+        num_inference_steps=3,
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

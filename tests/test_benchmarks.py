@@ -13,8 +13,10 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model
+from atoll.model.sampler import Row
 from atoll.store.store import Store
 from atoll.train import loop
 from helpers import assembled, command
@@ -356,19 +358,16 @@ def test_ways_of_guiding_are_the_routings_where_there_is_one(
     found = levers.Way(**way)
     guided = plain.with_(routing=found.routing, guidance=max(2.0, found.caption))
 
-    def around(field: Any, rows: Any) -> Any:
-        return levers.GuidedField(field, found, ())
-
-    assert torch.allclose(latents(model, plain), latents(model, guided, around=around), atol=1e-5)
+    sampler = partial(levers.GuidedSampler, found, ())
+    assert torch.allclose(latents(model, plain), latents(model, guided, sampler=sampler), atol=1e-5)
 
 
 def test_experts_that_are_guided_by_what_they_are_have_their_own_null_branch(
     bench: Bench, small_ensemble: Path
 ) -> None:
     model, plain = Model.load(Store.open(small_ensemble)), Generation(guidance=2.5, steps=3, seed=5)
-    ensemble = model.denoiser
-    guided = Model(bench("guides").GuidedByThemselves(ensemble, ensemble.experts), model.card)
-    other = Model(bench("guides").GuidedByThemselves(ensemble, ensemble.experts[::-1]), model.card)
+    experts, kind = model.bank.experts, bench("guides").GuidedByThemselves
+    guided, other = (kind(model.bank, model.card, earlier=way) for way in (experts, experts[::-1]))
     assert torch.allclose(latents(model, plain), latents(guided, plain), atol=1e-5)
     assert not torch.allclose(latents(model, plain), latents(other, plain), atol=1e-5)
 
@@ -382,12 +381,19 @@ def latents(model: Model, generation: Generation, **how: Any) -> Tensor:
 
 def test_heun_is_nearer_than_euler(bench: Bench) -> None:
     levers = bench("levers")
-    found = levers.heun(levers.Way(steps=10, heun=True), lambda x, t, step: x, torch.ones(1, 1, 1, 1))
+
+    class Growing:
+        def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return x_t
+
+    rows, nothing = Row.each(Generation(steps=10, guidance=1.0), [0]), Condition()
+    way, start = levers.Way(steps=10, heun=True, caption=1.0), torch.ones(1, 1, 1, 1)
+    found = levers.GuidedSampler(way, (), Bank([Growing()]), nothing, nothing, rows, start).run()
     assert abs(float(found) - math.exp(-1)) < 0.002 < math.exp(-1) - 0.9**10
 
 
 def test_the_average_of_networks_has_the_average_of_their_weights(bench: Bench, small_ensemble: Path) -> None:
-    one, other = list(Model.load(Store.open(small_ensemble)).denoiser.experts)
+    one, other = list(Model.load(Store.open(small_ensemble)).bank.experts)
     mean, a, b = (n.network.state_dict() for n in (bench("levers").mean([one, other]), one, other))
     assert all(torch.allclose(mean[name], (a[name] + b[name]) / 2, atol=1e-6) for name in mean)
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from atoll.base.errors import AtollError as AtollError
     from atoll.data.dataset import DataSet as DataSet
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
-    from atoll.model.ensemble import Ensemble as Ensemble
+    from atoll.model.bank import Bank as Bank
     from atoll.model.generation import Generation as Generation
-    from atoll.model.integrate import sample as sample
     from atoll.model.model import Model as Model
     from atoll.model.routing import Routing as Routing
+    from atoll.model.sampler import Sampler as Sampler
     from atoll.model.settings import Residency as Residency
     from atoll.store.store import Store as Store
 
@@ -30,19 +30,19 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AtollError": "atoll.base.errors",
     "AtollPipeline": "atoll.export.pipeline",
+    "Bank": "atoll.model.bank",
     "Condition": "atoll.base.condition",
     "DataSet": "atoll.data.dataset",
     "Generation": "atoll.model.generation",
     "Model": "atoll.model.model",
-    "Ensemble": "atoll.model.ensemble",
     "Residency": "atoll.model.settings",
     "Routing": "atoll.model.routing",
+    "Sampler": "atoll.model.sampler",
     "Store": "atoll.store.store",
     "create": "atoll.api",
     "load": "atoll.api",
     "evaluate": "atoll.api",
     "prepare": "atoll.api",
-    "sample": "atoll.model.integrate",
     "fit": "atoll.api",
 }
 

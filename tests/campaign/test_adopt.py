@@ -97,7 +97,7 @@ def test_it_joins_a_trained_expert(
         train_run(campaign, role, island)
     assert "expert 1: finished already" in capsys.readouterr().out
     assert command(capsys, "assemble", folder).code == 0
-    mine = Model.load(campaign.store).denoiser.experts[1]
+    mine = Model.load(campaign.store).bank.experts[1]
     assert isinstance(mine, Expert)
     assert all(torch.equal(value, theirs[name]) for name, value in mine.network.state_dict().items())
     text = (folder / "ensemble/README.md").read_text()

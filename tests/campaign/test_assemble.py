@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert, read_part, write_part
 from atoll.model.model import Model
 from atoll.model.settings import Residency
@@ -39,10 +39,8 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "campaign"))
 
 
-def load_ensemble(folder: Path, residency: Residency | None = None) -> Ensemble:
-    ensemble = Model.load(folder, residency=residency).denoiser
-    assert isinstance(ensemble, Ensemble)
-    return ensemble
+def load_ensemble(folder: Path, residency: Residency | None = None) -> Bank:
+    return Model.load(folder, residency=residency).bank
 
 
 def said(capsys: pytest.CaptureFixture[str], folder: Path) -> str:

@@ -94,7 +94,7 @@ def test_every_expert_is_what_its_island_says(mixed: Path) -> None:
 @pytest.mark.slow
 def test_each_one_is_asked_in_its_own_terms(mixed: Path) -> None:
     """The ensemble's velocity is that of networks that are converted by hand, at all of them."""
-    ensemble = Model.load(Store.open(mixed)).denoiser
+    ensemble = Model.load(Store.open(mixed)).bank
     source = torch.Generator().manual_seed(0)
     x, t = torch.randn(6, 1, 8, 8, generator=source), torch.linspace(0.1, 0.9, 6)
     text = torch.randn(6, 9, 384, generator=source)
@@ -114,7 +114,7 @@ def test_each_one_is_asked_in_its_own_terms(mixed: Path) -> None:
         parts.append(flow_velocity(ask, "eps", VPCosine(), x, t, bound=1.0) if eps else ask(x, t))
     expected = torch.einsum("bk,bkchw->bchw", weights, torch.stack(parts, 1))
     torch.testing.assert_close(ensemble.velocity(x, t, cond), expected, rtol=1e-4, atol=1e-4)
-    offloaded = Model.load(mixed, residency=Residency(experts=1, prefetch=False)).denoiser
+    offloaded = Model.load(mixed, residency=Residency(experts=1, prefetch=False)).bank
     assert torch.equal(ensemble.velocity(x, t, cond), offloaded.velocity(x, t, cond))
     # A sample's velocity is its own, whichever texts are beside it: padding is nothing to any of them.
     for row in range(6):

@@ -27,9 +27,10 @@ from atoll.campaign.runs import RunPlan
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.export.stock import STOCK, stock_of
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert, write_part
-from atoll.model.field import SingleField
-from atoll.model.integrate import euler, sample
+from atoll.model.generation import Generation
+from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
 from helpers import SMALL, atoll, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
@@ -138,13 +139,15 @@ def own_pictures(
     noise = torch.randn(
         (1, shape.channels, shape.size, shape.size), generator=torch.Generator().manual_seed(0)
     )
-    plain = sample(SingleField(student, cond, null, [guidance]), noise, STEPS, euler(STEPS, SHIFT))
+    how = Generation(steps=STEPS, shift=SHIFT, guidance=guidance)
+    sampler = Sampler(Bank([student]), cond, null, Row.each(how, [0]), noise)
+    plain = sampler.run()
     # Its sigmas go from 0.999, and it tells the network whole thousandths.
-    field, x = SingleField(student, cond, null, [guidance]), noise
+    x = noise
     even = [0.999 * (STEPS - n) / STEPS for n in range(STEPS)]
     sigmas = [SHIFT * sigma / (1 + (SHIFT - 1) * sigma) for sigma in even]
     for now, then in zip(sigmas, [*sigmas[1:], 0.0], strict=True):
-        x = x + (then - now) * field(x, int(1000 * now + 1e-9) / 1000, 0)
+        x = x + (then - now) * sampler.velocity(x, torch.tensor([int(1000 * now + 1e-9) / 1000]))
     decode = autoencoder(vae).decode
     both = [np.asarray(to_images(decode(latents))[0]).astype(float) for latents in (plain, x)]
     return both[0], both[1]

@@ -19,10 +19,10 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import RouterModel
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample, starting_noise
+from atoll.model.sampler import Row, Sampler, starting_noise
 from helpers_export import LABELS, NOTHING, expert, generators, pipeline
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,10 +55,11 @@ def latents(pipe: AtollPipeline, labels: list[int], first: int = 0, **more: Any)
 
 def reference(pipe: AtollPipeline, labels: list[int], generation: Generation) -> Tensor:
     """The plain path: the same parts, without a pipeline."""
-    ensemble = Ensemble([expert(n, LABELS) for n in range(3)], RouterModel(pipe.router, pipe.card))
+    bank = Bank([expert(n, LABELS) for n in range(3)], RouterModel(pipe.router, pipe.card))
     cond, null = Condition(labels=torch.tensor(labels)), Condition(labels=torch.tensor([4]))
-    field = ensemble.field(cond, null, generation, range(len(labels)))
-    return sample(field, starting_noise(generation.seed, range(len(labels)), SHAPE), generation.steps)
+    numbers = range(len(labels))
+    noise = starting_noise(generation.seed, numbers, SHAPE)
+    return Sampler(bank, cond, null, Row.each(generation, numbers), noise).run()
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
             not torch.equal(p, expected[name]) for name, p in final.network.named_parameters()
         )  # it has learned since
     last = course.experts[0].load(course.experts[0].milestones[-1])
-    done = Model.load(campaign.store).denoiser
+    done = Model.load(campaign.store).bank
     assert isinstance(done.experts, list) and isinstance(done.experts[0], Expert)
     for one, other in zip(last.network.parameters(), done.experts[0].network.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -16,10 +16,9 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.measure.evaluation import show_all
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
-from atoll.model.ensemble import Ensemble
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample, starting_noise
 from atoll.model.model import joined
+from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.trace import Trace
 from atoll.train.run import train_run
 from helpers import atoll, command, partitioned, refused, refused_process
@@ -241,8 +240,7 @@ def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
     for name in ("once", "top-2", "oracle"):
         source = drawing(campaign, routing=name, steps=2, guidance=2.0, seed=4)
         model, conditions = source.candidate.model, source.conditions
-        ensemble, null = model.denoiser, conditions.samples.null()
-        assert isinstance(ensemble, Ensemble)
+        null, how = conditions.samples.null(), Generation(steps=2, guidance=2.0, routing=name, seed=4)
         made, drawn, plain, traces = dict[int, Any](), [], [], []
         for batch in source.batches(range(20), 6):
             made |= dict(zip(batch.numbers, batch.pictures, strict=True))
@@ -250,16 +248,10 @@ def test_compare_draws_what_a_plain_loop_draws(trained: Path) -> None:
             drawn.append((list(batch.numbers), batch.trace))
         for rows in (range(6), range(6, 12), range(12, 18), range(18, 20)):
             labels = torch.from_numpy(conditions.clusters)[list(rows)]
-            field = ensemble.field(
-                conditions.of_model.cond(rows),
-                null,
-                Generation(steps=2, guidance=2.0, routing=name, seed=4),
-                rows,
-                labels,
-            )
-            latents = sample(field, starting_noise(4, rows, model.shape), 2)
-            plain += to_images(model.vae.decode(latents))
-            traces.append(field.trace)
+            noise, cond = starting_noise(4, rows, model.shape), conditions.of_model.cond(rows)
+            sampler = Sampler(model.bank, cond, null, Row.each(how, rows, labels), noise)
+            plain += to_images(model.vae.decode(sampler.run()))
+            traces.append(sampler.trace)
         expected = Trace.joined(traces)
         trace = joined(drawn)
         assert trace is not None and torch.equal(trace.stacked(), expected.stacked())

@@ -12,26 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from ensemble.reference import reference_sample
-from ensemble.stores import on_disk, publish
 from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
-from atoll.model.dispatch import Experts
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
+from atoll.model.dispatch import Networks
 from atoll.model.expert import Expert
 from atoll.model.generate import Conditions, Sampling, generate
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample, starting_noise
 from atoll.model.residency import ResidentExperts
 from atoll.model.routing import Routing
+from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.settings import Residency
 from atoll.model.stored import StoredExpert
 from atoll.model.trace import Trace
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_networks import CLASSES, TEXT, Logits, conditions, denoiser, expert, null, router
+from model.reference import reference_sample
+from model.stores import on_disk, publish
 
 K, B, STEPS, SEED = 4, 8, 3, 5  # B == W == H == 8: a broadcast over the wrong axis would be silent
 NULL = "once null sample-1"
@@ -49,13 +49,13 @@ class World:
     cond: Condition
     noise: Tensor
 
-    def ensemble(self, experts: Experts | None = None) -> Ensemble:
-        return Ensemble(self.experts if experts is None else experts, self.router)
+    def bank(self, experts: Networks | None = None) -> Bank:
+        return Bank(self.experts if experts is None else experts, self.router)
 
     @functools.cache  # noqa: B019
     def plain(self, routing: str) -> tuple[Tensor, Tensor]:
         """One batch of the experts in memory."""
-        return run(self, self.ensemble(), routing)
+        return run(self, self.bank(), routing)
 
     @functools.cache  # noqa: B019
     def reference(self, routing: str, guidance: float = 2.5, missing: tuple[int, ...] = ()) -> tuple:
@@ -94,11 +94,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return new_world(TEXT, tmp_path_factory.mktemp("parity"))
 
 
-def run(world: World, ensemble: Ensemble, routing: str, guidance: float = 2.5) -> tuple[Tensor, Tensor]:
+def run(world: World, bank: Bank, routing: str, guidance: float = 2.5) -> tuple[Tensor, Tensor]:
     """One batch: latents and weights."""
-    how = Generation(guidance=guidance, routing=routing, seed=SEED)
-    field = ensemble.field(world.cond, null(world.shape), how, range(B))
-    return sample(field, world.noise, STEPS), field.trace.stacked()
+    how = Generation(guidance=guidance, routing=routing, seed=SEED, steps=STEPS)
+    sampler = Sampler(bank, world.cond, null(world.shape), Row.each(how, range(B)), world.noise)
+    return sampler.run(), sampler.trace.stacked()
 
 
 def same(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -113,12 +113,12 @@ def same(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None
      ("top-1 every 2", 2.5), (NULL, 2.5), ("top-1 every 2 null sample-1", 2.5)],
 )  # fmt: skip
 def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, either: World) -> None:
-    result = run(either, either.ensemble(), routing, guidance)
+    result = run(either, either.bank(), routing, guidance)
     same(result, either.reference(routing, guidance))
     assert len(result[1].sum((0, 1)).nonzero()) > 2  # several experts take part
 
 
-WAYS: dict[str, Callable[[World], Experts]] = {
+WAYS: dict[str, Callable[[World], Networks]] = {
     "reloaded from disk": lambda w: [Expert.load(w.store, f"experts/{k}") for k in range(K)],
     "all resident": lambda w: ResidentExperts(w.stored),
     "one resident": lambda w: ResidentExperts(w.stored, Residency(experts=1)),
@@ -133,9 +133,9 @@ WAYS: dict[str, Callable[[World], Experts]] = {
 @pytest.mark.parametrize("routing", ["top-3", NULL])
 def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) -> None:
     expected = world.plain(routing)
-    ensemble = world.ensemble(WAYS[way](world))
+    bank = world.bank(WAYS[way](world))
     for _ in range(2):  # the second time some are resident, others first in line
-        result = run(world, ensemble, routing)
+        result = run(world, bank, routing)
         assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
 
 
@@ -143,10 +143,10 @@ def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) 
 @pytest.mark.parametrize("way", ["in memory", "one resident", "two and one ahead"])
 @pytest.mark.parametrize("routing", ["top-1", NULL])
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
-    ensemble = world.ensemble(None if way == "in memory" else WAYS[way](world))
+    bank = world.bank(None if way == "in memory" else WAYS[way](world))
     how = Generation(routing=routing, guidance=2.5, steps=STEPS, seed=SEED)
     conditions = Conditions.of_rows(world.cond, null(world.shape), B)
-    parts = list(generate(ensemble, Sampling(how, conditions, tuple(world.noise.shape[1:]), B, batch=batch)))
+    parts = list(generate(bank, Sampling(how, conditions, tuple(world.noise.shape[1:]), B, batch=batch)))
     rows = [row for part in parts for row in part.rows]
     assert sorted(rows) == list(range(B)) and max(len(part.rows) for part in parts) <= batch
     order = torch.tensor(rows).argsort()
@@ -160,16 +160,16 @@ def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int
 def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     routing: str, world: World, tmp_path: Path
 ) -> None:
-    partial = Ensemble([e if k != 1 else None for k, e in enumerate(world.experts)], world.router)
+    partial = Bank([e if k != 1 else None for k, e in enumerate(world.experts)], world.router)
     assert partial.missing == (1,)
     expected = run(world, partial, routing)
     same(expected, world.reference(routing, missing=(1,)))
     stored = [s if k != 1 else None for k, s in enumerate(world.stored)]
     bank = ResidentExperts(stored, Residency(experts=1))
     assert bank.missing == (1,)
-    assert torch.equal(run(world, Ensemble(bank, world.router, bank.missing), routing)[0], expected[0])
+    assert torch.equal(run(world, Bank(bank, world.router, bank.missing), routing)[0], expected[0])
     # The last island arrives: with all experts present it is the whole ensemble, to the bit.
     store = Store.open(tmp_path)
     stored[1] = StoredExpert.find(store, publish(store, 1, world.experts[1], world.shape))
-    complete = run(world, world.ensemble(ResidentExperts(stored, Residency(experts=1))), routing)
+    complete = run(world, world.bank(ResidentExperts(stored, Residency(experts=1))), routing)
     assert torch.equal(complete[0], world.plain(routing)[0])

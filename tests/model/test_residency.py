@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from ensemble.stores import on_disk, publish
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import WEIGHTS, Expert
 from atoll.model.generate import Conditions, Sampling, by_expert, generate
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample
 from atoll.model.residency import ResidentExperts
+from atoll.model.sampler import Row, Sampler
 from atoll.model.settings import Residency
 from atoll.model.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
 from atoll.model.trace import Costs
 from atoll.store.store import Store
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
+from model.stores import on_disk, publish
 
 K, B = 4, 8
 T = torch.linspace(0.1, 0.9, B)
@@ -75,7 +75,7 @@ def test_there_are_no_more_places_than_the_budget_has(budget: int, stored: list[
     for number in (0, 1, 2, 3, 1, 0):
         velocity(bank, number)
         assert len(bank.resident) <= budget and number in bank.resident
-        ahead.expect([number, (number + 1) % K])
+        ahead.prefetch([number, (number + 1) % K])
         velocity(ahead, number)
     assert bank.device_bytes == min(K, budget) * bank.place_bytes
     assert ahead.device_bytes <= min(K, budget + 1) * ahead.place_bytes
@@ -88,7 +88,7 @@ def test_a_budget_in_bytes_counts_everything(stored: list[StoredExpert | None]) 
         bank = ResidentExperts(stored, Residency(bytes=budget))
         assert bank.capacity == capacity
         for number in (0, 1, 2, 3, 1, 0):
-            bank.expect([number, (number + 1) % K])
+            bank.prefetch([number, (number + 1) % K])
             velocity(bank, number)
             assert bank.device_bytes <= budget
     assert ResidentExperts(stored, Residency(bytes=3 * size, prefetch=False)).capacity == 3
@@ -112,13 +112,12 @@ def test_residents_run_first_so_that_a_step_brings_only_what_is_not_there(
     budget: int, stored: list[StoredExpert | None]
 ) -> None:
     bank = ResidentExperts(stored, places(budget))
-    ensemble = Ensemble(bank, Wants([list(range(K)) * 2]))
-    how = Generation(routing="top-1")
+    ensemble = Bank(bank, Wants([list(range(K)) * 2]))
     for count, loads in ((1, K), (5, K + 5 * (K - budget))):  # in the plain order each step would bring all
         before = set(bank.resident)
-        assert set(bank.expect(range(K))[: len(before)]) == before
-        field = ensemble.field(conditions(B, CLASSES), null(CLASSES), how, range(B))
-        sample(field, noise(B, CLASSES), count)
+        assert set(bank.prefetch(range(K))[: len(before)]) == before
+        rows = Row.each(Generation(routing="top-1", steps=count), range(B))
+        Sampler(ensemble, conditions(B, CLASSES), null(CLASSES), rows, noise(B, CLASSES)).run()
         assert bank.loads == loads
 
 
@@ -127,7 +126,7 @@ def test_under_commit_each_expert_is_brought_once_over_all_batches(
     residency: Residency | None, stored: list[StoredExpert | None]
 ) -> None:
     bank = ResidentExperts(stored, residency)
-    ensemble, count = Ensemble(bank, Wants([[n % 3, 3] for n in range(9)])), 18
+    ensemble, count = Bank(bank, Wants([[n % 3, 3] for n in range(9)])), 18
     rows = Conditions.of_rows(conditions(count, CLASSES), null(CLASSES), count)
     sampling = Sampling(Generation(steps=3), rows, (3, 8, 8), count, batch=2)
     drawn = list(generate(ensemble, sampling))
@@ -140,9 +139,9 @@ def test_under_commit_each_expert_is_brought_once_over_all_batches(
 
 def test_batches_are_full_where_the_budget_lets_them(stored: list[StoredExpert | None]) -> None:
     experts = [0, 1, 0, 2, 1, 0, 3, 0]
-    whole = Ensemble(ResidentExperts(stored), Wants([[0]]))
+    whole = Bank(ResidentExperts(stored), Wants([[0]]))
     assert by_expert(experts, whole, 3) == ([[0, 2, 5], [7, 1, 4], [3, 6]], [[0], [0, 1], [2, 3]])
-    one = Ensemble(ResidentExperts(stored, places(1)), Wants([[0]]))
+    one = Bank(ResidentExperts(stored, places(1)), Wants([[0]]))
     assert by_expert(experts, one, 3) == ([[0, 2, 5], [7], [1, 4], [3], [6]], [[0], [0], [1], [2], [3]])
     velocity(one.experts, 2)  # type: ignore[arg-type]
     assert by_expert(experts, one, 8)[1] == [[2], [0], [1], [3]]
@@ -182,7 +181,7 @@ def test_what_is_wanted_next_is_brought_before_it_is_asked(experts: list[Expert]
     bank = ResidentExperts(stored, Residency(experts=1))
     for w in weights:
         w.read.clear()
-    assert bank.expect([2, 3], later=[0]) == [2, 3]
+    assert bank.prefetch([2, 3], next=[0]) == [2, 3]
     assert weights[2].read.wait(10) and weights[3].read.wait(10)
     assert bank.resident == (2, 3) and not weights[0].read.is_set()  # both places are wanted first
     velocity(bank, 2)
@@ -193,7 +192,7 @@ def test_what_is_wanted_next_is_brought_before_it_is_asked(experts: list[Expert]
     slow = ResidentExperts(stored, places(2))  # without prefetch
     for w in weights:
         w.read.clear()
-    slow.expect([2, 3])
+    slow.prefetch([2, 3])
     velocity(slow, 2)
     assert [w.read.is_set() for w in weights] == [False, False, True, False]
 
@@ -207,7 +206,7 @@ def test_an_expert_that_cannot_be_read_says_so_and_may_come_back(
     velocity(bank, 0)
     weights[1].broken = True
     for _ in range(2):
-        bank.expect([0, 1])
+        bank.prefetch([0, 1])
         assert torch.equal(velocity(bank, 0), velocity(experts, 0))
         with pytest.raises(StoreError, match="the disk is gone"):
             velocity(bank, 1)
@@ -222,7 +221,7 @@ def test_experts_share_a_network_and_closing_gives_the_memory_back(
     networks = {id(one.expert.network) for one in bank._experts.values()}
     network = bank._experts[0].expert.network
     before = [id(p) for p in network.parameters()]
-    bank.expect(range(K))
+    bank.prefetch(range(K))
     for number in range(K):
         velocity(bank, number)
     assert networks == {id(network)} and [id(p) for p in network.parameters()] == before
@@ -271,7 +270,7 @@ def test_a_missing_expert_has_no_stand_in(stored: list[StoredExpert | None], exp
         bank[K]
     with pytest.raises(ConfigError, match="there is no expert"):
         ResidentExperts([None, None])
-    ensemble = Ensemble([experts[0], None, experts[2], None], Wants([[1] * B]))
+    ensemble = Bank([experts[0], None, experts[2], None], Wants([[1] * B]))
     assert ensemble.missing == (1, 3)
     ensemble.missing = ()
     with pytest.raises(ConfigError, match="expert 1 is missing, and yet was asked"):
@@ -366,12 +365,13 @@ def test_places_are_aligned_and_do_not_overlap() -> None:
 @pytest.mark.parametrize(("routing", "router_calls"), [("top-1", 10), ("top-1 every 5", 2), ("oracle", 0)])
 def test_the_trace_says_what_the_router_cost(routing: str, router_calls: int, experts: list[Expert]) -> None:
     costs, labels = Costs(3.0, [100.0, 200.0, 300.0, 400.0]), torch.tensor([0, 1, 1, 3, 3, 3, 3, 3])
-    cond, how = conditions(B, CLASSES), Generation(routing=routing)
+    cond, how = conditions(B, CLASSES), Generation(routing=routing, steps=10)
     for known in (costs, None):
-        ensemble = Ensemble(experts, Wants([labels.tolist()]), costs=known)
-        field = ensemble.field(cond, null(CLASSES), how, range(B), labels)
-        sample(field, noise(B, CLASSES), 10)
-        trace = field.trace
+        ensemble = Bank(experts, Wants([labels.tolist()]), costs=known)
+        rows = Row.each(how, range(B), labels)
+        sampler = Sampler(ensemble, cond, null(CLASSES), rows, noise(B, CLASSES))
+        sampler.run()
+        trace = sampler.trace
         assert trace.router_calls == B * router_calls and trace.expert_calls == 2 * B * 10
         assert trace.expert_runs == 3 * 10
         if known is None:

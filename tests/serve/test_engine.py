@@ -15,7 +15,6 @@ from atoll.model.model import Model
 from atoll.model.settings import Residency
 from atoll.serve.engine import READY, Engine, Refused
 from atoll.serve.job import Event, Failed, Finished, Job, Partial
-from atoll.serve.lane import Lane
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 from helpers import assembled
@@ -225,8 +224,7 @@ def test_rows_of_experts_that_are_not_on_the_device_take_turns(folder: Path) -> 
     swaps = (metric("atoll_expert_swaps_total") or 0) - before
     assert 3 <= swaps <= 3 * (1 + 24 / 8) + 3  # and not 3 at each of 24 steps
     sizes = {
-        one.skeleton.layout.nbytes
-        for one in client.engine.opened["ensemble"].denoiser.experts._experts.values()
+        one.skeleton.layout.nbytes for one in client.engine.opened["ensemble"].bank.experts._experts.values()
     }
     assert metric("atoll_expert_moved_bytes_total") == (swaps + before) * sizes.pop()
     ends = [event for job in jobs for event in client.of(job)]
@@ -243,14 +241,3 @@ def test_a_waiting_row_does_not_wait_for_all_of_anothers_steps(folder: Path) -> 
     until(lambda: not long.waiting)
     assert client.engine.metrics.registry.get_sample_value("atoll_cancelled_total", {"where": "step"}) == 1
     client.engine.drain(0)
-
-
-def test_rows_whose_turn_it_is_go_on_before_more_that_begin(folder: Path) -> None:
-    """However many begin with other experts beside them."""
-    job = Job("ensemble", ("1",), WAYS[0], lambda event: None, count=4)
-    lane = Lane.of(job, Model.load(folder))
-    for row, experts in zip(lane.rows, ({2}, {0}, {0}, {0}), strict=True):
-        row.experts = frozenset(experts)
-    assert lane.apart(1, frozenset({2})) == ([0], [[1, 2, 3]])
-    assert lane.apart(1, frozenset()) == ([1, 2, 3], [[0]])
-    assert lane.apart(2, frozenset({2})) == ([0, 1, 2, 3], [])

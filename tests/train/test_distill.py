@@ -20,7 +20,7 @@ from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
 from atoll.flow.settings import ObjectiveConfig, Prediction
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert, read_card
 from atoll.model.routing import Routing
 from atoll.networks.families import family
@@ -164,7 +164,7 @@ def test_experts_of_any_prediction_teach_their_velocity(prediction: Prediction) 
 def test_a_routed_teacher_is_the_ensemble_as_it_is_sampled() -> None:
     experts: list[Any] = [expert(n, CLASSES) for n in range(3)]
     asked = Logits(router(7, 3, CLASSES))
-    ensemble = Ensemble(experts, asked)
+    ensemble = Bank(experts, asked)
     x_t, t, cond = noise(6, CLASSES), torch.linspace(0.1, 1.0, 6), conditions(6, CLASSES)
     nobody, draws = torch.zeros(6, dtype=torch.long), torch.linspace(0.05, 0.95, 6)[:, None]
 

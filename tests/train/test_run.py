@@ -39,7 +39,7 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     assert (cards[1].prediction, cards[1].schedule) == tuple(objective.values())
     assert cards[1].parameters > 1.3 * cards[0].parameters
     assemble(campaign)
-    ensemble = Model.load(campaign.store).denoiser
+    ensemble = Model.load(campaign.store).bank
     assert [parameter_count(e.network) for e in ensemble.experts] == [c.parameters for c in cards]  # type: ignore[union-attr]
     sample_campaign(campaign, Request(("0", "1"), tmp_path / "a.png", routing="full", steps=4))
     assert (tmp_path / "a.png").stat().st_size > 500

@@ -36,7 +36,7 @@ PartName = int | Literal["pretrain"]
 class ExpertBank(ModelMixin):  # type: ignore[misc]
     """K places for experts, some of which may be empty.
 
-    As a sequence it is what an `Ensemble` takes: `len(bank)` is K and `bank[k]` a denoiser. In an empty
+    As a sequence it is what a `Bank` takes: `len(bank)` is K and `bank[k]` a denoiser. In an empty
     place stands another expert; the ensemble gives it no weight.
 
     Args:
@@ -118,9 +118,9 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
         return expert.velocity(x_t.to(kind), t, cond).to(x_t.dtype)
 
-    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
-        """See `ensemble.dispatch.Expecting`: those that are on the device come first."""
-        return now if self.offloaded is None else self.offloaded.experts().expect(now, later)
+    def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
+        """See `dispatch.Prefetching`: those that are on the device come first."""
+        return now if self.offloaded is None else self.offloaded.experts().prefetch(now, next)
 
     def add(self, expert: Expert | StoredExpert | str | os.PathLike[str], number: int | None = None) -> None:
         """Put an expert into its place, which may be empty or held by an older version of it.

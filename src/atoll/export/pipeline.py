@@ -37,13 +37,12 @@ from atoll.export.bank import ExpertBank
 from atoll.export.conditions import Asked, conditions
 from atoll.export.encoders import by_name, cast, check_encoders, plain, save_component
 from atoll.export.hub import upload
+from atoll.export.schedulers import check_flow, set_times
+from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
-from atoll.model.ensemble import Ensemble
 from atoll.model.expert import RouterModel
-from atoll.model.field import Field
 from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
 from atoll.model.generation import Generation
-from atoll.model.integrate import check_flow, set_times, walk
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, check_router, claim, open_folder, target
 from atoll.model.parts import load_part
@@ -238,35 +237,26 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if latents is not None:
             latents = latents_of("latents", latents, (rows.count, *shape))
         self._interrupt, self._num_timesteps, self._guidance = False, total, scale
-
-        def follow(field: Field, x: Tensor) -> Tensor:
-            with self.progress_bar(total=total) as bar:
-                for point in walk(field, x, self.scheduler, generator):
-                    if callback_on_step_end is not None:
-                        held = dict.fromkeys(inputs, point.x)
-                        answer = callback_on_step_end(self, point.step, point.timestep, held) or {}
-                        if "latents" in answer:
-                            shape = tuple(point.x.shape)
-                            point.x = latents_of("latents of the callback", answer["latents"], shape)
-                    x = point.x
-                    bar.update()
-                    if self._interrupt:
-                        break
-            return x
-
-        (drawn,) = model.generate(
-            rows,
-            generation,
-            batch=rows.count,
-            labels=None if clusters is None else torch.tensor(clusters, device=model.device),
-            position=positions.__getitem__,
-            noise=None if latents is None else lambda numbers: latents[numbers],
-            integrate=follow,
-        )
-        assert drawn.trace is not None
-        images = self._pictures(drawn.latents, output_type)
+        labels = None if clusters is None else torch.tensor(clusters, device=model.device)
+        sampling = model.sampling(rows, generation, labels=labels, positions=positions, noise=latents)
+        # One batch in the order of the numbers: callbacks look at it between the steps.
+        sampler = sampling.start(model.bank, range(rows.count), scheduler=self.scheduler, generator=generator)
+        with self.progress_bar(total=total) as bar:
+            for step in range(total):
+                timestep = self.scheduler.timesteps[step * self.scheduler.order]
+                sampler.advance()
+                if callback_on_step_end is not None:
+                    held = dict.fromkeys(inputs, sampler.x)
+                    answer = callback_on_step_end(self, step, timestep, held) or {}
+                    if "latents" in answer:
+                        size_now = tuple(sampler.x.shape)
+                        sampler.x = latents_of("latents of the callback", answer["latents"], size_now)
+                bar.update()
+                if self._interrupt:
+                    break
+        images = self._pictures(sampler.x, output_type)
         self.maybe_free_model_hooks()
-        return AtollPipelineOutput(images, drawn.trace) if return_dict else (images, drawn.trace)
+        return AtollPipelineOutput(images, sampler.trace) if return_dict else (images, sampler.trace)
 
     def _check_output(self, output: str) -> None:
         check_output(output)
@@ -291,13 +281,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         card, device = self.card, self._execution_device
         bank = self.experts
         costs = Costs.of(card, bank.cards, len(bank), bank.pretrain_card)
-        denoiser = Ensemble(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
+        networks = Bank(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
         encoder = None
         if card.text is not None and self.text_encoder is not None:
             width = card.shape.text_width
             encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
         vae = None if self._lacks_vae else self._autoencoder(device)
-        return Model(denoiser, card, device, encoder=encoder, vae=vae)
+        return Model(networks, card, device, encoder=encoder, vae=vae)
 
     def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> list[int] | None:
         known = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))

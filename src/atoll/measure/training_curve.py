@@ -24,8 +24,8 @@ from atoll.measure.departure import WIDE
 from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
 from atoll.measure.table import Cell, number, ratio_of
+from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.ensemble import Ensemble
 from atoll.model.expert import Expert, RouterModel
 from atoll.model.folder import PRETRAIN_PART, Manifest
 from atoll.model.model import ENSEMBLE, Model
@@ -137,7 +137,7 @@ class Course:
             return bench.model(name)
         if name in self.single:
             origin, chosen = self.single[name], stage.chosen[name]
-            model = Model(lambda: origin.load(chosen, bench.device), origin.card, bench.device)
+            model = Model(lambda: Bank([origin.load(chosen, bench.device)]), origin.card, bench.device)
             return Candidate(name, stage.weights, model)
         # An ensemble of checkpoints is loaded whole: where that may not fit, it stays in host memory.
         limited = bench.campaign.config.sampling.residency.limited
@@ -146,14 +146,14 @@ class Course:
         model = Model(lambda: self._assembled(stage, device), self.router, device)
         return Candidate(ENSEMBLE, stage.weights, model, missing)
 
-    def _assembled(self, stage: Stage, device: torch.device) -> Ensemble:
+    def _assembled(self, stage: Stage, device: torch.device) -> Bank:
         loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
         pretrain = Expert.load(self.store, f"ensemble/{PRETRAIN_PART}", device) if self.guide else None
         cards = {n: one.card for n, one in self.experts.items()}
         costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
         router = RouterModel.load(self.store, "ensemble/router")
         router.network.to(device)
-        return Ensemble([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
+        return Bank([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
 
 
 def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dict[str, Table]:

@@ -12,31 +12,31 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 
 
-class Experts(Protocol):
-    """The experts of an ensemble by number: a list (None where one is missing), or `ResidentExperts`."""
+class Networks(Protocol):
+    """Networks by number: a list (None where one is missing), `ResidentExperts`, or a bank."""
 
     def __len__(self) -> int:
-        """K, missing ones counted."""
+        """How many, missing ones counted."""
         ...
 
     def __getitem__(self, number: int, /) -> Denoiser | None:
-        """One expert; those that are missing are never asked for."""
+        """One of them; those that are missing are never asked for."""
         ...
 
 
 @runtime_checkable
-class Expecting(Protocol):
-    """Experts that have to be brought somewhere before they run, and so want to know what comes."""
+class Prefetching(Protocol):
+    """Networks that are brought to the device before they run, and so have to know what comes."""
 
-    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
-        """Hear which experts are wanted next; says in which order they are best asked.
+    def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
+        """Start to bring what is wanted.
 
         Args:
             now: wanted once each, in any order.
-            later: wanted after that, in this order.
+            next: wanted after that, in this order.
 
         Returns:
-            The numbers of `now`, those first that are at hand.
+            The numbers of `now` in the order in which they are best asked: first those on the device.
         """
         ...
 
@@ -85,31 +85,35 @@ class Dispatch:
         self.numbers = list(self._parts)
         self.calls = [len(self._parts[k].chosen) if k in self._parts else 0 for k in range(host.shape[1])]
 
+    def rows(self, number: int) -> list[int]:
+        """Rows that one of the experts is evaluated on."""
+        rows: list[int] = self._parts[number].chosen.tolist()
+        return rows
+
     def run(
         self,
-        experts: Experts,
+        experts: Networks,
         x_t: Float[Tensor, "B C H W"],
         t: Float[Tensor, "B"],
-        later: Sequence[int] = (),
+        next: Sequence[int] = (),
     ) -> Float[Tensor, "B C H W"]:
         """`sum_k weights_k v_k(x_t)`.
-
-        Experts run in the order that suits them; sums run in order of their number. So a sample's result
-        depends neither on who shares its batch nor on where experts lie.
 
         Args:
             experts: by number.
             x_t: states.
             t: times.
-            later: experts that are wanted after this run, in order.
+            next: experts that are wanted after this run, in order.
         """
         order: Sequence[int] = self.numbers
-        if isinstance(experts, Expecting):
-            order = experts.expect(self.numbers, later)
+        if isinstance(experts, Prefetching):
+            order = experts.prefetch(self.numbers, next)
         velocities = {number: _evaluate(experts, self._parts[number], x_t, t) for number in order}
         alone = self._parts[self.numbers[0]] if len(self.numbers) == 1 else None
         if alone is not None and alone.rows is None and alone.weights is None:
             return velocities[alone.number]
+        # Experts run in the order that suits them, but sums run in order of their number: floating-point sums
+        # depend on their order, and a picture must not depend on where experts lie or who shares its batch.
         total = torch.zeros_like(x_t)
         for part in self._parts.values():
             v = velocities.pop(part.number)
@@ -135,7 +139,7 @@ def _part(
     return _Part(number, there, scale, cond.select(there), rows, shares)
 
 
-def _evaluate(experts: Experts, part: _Part, x_t: Tensor, t: Tensor) -> Tensor:
+def _evaluate(experts: Networks, part: _Part, x_t: Tensor, t: Tensor) -> Tensor:
     expert = experts[part.number]
     if expert is None:
         raise ConfigError(f"expert {part.number} is missing, and yet was asked", "list it in `missing`")

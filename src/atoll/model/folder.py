@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from pydantic import Field, model_validator
 from torch import nn
 
@@ -20,7 +21,6 @@ from atoll.base.format import File
 from atoll.model.card import LARGEST_K, Card
 from atoll.model.expert import read_card
 from atoll.model.generation import Generation
-from atoll.model.integrate import scheduler_of
 from atoll.model.model_card import model_card
 from atoll.model.parts import CARD, FILES, copy_part, save_part
 from atoll.model.routing import PRETRAIN
@@ -203,7 +203,7 @@ class FolderWriter:
 
     def scheduler(self, generation: Generation) -> tuple[str, str]:
         """Write the scheduler that pictures are drawn with; its library and class."""
-        scheduler = scheduler_of(generation.with_(steps=1))
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=generation.shift)
         kind, kinds = type(scheduler).__name__, (str, int, float, bool, type(None))
         settings = {k: v for k, v in scheduler.config.items() if k[0] != "_" and isinstance(v, kinds)}
         self._put(SCHEDULER, to_json({"_class_name": kind, **settings}))

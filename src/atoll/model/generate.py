@@ -1,20 +1,19 @@
 """Any number of samples in batches; where experts are known from the start, ordered by expert."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from atoll.base.condition import Condition, Denoiser
+from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
-from atoll.model.dispatch import Expecting
-from atoll.model.ensemble import Ensemble
-from atoll.model.field import Field, SingleField
+from atoll.model.bank import Bank
 from atoll.model.generation import Generation
-from atoll.model.integrate import sample, scheduler_of, starting_noise
+from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.trace import Trace
 
 
@@ -60,7 +59,7 @@ class Batch:
     Attributes:
         rows: numbers of the samples.
         latents: `(B, C, H, W)`.
-        trace: who served them; None for a single denoiser.
+        trace: who served them; None for a single network.
     """
 
     rows: list[int]
@@ -81,11 +80,9 @@ class Sampling:
         batch: most samples at once; it does not change them.
         device: where sampling happens.
         labels: cluster of each sample by number, for `oracle`.
-        position: of a sample's number its place in the random streams; the number itself by default.
-        noise: of samples' numbers what they start from; by default what the streams give.
-        around: of a batch's field and its samples' numbers the field to follow instead.
-        integrate: of a batch's field and its noise the latents; by default the generation's scheduler. Its
-            batches are in the order of the numbers, since callers look at them between the steps.
+        positions: place of each sample in the random streams; its number by default.
+        noise: what each sample starts from; by default what the streams give.
+        sampler: what steps a batch, `Sampler` or a kind of it.
     """
 
     generation: Generation
@@ -96,119 +93,75 @@ class Sampling:
     batch: int = 64
     device: torch.device | str = "cpu"
     labels: Int[Tensor, "N"] | None = None
-    position: Callable[[int], Position] = int
-    noise: Callable[[Sequence[int]], Tensor] | None = None
-    around: Callable[[Field, Sequence[int]], Field] | None = None
-    integrate: Callable[[Field, Tensor], Tensor] | None = None
+    positions: Sequence[Position] | None = None
+    noise: Float[Tensor, "N C H W"] | None = None
+    sampler: Callable[..., Sampler] = Sampler
 
-    def streams(self, rows: Sequence[int]) -> list[Position]:
-        """Places of samples in the random streams."""
-        return [self.position(row) for row in rows]
-
-    def starts(self, rows: Sequence[int]) -> Tensor:
-        """What samples start from `(B, C, H, W)`."""
-        if self.noise is not None:
-            return self.noise(rows).to(self.device)
-        return starting_noise(self.generation.seed, self.streams(rows), self.shape).to(self.device)
-
-    def of_labels(self, rows: Sequence[int]) -> Tensor | None:
-        """Clusters of samples, if they are known."""
-        return None if self.labels is None else self.labels[list(rows)]
-
-    def follow(self, field: Field, rows: Sequence[int]) -> Tensor:
-        """Latents of samples that follow a field."""
-        followed = self.around(field, rows) if self.around else field
-        if self.integrate is not None:
-            return self.integrate(followed, self.starts(rows))
-        return sample(followed, self.starts(rows), self.generation.steps, scheduler_of(self.generation))
-
-    def batches(self) -> list[list[int]]:
-        """The samples' numbers in batches, in order."""
-        end = self.first + self.count
-        firsts = range(self.first, end, self.batch)
-        return [list(range(start, min(start + self.batch, end))) for start in firsts]
+    def start(self, bank: Bank, numbers: Sequence[int], **more: Any) -> Sampler:
+        """A batch of samples before its first step; `more` are further arguments of the sampler."""
+        positions = [number if self.positions is None else self.positions[number] for number in numbers]
+        labels = None if self.labels is None else self.labels[list(numbers)]
+        if self.noise is None:
+            x = starting_noise(self.generation.seed, positions, self.shape)
+        else:
+            x = self.noise[list(numbers)]
+        cond, null = self.conditions.of(numbers, self.device)
+        rows = Row.each(self.generation, positions, labels)
+        return self.sampler(bank, cond, null, rows, x.to(self.device), **more)
 
 
-def generate(denoiser: Ensemble | Denoiser, sampling: Sampling) -> Iterator[Batch]:
-    """Draw samples batch by batch.
+def generate(bank: Bank, sampling: Sampling) -> Iterator[Batch]:
+    """Draw samples batch by batch; every number is in exactly one."""
+    for numbers, sampler in samplers(bank, sampling):
+        yield Batch(numbers, sampler.run(), None if bank.router is None else sampler.trace)
+
+
+def samplers(bank: Bank, sampling: Sampling) -> Iterator[tuple[list[int], Sampler]]:
+    """Batches of samples before their first step, with the samples' numbers.
 
     Under `once` and `oracle` a sample's expert is known before the first step. Then batches are formed by
     expert, with no more experts in each than stay on the device at once, so over the whole run each expert is
     brought once, and evaluated on as many samples at a time as there are. Otherwise batches follow the
     samples' numbers. Noise, draws and the router's batches are the same either way.
-
-    Args:
-        denoiser: experts and router, or one network, for which the routing does not count.
-        sampling: how many, of what, and how.
-
-    Yields:
-        Batches; every number is in exactly one.
     """
-    plain, generation = sampling.batches(), sampling.generation
-    if not isinstance(denoiser, Ensemble):
-        for rows in plain:
-            cond, null = sampling.conditions.of(rows, sampling.device)
-            single = SingleField(denoiser, cond, null, [generation.guidance] * len(rows))
-            yield Batch(rows, sampling.follow(single, rows), None)
+    end = sampling.first + sampling.count
+    starts = range(sampling.first, end, sampling.batch)
+    groups = [list(range(start, min(start + sampling.batch, end))) for start in starts]
+    if bank.router is None or not sampling.generation.routing.fixed_at_start or not groups:
+        for numbers in groups:
+            yield numbers, sampling.start(bank, numbers)
         return
-    generation.routing.check(len(denoiser.experts))
-    chosen = None
-    groups, experts = plain, [list[int]() for _ in plain]
-    if generation.routing.fixed_at_start and sampling.integrate is None and plain:
-        chosen = _first_weights(denoiser, sampling)
-        groups, experts = by_expert(chosen.argmax(1).tolist(), denoiser, sampling.batch)
-        groups = [[sampling.first + place for place in group] for group in groups]
-    for turn, rows in enumerate(groups):
-        field = denoiser.field(
-            *sampling.conditions.of(rows, sampling.device),
-            generation,
-            sampling.streams(rows),
-            sampling.of_labels(rows),
-            None if chosen is None else chosen[[row - sampling.first for row in rows]],
-            experts[turn + 1] if turn + 1 < len(groups) else (),
-        )
-        yield Batch(rows, sampling.follow(field, rows), field.trace)
+    # The first weights are asked for without guidance: who serves the null branch is found at each step.
+    unguided = replace(sampling, generation=sampling.generation.with_(guidance=1.0), sampler=Sampler)
+    with torch.inference_mode():
+        weights = torch.cat([unguided.start(bank, numbers).first_weights() for numbers in groups])
+    groups, used = by_expert(weights.argmax(1).tolist(), bank, sampling.batch)
+    for places, later in zip(groups, [*used[1:], []], strict=True):
+        numbers = [sampling.first + place for place in places]
+        yield numbers, sampling.start(bank, numbers, weights=weights[places], next=later)
 
 
-@torch.inference_mode()
-def _first_weights(ensemble: Ensemble, sampling: Sampling) -> Tensor:
-    """Weights of all samples `(N, K)` at the time that sampling starts at."""
-    start, weights = float(scheduler_of(sampling.generation).sigmas[0]), []
-    unguided = sampling.generation.with_(guidance=1.0)
-    for rows in sampling.batches():
-        field = ensemble.field(
-            *sampling.conditions.of(rows, sampling.device),
-            unguided,
-            sampling.streams(rows),
-            sampling.of_labels(rows),
-        )
-        weights.append(field.weights_at(sampling.starts(rows), start, 0))
-    return torch.cat(weights)
-
-
-def by_expert(
-    experts: Sequence[int], ensemble: Ensemble, batch: int
-) -> tuple[list[list[int]], list[list[int]]]:
+def by_expert(experts: Sequence[int], bank: Bank, batch: int) -> tuple[list[list[int]], list[list[int]]]:
     """Samples in batches of few experts.
 
     Args:
         experts: the expert of each sample.
-        ensemble: whose experts they are; resident ones come first.
+        bank: whose experts they are; resident ones come first.
         batch: most samples in a batch.
 
     Returns:
-        Numbers of the samples of every batch, and the experts of every batch in the order of their use.
+        Places of the samples of every batch, and the experts of every batch in the order of their use.
     """
-    order: Sequence[int] = sorted(set(experts))
-    most = getattr(ensemble.experts, "capacity", len(ensemble.experts))
-    if isinstance(ensemble.experts, Expecting):
-        order = ensemble.experts.expect(order)
     groups: list[list[int]] = []
     used: list[list[int]] = []
-    for expert in order:
-        rest = [number for number, first in enumerate(experts) if first == expert]
+    for expert in bank.prefetch(sorted(set(experts))):
+        rest = [place for place, first in enumerate(experts) if first == expert]
         while rest:
-            if not groups or len(groups[-1]) == batch or (used[-1][-1] != expert and len(used[-1]) == most):
+            if (
+                not groups
+                or len(groups[-1]) == batch
+                or (used[-1][-1] != expert and len(used[-1]) == bank.capacity)
+            ):
                 groups.append([])
                 used.append([])
             if not used[-1] or used[-1][-1] != expert:

@@ -21,9 +21,9 @@ from atoll.base.text import Size, parse_size
 from atoll.encoders.registry import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
+from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
-from atoll.model.dispatch import Experts
-from atoll.model.ensemble import Ensemble
+from atoll.model.dispatch import Networks
 from atoll.model.expert import Expert, RouterModel, published, read_card
 from atoll.model.folder import (
     MANIFEST,
@@ -65,11 +65,10 @@ class Pictures:
 
 
 class Model:
-    """A denoiser with all that brings prompts to pixels.
+    """A bank of networks with all that brings prompts to pixels.
 
     Args:
-        denoiser: experts and router, or one network (a monolith, a student), on the device; or a function
-            that loads it when the first sample is drawn.
+        bank: on the device; or a function that loads it when the first sample is drawn.
         card: the router's, or the network's: condition, shape, latents and text encoder.
         device: where it samples.
         generation: what a call draws by that says nothing else.
@@ -79,14 +78,14 @@ class Model:
 
     def __init__(
         self,
-        denoiser: Ensemble | Expert | Callable[[], Ensemble | Expert],
+        bank: Bank | Callable[[], Bank],
         card: Card,
         device: torch.device | str = "cpu",
         generation: Generation | None = None,
         encoder: TextEncoder | None = None,
         vae: Autoencoder | None = None,
     ) -> None:
-        self._denoiser, self.card, self.device = denoiser, card, torch.device(device)
+        self._bank, self.card, self.device = bank, card, torch.device(device)
         self.generation = generation or Generation()
         self._folder: OpenFolder | None = None
         self._allowed: Collection[str] = ()
@@ -139,7 +138,7 @@ class Model:
         absent = [number for number in range(content.k) if number not in cards]
         card = read_card(store, f"{prefix}router")
 
-        def denoiser() -> Ensemble:
+        def bank() -> Bank:
             verify_folder(store.sub(prefix), content, places, ["scheduler"])
             router = RouterModel.load(store, f"{prefix}router")
             router.network.to(device)
@@ -148,9 +147,9 @@ class Model:
             if PRETRAIN_PART in content.parts:
                 pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}", device)
             costs = Costs.of(card, cards, content.k, pretrain.card if pretrain else None)
-            return Ensemble(experts, router, absent, costs, pretrain)
+            return Bank(experts, router, absent, costs, pretrain)
 
-        model = cls(denoiser, card, device, generation or _defaults(store, prefix))
+        model = cls(bank, card, device, generation or _defaults(store, prefix))
         model._allowed = encoders
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
@@ -174,19 +173,19 @@ class Model:
         if trusted is not None:
             check_trusted(store, f"{name}/expert/card.json", trusted)
 
-        def denoiser() -> Expert:
-            return Expert.load(store, f"{name}/expert", device)
+        def bank() -> Bank:
+            return Bank([Expert.load(store, f"{name}/expert", device)])
 
-        model = cls(denoiser, read_card(store, f"{name}/expert"), device, generation)
+        model = cls(bank, read_card(store, f"{name}/expert"), device, generation)
         model._allowed = encoders
         return model
 
     @property
-    def denoiser(self) -> Ensemble | Expert:
-        """Experts and router, or one network."""
-        if not isinstance(self._denoiser, Ensemble | Expert):
-            self._denoiser = self._denoiser()
-        return self._denoiser
+    def bank(self) -> Bank:
+        """Experts and router, or one network; loaded when it is first asked for."""
+        if callable(self._bank):
+            self._bank = self._bank()
+        return self._bank
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -306,26 +305,27 @@ class Model:
         count: int | None = None,
         **how: Any,
     ) -> Iterator[Batch]:
-        """Draw samples, batch by batch.
+        """Draw samples, batch by batch; takes what `sampling` takes."""
+        return generate(self.bank, self.sampling(conditions, generation, count, **how))
+
+    def sampling(
+        self,
+        conditions: Conditions,
+        generation: Generation | None = None,
+        count: int | None = None,
+        **how: Any,
+    ) -> Sampling:
+        """Everything about samples of this model.
 
         Args:
             conditions: of the samples, by number.
             generation: routing, guidance, steps and seed; the model's own by default.
             count: how many; as many as there are conditions by default.
-            how: `first`, `batch`, `labels` and what else `ensemble.generate.Sampling` tells of.
+            how: `first`, `batch`, `labels` and other fields of `Sampling`.
         """
-        given = (generation or self.generation).for_condition(self.card.condition)
-        return generate(
-            self.denoiser,
-            Sampling(
-                given,
-                conditions,
-                self.shape_for(given.size),
-                conditions.count if count is None else count,
-                device=self.device,
-                **how,
-            ),
-        )
+        generation = (generation or self.generation).for_condition(self.card.condition)
+        count, shape = conditions.count if count is None else count, self.shape_for(generation.size)
+        return Sampling(generation, conditions, shape, count, device=self.device, **how)
 
     def pictures(self, latents: Tensor, rows: Sequence[int] | None = None) -> list[Image.Image]:
         """Pictures of latents `(B, C, H, W)`; `DataError` names the row of one that is broken."""
@@ -377,7 +377,7 @@ def load_experts(
     residency: Residency | None,
     device: torch.device | str,
     verified: bool = True,
-) -> Experts:
+) -> Networks:
     """All experts on the device, or as many as the budget lets.
 
     Args:

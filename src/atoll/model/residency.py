@@ -26,7 +26,7 @@ from atoll.model.stored import Layout, Spec, StoredExpert
 
 
 class ResidentExperts:
-    """Experts of an ensemble that share a budget of device memory; use it as `Ensemble(experts=...)`.
+    """Experts of an ensemble that share a budget of device memory; use it as `Bank(experts=...)`.
 
     The least recently used expert makes room, of those that nobody waits for. For one sampling at a time.
 
@@ -110,11 +110,11 @@ class ResidentExperts:
         """Device memory that the places take now."""
         return sum(place.block.numel() for place in self._places)
 
-    def expect(self, now: Sequence[int], later: Sequence[int] = ()) -> Sequence[int]:
-        """See `dispatch.Expecting`: resident experts run first, and the others are brought meanwhile."""
+    def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
+        """See `dispatch.Prefetching`: resident experts run first, and the others are brought meanwhile."""
         ready = {p.number for p in self._places if p.pending is None or p.pending.done()}
         order = sorted(now, key=lambda n: (n not in ready, self._holding(n) is None, n))
-        self._queue = deque([*order, *(n for n in later if n not in order)])
+        self._queue = deque([*order, *(n for n in next if n not in order)])
         self._bring_ahead(None)
         return order
 

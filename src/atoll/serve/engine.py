@@ -5,7 +5,6 @@ else in `serve/` touches torch.
 """
 
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -17,13 +16,10 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.threads import using_threads
-from atoll.model.ensemble import Ensemble
-from atoll.model.field import RoutedField
 from atoll.model.generation import Generation
 from atoll.model.model import Model
-from atoll.model.residency import ResidentExperts
-from atoll.serve.job import Failed, Finished, Job, Partial
-from atoll.serve.lane import Lane, Row
+from atoll.model.sampler import Row, Sampler
+from atoll.serve.job import Failed, Finished, Job, Partial, Picture
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 
@@ -72,8 +68,8 @@ class Engine:
         self.names = list(models)
         self._models = models
         self._arrivals: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._pending: deque[Lane] = deque()
-        self._lanes: dict[str, Lane] = {}
+        self._pending: deque[Sampler] = deque()
+        self._lanes: dict[str, Sampler] = {}
         self._turns: dict[str, int] = {}
         self._batch = settings.batch
         self._lock = threading.Lock()
@@ -107,10 +103,9 @@ class Engine:
             "steps": how.steps,
             "guidance": how.guidance,
         }
-        if not isinstance(model.denoiser, Ensemble):
+        if model.bank.router is None:
             return facts
-        experts = len(model.denoiser.experts)
-        return {**facts, "routing": routing or str(how.routing), "experts": experts}
+        return {**facts, "routing": routing or str(how.routing), "experts": model.bank.k}
 
     @property
     def capacity(self) -> float:
@@ -170,7 +165,7 @@ class Engine:
             say(f"the engine failed: {first_line(error)}")
         finally:
             for lane in [*self._lanes.values(), *self._pending]:
-                for job in {row.job for row in lane.rows}:
+                for job in {row.owner.job for row in lane.rows}:
                     self._fail(job, Failed("server_stopped", "the server stopped", repeats=False))
             while not self._arrivals.empty():
                 self._fail(
@@ -186,9 +181,7 @@ class Engine:
         for name, model in self.opened.items():
             prompt = {"text": ("a",), "class": ("0",), "none": ()}[model.card.condition]
             job = Job(name, prompt, model.generation.with_(steps=1), tell=lambda event: None)
-            lane = Lane.of(job, model)
-            lane.advance()
-            self.sizes[name] = model.pictures(lane.x)[0].size
+            self.sizes[name] = model.pictures(_begin(job, model).run())[0].size
 
     def _turn(self) -> None:
         """Take arrivals, then one step for all rows."""
@@ -204,7 +197,10 @@ class Engine:
         for name in list(self._lanes):
             started = time.monotonic()
             rows = len(self._lanes[name].rows)
-            work = sum(row.job.work / row.job.count / row.steps for row in self._lanes[name].rows)
+            work = sum(
+                row.owner.job.work / row.owner.job.count / row.generation.steps
+                for row in self._lanes[name].rows
+            )
             self._advance(name)
             self._measure(time.monotonic() - started, rows, work)
 
@@ -213,7 +209,7 @@ class Engine:
         if self._gone(job):
             return
         try:
-            lane = Lane.of(job, self.opened[job.model])
+            lane = _begin(job, self.opened[job.model])
         except AtollError as error:
             self._fail(job, Failed("invalid_request", str(error)))
         except Exception as error:
@@ -226,10 +222,10 @@ class Engine:
     def _drop(self) -> None:
         """Let go of rows that nobody waits for any more."""
         for name, lane in list(self._lanes.items()):
-            self._keep(name, [n for n, row in enumerate(lane.rows) if not self._gone(row.job)])
+            self._keep(name, [n for n, row in enumerate(lane.rows) if not self._gone(row.owner.job)])
         pending, self._pending = self._pending, deque()
         for lane in pending:
-            kept = [n for n, row in enumerate(lane.rows) if not self._gone(row.job)]
+            kept = [n for n, row in enumerate(lane.rows) if not self._gone(row.owner.job)]
             if kept:
                 self._pending.append(lane if len(kept) == len(lane.rows) else lane.take(kept))
 
@@ -247,22 +243,22 @@ class Engine:
 
     def _join(self) -> None:
         """Let what waits longest join the rows of its model, as far as there is room."""
-        waiting: deque[Lane] = deque()
+        waiting: deque[Sampler] = deque()
         full = set[str]()
         for lane in self._pending:
-            name = lane.rows[0].job.model
+            name = lane.rows[0].owner.job.model
             there = self._lanes.get(name)
             if name in full or (there is not None and len(there.rows) + len(lane.rows) > self._batch):
                 full.add(name)
                 waiting.append(lane)
                 continue
-            if there is not None and not there.fits(lane, self._room(name)):
+            if there is not None and not there.can_join(lane, self.opened[name].bank.capacity):
                 waiting.append(lane)
                 continue
-            for job in {row.job for row in lane.rows if row.job.started is None}:
+            for job in {row.owner.job for row in lane.rows if row.owner.job.started is None}:
                 job.started = time.monotonic()
                 self.metrics.queue_wait.observe(job.started - job.accepted)
-            self._lanes[name] = lane if there is None else Lane.merged([there, lane])
+            self._lanes[name] = lane if there is None else Sampler.merge([there, lane])
         self._pending = waiting
 
     def _advance(self, name: str) -> None:
@@ -270,7 +266,7 @@ class Engine:
         lane = self._lanes[name]
         turn = lane.experts  # of the rows that were there before: those that begin have none yet
         try:
-            lane.advance()
+            _step(lane)
         except torch.OutOfMemoryError as error:
             self._halve(name, error)
             return
@@ -280,28 +276,17 @@ class Engine:
             if survivors is None:
                 return
             lane = survivors
-        if isinstance(lane.flow, RoutedField):
-            self.metrics.count(lane.flow)
+        self.metrics.count(lane)
         self._finish(name, lane)
         self._share(name, turn)
 
-    def _room(self, name: str) -> int:
-        """Experts that a step of a model can use without bringing any of them twice in the next."""
-        experts = self._resident(name)
-        return sys.maxsize if experts is None else experts.capacity
-
-    def _resident(self, name: str) -> ResidentExperts | None:
-        denoiser = self.opened[name].denoiser
-        experts = denoiser.experts if isinstance(denoiser, Ensemble) else None
-        return experts if isinstance(experts, ResidentExperts) else None
-
     def _share(self, name: str, turn: frozenset[int]) -> None:
         """Where not all experts stay on the device: rows of the same ones step, others wait their turn."""
-        lane, experts = self._lanes.get(name), self._resident(name)
-        if lane is None or experts is None or experts.capacity >= len(experts):
+        lane = self._lanes.get(name)
+        if lane is None or lane.bank.capacity >= lane.bank.k:
             return
-        stay, leave = lane.apart(experts.capacity, turn)
-        waiting = any(one.experts for one in self._pending if one.rows[0].job.model == name)
+        stay, leave = lane.split(lane.bank.capacity, turn)
+        waiting = any(one.experts for one in self._pending if one.rows[0].owner.job.model == name)
         self._turns[name] = self._turns.get(name, 0) + 1
         if self._turns[name] >= SLICE and (waiting or leave):
             stay, leave, self._turns[name] = [], [*leave, stay], 0
@@ -317,7 +302,7 @@ class Engine:
         count = len(lane.rows)
         if count == 1:
             reason = "there is not enough memory for this request"
-            self._fail(lane.rows[0].job, Failed("out_of_memory", reason))
+            self._fail(lane.rows[0].owner.job, Failed("out_of_memory", reason))
             return
         self._batch = max(1, min(self._batch, count) // 2)
         say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
@@ -327,47 +312,45 @@ class Engine:
             )
         )
 
-    def _alone(self, name: str) -> Lane | None:
-        lane, whole = self._lanes.pop(name), list[Lane]()
+    def _alone(self, name: str) -> Sampler | None:
+        lane, whole = self._lanes.pop(name), list[Sampler]()
         for n, row in enumerate(lane.rows):
-            if not row.job.waiting:
+            if not row.owner.job.waiting:
                 continue
             one = lane.take([n])
             try:
-                one.advance()
+                _step(one)
             except Exception as error:
                 reason = f"the request failed at step {row.step}: {first_line(error)}"
-                self._fail(row.job, Failed("internal_error", reason))
+                self._fail(row.owner.job, Failed("internal_error", reason))
             else:
                 whole.append(one)
-        whole = [one for one in whole if one.rows[0].job.waiting]
+        whole = [one for one in whole if one.rows[0].owner.job.waiting]
         if not whole:
             return None
-        joined = Lane.merged(whole)
-        joined.v = torch.cat([one.v for one in whole if one.v is not None])
-        self._lanes[name] = joined
+        self._lanes[name] = joined = Sampler.merge(whole)
         return joined
 
-    def _finish(self, name: str, lane: Lane) -> None:
+    def _finish(self, name: str, lane: Sampler) -> None:
         """Hand out partial and finished pictures; rows that are done leave."""
         model, stay = self.opened[name], list[int]()
         for n, row in enumerate(lane.rows):
-            done = row.step == row.steps
-            for index, step in enumerate(row.partial):
+            done = row.step == row.generation.steps
+            for index, step in enumerate(row.owner.partial):
                 if step == row.step - 1 and not done:
                     self._give(model, row, lane.estimates([n]), index)
             if done:
                 self._give(model, row, lane.x[n : n + 1], None)
             else:
                 stay.append(n)
-        self._keep(name, [n for n in stay if lane.rows[n].job.waiting])
+        self._keep(name, [n for n in stay if lane.rows[n].owner.job.waiting])
 
     def _give(self, model: Model, row: Row, latent: torch.Tensor, index: int | None) -> None:
-        job = row.job
+        job = row.owner.job
         if not job.waiting or job.cancelled:
             return
         try:
-            image = model.pictures(latent, [row.number])[0]
+            image = model.pictures(latent, [row.owner.number])[0]
         except AtollError as error:
             self._fail(job, Failed("broken_picture", str(error)))
             return
@@ -375,14 +358,14 @@ class Engine:
             self._fail(job, Failed("internal_error", f"the picture cannot be decoded: {first_line(error)}"))
             return
         if index is not None:
-            job.tell(Partial(row.number, index, image))
+            job.tell(Partial(row.owner.number, index, image))
             return
         job.waiting -= 1
         self.metrics.images.labels(job.model).inc()
         if not job.waiting:
             self.metrics.latency.observe(time.monotonic() - job.accepted)
             self._release(job)
-        job.tell(Finished(row.number, image, row.routing))
+        job.tell(Finished(row.owner.number, image, row.owner.routing))
 
     def _keep(self, name: str, kept: list[int]) -> None:
         lane = self._lanes[name]
@@ -409,5 +392,36 @@ class Engine:
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         self.metrics.steps.observe(seconds)
         self.metrics.batch.observe(rows)
-        found = [experts for name in self.opened if (experts := self._resident(name)) is not None]
-        self.metrics.moved(sum(one.loads for one in found), sum(one.loaded_bytes for one in found))
+        banks = [model.bank.experts for model in self.opened.values()]
+        loads, moved = (sum(getattr(bank, name, 0) for bank in banks) for name in ("loads", "loaded_bytes"))
+        self.metrics.moved(loads, moved)
+
+
+def _begin(job: Job, model: Model) -> Sampler:
+    """A request's pictures before their first step; `ConfigError` if they do not fit the model."""
+    sampling = model.sampling(model.conditions(job.prompts, job.negative, each=job.count), job.generation)
+    sampler, steps = sampling.start(model.bank, range(job.count)), job.generation.steps
+    partial = tuple(steps * (n + 1) // (job.partial + 1) - 1 for n in range(job.partial))
+    for number, row in enumerate(sampler.rows):
+        row.owner = Picture(job, number, partial)
+    return sampler
+
+
+@torch.inference_mode()
+def _step(sampler: Sampler) -> None:
+    """Take a step, and write down which experts served, where that changed, and what the router answered."""
+    sampler.advance()
+    if sampler.bank.router is None:
+        return
+    assert sampler.weights is not None
+    weights, logits = sampler.weights.tolist(), sampler.logits
+    probabilities = None if logits is None else logits.float().softmax(dim=1).cpu().tolist()
+    for n, row in enumerate(sampler.rows):
+        picture, step = row.owner, row.step - 1
+        experts = {str(k): round(w, 4) for k, w in enumerate(weights[n]) if w}
+        asked = row.generation.routing.asks_at(step)
+        if asked or not picture.routing or picture.routing[-1]["experts"] != experts:
+            entry: dict[str, Any] = {"step": step, "experts": experts}
+            if asked and probabilities is not None:
+                entry["probabilities"] = [round(p, 4) for p in probabilities[n]]
+            picture.routing = [*(picture.routing or []), entry]

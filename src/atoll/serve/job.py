@@ -59,6 +59,23 @@ Event = Partial | Finished | Failed
 
 
 @dataclass(eq=False)
+class Picture:
+    """A picture of a request in flight.
+
+    Attributes:
+        job: the request.
+        number: of the picture in it, and its place in the random streams.
+        partial: steps after which a partial picture is wanted.
+        routing: what `Finished.routing` tells, so far.
+    """
+
+    job: "Job"
+    number: int
+    partial: tuple[int, ...]
+    routing: list[dict[str, Any]] | None = None
+
+
+@dataclass(eq=False)
 class Job:
     """One request.
 

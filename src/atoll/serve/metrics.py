@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from atoll.model.field import RoutedField
+from atoll.model.sampler import Sampler
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -43,10 +43,12 @@ class Metrics:
             "atoll_expert_rows_per_call", "Rows of a run of an expert.", registry=one, buckets=ROWS
         )
 
-    def count(self, flow: RoutedField) -> None:
+    def count(self, sampler: Sampler) -> None:
         """Count who served a step."""
-        self.router.observe(flow.routing_seconds)
-        for number, rows in enumerate(flow.calls):
+        if sampler.bank.router is None:
+            return
+        self.router.observe(sampler.routing_seconds)
+        for number, rows in enumerate(sampler.calls):
             if rows:
                 self.expert_rows.labels(str(number)).inc(rows)
                 self.expert_calls.labels(str(number)).inc()

@@ -11,7 +11,6 @@ import torch
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
 from atoll.base.text import columns, significant, size
-from atoll.model.ensemble import Ensemble
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
@@ -69,8 +68,7 @@ def sizes(source: str, settings: ServeSettings) -> Iterator[Size]:
     while resident < 2 * available:
         how = Residency(experts=min(resident, available))
         model = Model.load(source, residency=how, device=own_device())
-        assert isinstance(model.denoiser, Ensemble)
-        experts = model.denoiser.experts
+        experts = model.bank.experts
         assert isinstance(experts, ResidentExperts)
         available = len(experts) - len(experts.missing)
         yield _measured(model, experts, settings, min(resident, available))

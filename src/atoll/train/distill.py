@@ -16,8 +16,8 @@ from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.flow.objective import noisy, per_sample_loss, target
-from atoll.model.dispatch import Dispatch, Experts
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
+from atoll.model.dispatch import Dispatch, Networks
 from atoll.model.route import route
 from atoll.model.routing import Routing
 from atoll.train.expert import DenoiserTask
@@ -41,7 +41,7 @@ class Teacher(Protocol):
 class ClusterTeacher:
     """The expert of each sample's own cluster. A batch is regrouped, so every expert runs once at most."""
 
-    experts: Experts
+    experts: Networks
     draws: int = 0
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class ClusterTeacher:
 class RoutedTeacher:
     """The ensemble under a routing strategy; the router is asked at every state."""
 
-    ensemble: Ensemble
+    bank: Bank
     routing: Routing
 
     @property
@@ -64,9 +64,9 @@ class RoutedTeacher:
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
         """That of the experts that the strategy chooses."""
-        logits = self.ensemble.logits(x_t, t, cond).float()
+        logits = self.bank.logits(x_t, t, cond).float()
         weights = route(self.routing, logits, draws.to(logits), None)
-        return Dispatch(weights, cond).run(self.ensemble.experts, x_t, t)
+        return Dispatch(weights, cond).run(self.bank.experts, x_t, t)
 
 
 class DistillTask(DenoiserTask):

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
+from atoll.base.rng import normals
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.encoders.registry import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.flow.schedule import schedule
+from atoll.model.bank import Bank
 from atoll.model.expert import Expert, bound_of
-from atoll.model.generate import Conditions, Sampling, generate
 from atoll.model.generation import Generation
-from atoll.model.integrate import starting_noise
+from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import family
 from atoll.train.rows import Batch, TrainingRows, spread
 
@@ -72,17 +73,14 @@ class DenoiserTask:
             learning=True,
         )
         shape = (self.rows.train.shape.channels, *self.rows.train.shape.usual)
-        noise = starting_noise(0, index.tolist(), shape, "preview-noise").to(self.device)
-        sampling = Sampling(
-            Generation(steps=12, guidance=2.0).for_condition(self.rows.train.condition),
-            Conditions.of_rows(self.rows.train.conditions(index), self.rows.train.null(), len(index)),
-            shape,
-            len(index),
-            device=self.device,
-            noise=lambda rows: noise[rows],
+        # A stream of their own: previews take nothing from the noise of training or of sampling.
+        noise = normals(0, "preview-noise", index.tolist(), shape).to(self.device)
+        generation = Generation(steps=12, guidance=2.0).for_condition(self.rows.train.condition)
+        cond, null = (
+            one.to(self.device) for one in (self.rows.train.conditions(index), self.rows.train.null())
         )
-        latents = torch.cat([batch.latents for batch in generate(denoiser, sampling)])
-        pictures = to_images(self._decode(latents))
+        rows = Row.each(generation, range(len(index)))
+        pictures = to_images(self._decode(Sampler(Bank([denoiser]), cond, null, rows, noise).run()))
         return png(grid(pictures, columns=6, scale=max(1, 64 // shape[-1])))
 
     def _decode(self, latents: Tensor) -> Tensor:

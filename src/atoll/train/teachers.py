@@ -12,8 +12,8 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.train import StudentConfig
+from atoll.model.bank import Bank
 from atoll.model.card import Card, check_place, check_together
-from atoll.model.ensemble import Ensemble
 from atoll.model.expert import RouterModel, published, read_card, read_part
 from atoll.model.initial import lay_initial
 from atoll.model.model import load_experts
@@ -78,7 +78,7 @@ def load_teacher(campaign: Campaign, cards: Mapping[str, Card], device: torch.de
         return ClusterTeacher(experts)
     router = RouterModel.load(store, "router/expert")
     router.network.to(device)
-    return RoutedTeacher(Ensemble(experts, router), settings.routing)
+    return RoutedTeacher(Bank(experts, router), settings.routing)
 
 
 def lay_start(

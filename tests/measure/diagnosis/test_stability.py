@@ -12,10 +12,10 @@ from atoll.base.errors import DataError
 from atoll.campaign.results import Table
 from atoll.measure.diagnosis.cluster_match import landing
 from atoll.measure.diagnosis.stability import stability
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 from atoll.model.generate import Conditions, Sampling
 from atoll.model.generation import Generation
-from atoll.model.integrate import starting_noise
+from atoll.model.sampler import starting_noise
 
 SHAPE, STEPS = (1, 2, 2), 4
 
@@ -46,7 +46,8 @@ def measured(
     rows = Conditions.of_rows(labels, labels.select(slice(0, 1)), count)
     generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
     sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
-    ends, path = stability(model, sampling)  # type: ignore[arg-type]
+    bank = model if isinstance(model, Bank) else Bank([model])  # type: ignore[list-item]
+    ends, path = stability(bank, sampling)  # type: ignore[arg-type]
     (line,) = ends.records
     return line, path.records  # type: ignore[return-value]
 
@@ -74,17 +75,17 @@ def test_a_linear_flow_has_the_numbers_of_its_slope(slope: float, guidance: floa
 
 
 def test_a_change_of_expert_counts_for_the_ends_and_not_for_the_field() -> None:
-    model = Ensemble([Linear(0, 1), Linear(0, -1)], Restless())
+    model = Bank([Linear(0, 1), Linear(0, -1)], Restless())
     line, path = measured(model, routing="top-1")
     assert [(row["lipschitz"], row["foreseen"]) for row in path] == [(0.0, 1.0)] * STEPS
     assert line["sensitivity"] > 10  # some steps of 1 / 4 either way, from a nudge of 0.01
-    one = Ensemble([Linear(0, 1)], type("Sure", (), {"logits": lambda *a: torch.zeros(len(a[1]), 1)})())
+    one = Bank([Linear(0, 1)], type("Sure", (), {"logits": lambda *a: torch.zeros(len(a[1]), 1)})())
     assert measured(one, routing="top-1")[0]["sensitivity"] == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["once", "top-1", "full"])
 def test_numbers_do_not_depend_on_batches(name: str) -> None:
-    model = Ensemble([Linear(0.5), Linear(-0.5)], Restless())
+    model = Bank([Linear(0.5), Linear(-0.5)], Restless())
     whole, parts = (measured(model, batch=size, routing=name) for size in (40, 7))
     assert whole[0] == pytest.approx(parts[0], rel=1e-4)
     assert [row["lipschitz"] for row in whole[1]] == pytest.approx([row["lipschitz"] for row in parts[1]])

@@ -21,7 +21,7 @@ from atoll.measure.diagnosis.labelled_rows import Rows, measure
 from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.diagnosis.usage import switched, switches, usage
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 
 SHAPE = (1, 2, 2)
 
@@ -196,7 +196,7 @@ def test_an_infinite_likelihood_is_null() -> None:
 def test_constant_experts_have_the_errors_of_arithmetic() -> None:
     """Targets 1 and 2 and 0.5; experts that say 1, 2 and 4; a router that knows the same of all."""
     p = [0.5, 0.3, 0.2]
-    ensemble = Ensemble([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed(p))
+    ensemble = Bank([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed(p))
     tables = measure(ensemble, Constant(0.0), rows([0, 1, 0, 1], [1.0, 2.0, 1.0, 2.0]), [2, 2, 1], config())
     for expert, cluster, error in ((0, 0, 0), (1, 0, 1), (2, 0, 9), (0, 1, 1), (1, 1, 0), (2, 1, 4)):
         for t in (0.25, 1.0, "mean"):
@@ -232,7 +232,7 @@ def test_means_over_time_leave_out_pure_noise() -> None:
         def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
             return t.view(-1, 1, 1, 1).expand_as(x_t)
 
-    ensemble = Ensemble([Clock()], Fixed([1.0]))
+    ensemble = Bank([Clock()], Fixed([1.0]))
     tables = measure(ensemble, None, rows([0], [0.0]), [1], config())
     errors = [r["error"] for r in tables["errors"].records if (r["model"], r["cluster"]) == ("own", 0)]
     assert errors == pytest.approx([0.25**2, 0.75**2, 1.0, (0.25**2 + 0.75**2) / 2])
@@ -259,7 +259,7 @@ def test_the_angle_between_experts() -> None:
 
 
 def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
-    ensemble = Ensemble([Constant(0.0), None, Constant(2.0)], Fixed([0.2, 0.6, 0.2]))
+    ensemble = Bank([Constant(0.0), None, Constant(2.0)], Fixed([0.2, 0.6, 0.2]))
     tables = measure(
         ensemble, Constant(1.0), rows([0, 1, 2, 2], [0.0, 1.0, 2.0, 2.0]), [1, 1, 2], config(times=[0.5])
     )
@@ -276,13 +276,13 @@ def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
 
 
 def test_an_expert_that_is_broken_is_named() -> None:
-    ensemble = Ensemble([Constant(0.0), Constant(float("nan"))], Fixed([0.5, 0.5]))
+    ensemble = Bank([Constant(0.0), Constant(float("nan"))], Fixed([0.5, 0.5]))
     with pytest.raises(DataError, match="expert 1 gives NaN or infinity"):
         measure(ensemble, None, rows([0], [0.0]), [1, 1], config())
 
 
 def test_one_expert_has_nobody_to_differ_from() -> None:
-    tables = measure(Ensemble([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
+    tables = measure(Bank([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
     assert found(tables["errors"], t=1.0, cluster="all", model="others")["error"] is None
     assert found(tables["disagreement"], t=1.0, cluster="all")["angle"] is None
     assert found(tables["missing"], t=1.0, cluster="all", expert=0)["loss"] is None
@@ -296,7 +296,7 @@ def test_a_sure_router_without_its_choice_still_tells_the_others_apart() -> None
         def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
             return torch.tensor([[1000.0, 0.0, math.log(3)]]).expand(len(x_t), -1)
 
-    ensemble = Ensemble([Constant(0.0), Constant(4.0), Constant(8.0)], Sure())
+    ensemble = Bank([Constant(0.0), Constant(4.0), Constant(8.0)], Sure())
     tables = measure(ensemble, None, rows([0], [0.0]), [1, 1, 1], config())
     assert found(tables["missing"], t=1.0, cluster=0, expert=0)["loss"] == pytest.approx(7.0**2)
 
@@ -352,7 +352,7 @@ def exact() -> tuple[World, dict[str, Table]]:
     ]
     whole = Exact(world, torch.full((12,), True))
     times = [0.3, 0.6, 0.9]
-    return world, measure(Ensemble(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
+    return world, measure(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
 
 
 def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Table]]) -> None:

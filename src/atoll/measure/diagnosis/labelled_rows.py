@@ -23,7 +23,7 @@ from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.alignment import Alignment
 from atoll.measure.diagnosis.calibration import Calibration
-from atoll.model.ensemble import Ensemble
+from atoll.model.bank import Bank
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def chosen(rows: int, most: int, seed: int) -> NDArray[np.int64]:
 
 @torch.inference_mode()
 def measure(
-    ensemble: Ensemble,
+    ensemble: Bank,
     monolith: Denoiser | None,
     rows: Iterable[Rows],
     prior: Sequence[int],
@@ -93,13 +93,14 @@ def measure(
         Tables `router`, `router_clusters`, `reliability`, `errors`, `differences`, `experts`, `missing`,
         `disagreement`.
     """
-    k = len(prior)
+    k, router = len(prior), ensemble.router
+    assert router is not None
     present = [n for n in range(k) if n not in ensemble.missing]
     calibration = Calibration(config.times, torch.tensor(prior), config.bins)
     alignment = Alignment(config.times, k, present, monolith is not None)
     for batch in rows:
         states, cond = _states(batch, config.times, device), batch.cond.to(device)
-        logits = torch.stack([ensemble.router.logits(x, t, cond).double().cpu() for x, t in states])
+        logits = torch.stack([router.logits(x, t, cond).double().cpu() for x, t in states])
         calibration.add(logits, batch.clusters)
         # Expert by expert, so that one of many on disk is brought once for all times of a batch.
         velocities = torch.stack(

@@ -11,110 +11,93 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atoll.base.condition import Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
 from atoll.campaign.results import Table
 from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.table import Cell
-from atoll.model.ensemble import Ensemble
-from atoll.model.field import Field
-from atoll.model.generate import Sampling, generate
-from atoll.model.integrate import scheduler_of
+from atoll.model.bank import Bank
+from atoll.model.generate import Sampling, generate, samplers
+from atoll.model.sampler import Sampler, times
 
 NUDGE = 0.01
 """Root mean square of a nudge, per dimension; noise has 1. Large enough for networks in half precision."""
 
 
-class Probe:
-    """A field that also finds how fast it changes around the states that it is asked at.
-
-    The routing is held: an ensemble asks its router once per step, with the state itself.
-
-    Args:
-        field: followed by a sampler.
-        seed: of the directions.
-        rows: numbers of the samples `(B,)`.
-
-    Attributes:
-        found: of each step `(B, 2)`, along one random direction d: `|v(x + d) - v(x)| / |d|`, and the same of
-            the picture that is foreseen, x - t v, since next to data all velocities change by 1 / t. Their
-            squares are on average the mean squared singular value of the Jacobian, so they are lower bounds
-            of the local Lipschitz constants.
-    """
-
-    def __init__(self, field: Field, seed: int, rows: Sequence[int]) -> None:
-        self.field, self.seed, self.rows = field, seed, list(rows)
-        self.values: list[Tensor] = []
-
-    def __call__(self, x_t: Tensor, t: float, step: int) -> Tensor:
-        """The field's own velocity."""
-        nudge = _nudge(self.seed, f"probe/{step}", self.rows, x_t)
-        v = self.field(x_t, t, step)
-        change = self.field(x_t + nudge, t, step) - v
-        self.values.append(torch.stack([_size(change), _size(nudge - t * change)], 1) / _size(nudge)[:, None])
-        return v
-
-
-def stability(model: Ensemble | Denoiser, sampling: Sampling) -> tuple[Table, Table]:
+def stability(model: Bank, sampling: Sampling) -> tuple[Table, Table]:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
     Args:
-        model: experts and router, or one denoiser.
-        sampling: of how many, and how.
+        model: experts and router, or one network.
+        sampling: of how many from the first, and how.
 
     Returns:
         `stability`, one row. sensitivity: how much farther the ends of a sample and of its nudged twin are
         apart than their starts were, where a change of expert counts. refinement: root mean square of what
         twice the steps change in it, in units of the latents.
-        `lipschitz`, a row for each step. lipschitz: of the velocity, foreseen: of the picture; see `Probe`.
+        `lipschitz`, a row for each step. lipschitz: of the velocity, foreseen: of the picture; see `speeds`.
         Both have the mean over samples and its standard error.
 
     Raises:
         DataError: the model gives NaN or infinity.
     """
-    probes: dict[int, Probe] = {}
-
-    def probed(field: Field, rows: Sequence[int]) -> Field:
-        probes[rows[0]] = Probe(field, sampling.generation.seed, rows)
-        return probes[rows[0]]
-
-    def nudge(rows: Sequence[int], like: Tensor) -> Tensor:
-        return _nudge(sampling.generation.seed, "nudge", rows, like)
-
-    def nudged(rows: Sequence[int]) -> Tensor:
-        starts = sampling.starts(rows)
-        return starts + nudge(rows, starts)
-
     count, generation = sampling.count, sampling.generation
     paths, ends = Means(1, (generation.steps, 2)), Means(1, (2,))
-    plain = torch.empty(count, *sampling.shape)
-    for drawn in generate(model, replace(sampling, around=probed)):
-        plain[drawn.rows] = drawn.latents.float().cpu()
-        speeds = torch.stack(probes.pop(drawn.rows[0]).values, 1)
-        paths.add(speeds, torch.zeros(len(drawn.rows)).long())
+    plain, starts = torch.empty(count, *sampling.shape), torch.empty(count, *sampling.shape)
+    for numbers, sampler in samplers(model, sampling):
+        starts[numbers] = sampler.x.cpu()
+        changes = []
+        with torch.inference_mode():
+            while not sampler.done:
+                changes.append(speeds(sampler, generation.seed, numbers))
+        plain[numbers] = sampler.x.float().cpu()
+        paths.add(torch.stack(changes, 1), torch.zeros(len(numbers)).long())
+    nudge = _nudge(generation.seed, "nudge", range(count), starts)
     gaps = torch.empty(count, 2, dtype=torch.float64)
     finer = replace(sampling, generation=generation.with_(steps=2 * generation.steps))
-    for column, other in enumerate((replace(sampling, noise=nudged), finer)):
+    for column, other in enumerate((replace(sampling, noise=starts + nudge), finer)):
         for drawn in generate(model, other):
             apart = drawn.latents.float().cpu() - plain[drawn.rows]
             gaps[drawn.rows, column] = _size(apart)
     if not gaps.isfinite().all():
         raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
-    start = _size(nudge(range(count), plain))
-    gaps[:, 0] /= start
+    gaps[:, 0] /= _size(nudge)
     gaps[:, 1] /= plain[0].numel() ** 0.5
     ends.add(gaps, torch.zeros(count).long())
     whole, steps = ends.of(0), paths.of(0)
     line: list[Cell] = [*whole.cells(0), *whole.cells(1)[1:]]
-    times = [float(t) for t in scheduler_of(generation).sigmas[:-1]]
+    starting = times(generation.steps, generation.shift)[:-1]
     return (
         Table.of(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
         Table.of(
             ("step", "t", "samples", "lipschitz", "lipschitz_se", "foreseen", "foreseen_se"),
-            [[n, t, *steps.cells(n, 0), *steps.cells(n, 1)[1:]] for n, t in enumerate(times)],
+            [[n, t, *steps.cells(n, 0), *steps.cells(n, 1)[1:]] for n, t in enumerate(starting)],
         ),
     )
+
+
+def speeds(sampler: Sampler, seed: int, numbers: Sequence[int]) -> Tensor:
+    """Take a step, and find how fast the flow changes around the states at which it began.
+
+    The routing is held: an ensemble asks its router once in a step, with the state itself.
+
+    Args:
+        sampler: a batch in flight.
+        seed: of the directions.
+        numbers: of the samples `(B,)`.
+
+    Returns:
+        `(B, 2)`, along one random direction d: `|v(x + d) - v(x)| / |d|`, and the same of the picture that is
+        foreseen, x - t v, since next to data all velocities change by 1 / t. Their squares are on average
+        the mean squared singular value of the Jacobian: lower bounds of the local Lipschitz constants.
+    """
+    x, step = sampler.x, sampler.rows[0].step
+    nudge = _nudge(seed, f"probe/{step}", numbers, x)
+    sampler.advance()
+    assert sampler.v is not None and sampler.t is not None
+    change = sampler.velocity(x + nudge, sampler.t) - sampler.v
+    foreseen = nudge - sampler.t.view(-1, 1, 1, 1) * change
+    return torch.stack([_size(change), _size(foreseen)], 1) / _size(nudge)[:, None]
 
 
 def _nudge(seed: int, stream: str, rows: Sequence[int], like: Tensor) -> Tensor:

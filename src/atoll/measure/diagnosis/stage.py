@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.base.condition import Denoiser
 from atoll.base.config import loose_fields
 from atoll.base.console import say
 from atoll.base.device import own_device
@@ -37,13 +36,13 @@ from atoll.measure.diagnosis.stability import stability
 from atoll.measure.diagnosis.suspects import suspects
 from atoll.measure.diagnosis.usage import switches, usage
 from atoll.measure.models import Candidate, RowConditions, published, samples_of
+from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.ensemble import Ensemble
 from atoll.model.expert import read_card
 from atoll.model.folder import read_manifest
 from atoll.model.generate import Sampling, generate
-from atoll.model.integrate import scheduler_of
 from atoll.model.routing import Routing
+from atoll.model.sampler import times
 
 FOLDER = "reports/diagnostics"
 USUAL = ("once", "top-1")
@@ -134,9 +133,7 @@ class _Diagnosis:
         self.config, self.seed = campaign.config.diagnose, campaign.config.seed
         self.device = own_device()
         self.candidate = published(campaign, "ensemble", self.device)
-        ensemble = self.candidate.model.denoiser
-        assert isinstance(ensemble, Ensemble)
-        self.ensemble = ensemble
+        self.ensemble = self.candidate.model.bank
 
     def run(self, baseline: bool) -> tuple[dict[str, Table], dict[str, Any]]:
         """Tables by name, and what else is told."""
@@ -144,7 +141,7 @@ class _Diagnosis:
             names = ", ".join(map(str, self.ensemble.missing))
             say(f"  warning: experts {names} are missing and left out; their share goes to the others")
         monolith = published(self.campaign, "monolith", self.device) if baseline else None
-        tables = self._measured(None if monolith is None else monolith.model.denoiser)
+        tables = self._measured(None if monolith is None else monolith.model.bank)
         named = self.strategies if self.config.samples else []
         pretrained = self.ensemble.pretrain is not None
         kept = possible(named, len(self.ensemble.experts), self.candidate.missing, pretrained)
@@ -158,7 +155,7 @@ class _Diagnosis:
         _summarise(tables)
         return tables, about
 
-    def _measured(self, monolith: Denoiser | None) -> dict[str, Table]:
+    def _measured(self, monolith: Bank | None) -> dict[str, Table]:
         config, tables = self.config, dict[str, dict[str, Table]]()
         for split in config.splits:
             samples = samples_of(self.campaign, self.dataset, split, self.router)
@@ -200,9 +197,9 @@ class _Diagnosis:
 
     def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
         clusters = self._conditions.labels
-        times = [float(t) for t in scheduler_of(self.departure.generation).sigmas[:-1]]
+        starts = times(self.departure.generation.steps, self.departure.generation.shift)[:-1]
         used = {n: usage(s.weights, clusters, self.partition.sizes) for n, s in sampled.items()}
-        changed = {n: switches(s.weights, times) for n, s in sampled.items()}
+        changed = {n: switches(s.weights, starts) for n, s in sampled.items()}
         return {
             "usage": Table.stacked("strategy", used),
             "switches": Table.stacked("strategy", changed),
@@ -216,11 +213,11 @@ class _Diagnosis:
         say(
             f"diagnose: {count:,} pictures of each nudged, and in {2 * self.departure.generation.steps} steps"
         )
-        models: dict[str, tuple[Denoiser, Routing]] = {
+        models: dict[str, tuple[Bank, Routing]] = {
             name: (self.ensemble, routing) for name, routing in routings.items()
         }
         if monolith is not None:
-            models["monolith"] = (monolith.model.denoiser, Routing())
+            models["monolith"] = (monolith.model.bank, Routing())
         probed = {
             name: stability(model, self._sampling(routing, count))
             for name, (model, routing) in models.items()
@@ -272,7 +269,7 @@ class _Diagnosis:
         count, model = self.config.samples, monolith.model
         say(f"diagnose: {count:,} pictures of the monolith")
         features = np.empty((count, encoder.width), np.float32)
-        for drawn in generate(model.denoiser, self._sampling(Routing(), count)):
+        for drawn in generate(model.bank, self._sampling(Routing(), count)):
             features[drawn.rows] = encoder.encode(model.pictures(drawn.latents, drawn.rows)).numpy()
         near = two_nearest(features, self._features(encoder, self.dataset.split("train")))
         return replace(like, samples=near, served=np.zeros(count, np.int64))
