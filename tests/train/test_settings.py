@@ -66,9 +66,3 @@ def test_what_decides_the_weights_is_kept(change: dict) -> None:  # type: ignore
     assert recipe(change).learned() != recipe().learned()
     assert recipe(seed=9).learned() != recipe().learned()
     assert recipe(steps=9).learned() != recipe().learned()
-
-
-def test_a_setting_that_a_later_version_adds_does_not_keep_a_run_from_going_on() -> None:
-    """What is as by default is no part of what a checkpoint must agree with."""
-    assert "weighted" not in recipe().learned()["plan"]
-    assert recipe(weighted=False).learned() == recipe().learned() != recipe(weighted=True).learned()

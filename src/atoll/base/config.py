@@ -1,10 +1,9 @@
 """Settings: frozen pydantic models whose errors say which key is wrong and what was meant."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
 
 from atoll.base.errors import ConfigError, nearest
 
@@ -32,13 +31,34 @@ def loose(**options: Any) -> Any:
     return Field(json_schema_extra={"loose": True}, **options)
 
 
-def loose_fields(model: type[BaseModel]) -> tuple[str, ...]:
+def loose_fields(model: type[BaseModel]) -> set[str]:
     """Names of the fields that are marked as `loose`."""
-    return tuple(name for name, field in model.model_fields.items() if _has_mark(field, "loose"))
+    return {name for name, field in model.model_fields.items() if field.json_schema_extra == {"loose": True}}
 
 
-def _has_mark(field: FieldInfo, mark: str) -> bool:
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get(mark))
+def is_loose(root: type[BaseModel], path: Sequence[str]) -> bool:
+    """Whether the setting at this path, or a group that it is in, is marked as `loose`."""
+    groups = _groups_along(root, path)
+    return any(name in loose_fields(group) for name, group in zip(path, groups, strict=False))
+
+
+def differences(root: type[BaseModel], old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted names of the settings in which two trees of plain data differ, but for `loose` ones."""
+    # A group without settings and no group say the same: `islands: {}`, `islands: {0: {train: {}}}`.
+    old, new = (None if value == {} else value for value in (old, new))
+    if isinstance(old, dict | None) and isinstance(new, dict | None):
+        old, new = old or {}, new or {}
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(root, old.get(key), new.get(key), (*path, key))
+    elif old != new and not is_loose(root, path):
+        yield ".".join(path)
+
+
+def value_at(tree: Any, name: str) -> Any:
+    """The value of a dotted name; None where there is none."""
+    for key in name.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:
@@ -71,21 +91,24 @@ def _explain(model: type[BaseModel], error: ValidationError, where: str) -> Conf
     key = ".".join(path)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
-        valid = _fields_at(model, path[:-1])
+        valid = _groups_along(model, path)[-1].model_fields
         return ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
     message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
     at = f"{key!r} in {where}" if key else where
     return ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names of the group of settings that `path` leads to."""
-    here: type[BaseModel] = model
-    for part in path:
+def _groups_along(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    """The group of settings that each name of a path is looked up in."""
+    groups = [root]
+    for part in path[:-1]:
+        here = groups[-1]
         field = here.model_fields.get(part)
-        if field is None:
-            continue  # a key of a mapping, such as an island's number
-        options = [field.annotation, *get_args(field.annotation)]
-        groups = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-        here = groups[0] if groups else here
-    return list(here.model_fields)
+        if field is not None and field.annotation == dict[str, Any]:
+            # Overrides, such as `islands.0.train`, hold settings of the root's group of the same name.
+            field = root.model_fields.get(part, field)
+        # A key of a mapping, such as an island's number, is no field: its values are of the same group.
+        options = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        below = (o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+        groups.append(next(below, here))
+    return groups

@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from atoll.base.config import loose_fields, set_value
+from atoll.base.config import differences, is_loose, set_value, value_at
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.plain import expanded, read_yaml
 from atoll.base.version import code_version
 from atoll.campaign.results import Frozen, FrozenStudent
-from atoll.campaign.settings.campaign import UNFROZEN, CampaignConfig
-from atoll.campaign.settings.train import StudentConfig, TrainConfig
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.formats import PartitionFile
 from atoll.store.location import is_url
 from atoll.store.store import Absent, Conflict, Store
@@ -26,8 +25,6 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.partition import Partition
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
-LOOSE = {"train": loose_fields(TrainConfig), "student": loose_fields(StudentConfig)}
-"""Settings of a group, wherever it is, that decide no weights."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,9 @@ class Campaign:
         store = Store.open(folder)
         frozen = Frozen.read(store, FROZEN) if store.exists(FROZEN) else None
         if store.exists(YAML):
-            tree = _read_yaml(store)
+            tree = read_yaml(store.get(YAML), store.name(YAML))
+            if not isinstance(tree, dict):
+                raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
         elif frozen is not None:
             tree = deepcopy(frozen.config)
         else:
@@ -75,28 +74,34 @@ class Campaign:
         if student is not None and not tree.get("student"):
             tree["student"] = deepcopy(student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
-        kept, added = tuple(frozen.overrides) if frozen else (), tuple(from_shell(sets))
-        for assignment in kept:
+        started, added = frozen.overrides if frozen else [], from_shell(sets)
+        for assignment in started:
             set_value(tree, assignment)
-        before, overrides = deepcopy(tree), (*kept, *added)
+        before = deepcopy(tree)
         for assignment in added:
             set_value(tree, assignment)
-        config = CampaignConfig.parse(tree, "--set" if sets and _is_valid(before) else store.name(YAML))
+        try:
+            config = CampaignConfig.parse(tree, store.name(YAML))
+        except ConfigError:
+            # Blame --set only where the file by itself is right: read it again, now that time does not count.
+            CampaignConfig.parse(before, store.name(YAML))
+            CampaignConfig.parse(tree, "--set")
+            raise
         if frozen is not None:
-            _must_agree(_as_now(frozen, store), config.frozen(), store)
+            _must_agree(frozen.config, config.frozen(), store)
         if student is not None:
             _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
-        return cls(store, config, overrides)
+        return cls(store, config, (*started, *added))
 
     def freeze(self) -> None:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
         config = self.config.frozen()
-        fixed = [one for one in self.overrides if not is_loose(one)]
+        fixed = [assignment for assignment in self.overrides if not sets_loose(assignment)]
         frozen = Frozen(code=code_version(), overrides=fixed, config=config)
         try:
             self.store.create_json(FROZEN, frozen.to_json())
         except Conflict:
-            _must_agree(_as_now(Frozen.read(self.store, FROZEN), self.store), config, self.store)
+            _must_agree(Frozen.read(self.store, FROZEN).config, config, self.store)
 
     def freeze_student(self) -> None:
         """Fix the student's settings for good, in `student/student.json`."""
@@ -161,9 +166,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
         set_value(tree, assignment)
     CampaignConfig.parse(tree, "the new campaign")
     store = Store.open(folder, create=True)
-    text = (
-        recipe if not sets else _comment(recipe) + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    )
+    head = "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
+    text = recipe if not sets else head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     try:
         if store.exists(YAML):
             raise Conflict(YAML)
@@ -174,90 +178,35 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
     return store.name(YAML)
 
 
-def is_loose(assignment: str) -> bool:
+def sets_loose(assignment: str) -> bool:
     """Whether it sets what may change at any time, so that it holds for the command that gives it only."""
-    path = assignment.partition("=")[0].strip().split(".")
-    return path[0] in UNFROZEN or any(name in LOOSE.get(group, ()) for group, name in pairwise(path))
-
-
-def _is_valid(tree: dict[str, Any]) -> bool:
-    try:
-        CampaignConfig.parse(tree, "")
-    except ConfigError:
-        return False
-    return True
+    return is_loose(CampaignConfig, assignment.partition("=")[0].strip().split("."))
 
 
 def from_shell(sets: Sequence[str]) -> list[str]:
     """The assignments, paths made absolute: on the command line they mean what they mean to the shell."""
-    return [_absolute(s) if _names_a_path(s) else s for s in sets]
-
-
-def _names_a_path(assignment: str) -> bool:
-    key, _, text = assignment.partition("=")
-    if key.strip().endswith("network.init"):  # `scratch` and hub names are none
-        return expanded(text).is_dir()
-    one_of_several = key.startswith("data.source.") and key.endswith(".source")
-    return key in ("data.path", "data.source") or one_of_several
+    return [_absolute(assignment) for assignment in sets]
 
 
 def _absolute(assignment: str) -> str:
     key, _, text = assignment.partition("=")
-    several = text.lstrip().startswith("{") and ":" in text  # {NAME: {source: ...}}, which is no pattern
-    if text in ("glyphs", "null", "") or is_url(text) or several:
+    if key.strip().endswith("network.init"):
+        is_path = expanded(text).is_dir()  # `scratch` and hub names are none
+    else:
+        # Of several sources, `{NAME: {source: ...}}`, each is named by itself; a pattern has braces too.
+        several = text.lstrip().startswith("{") and ":" in text
+        one_of_several = key.startswith("data.source.") and key.endswith(".source")
+        is_path = (key in ("data.path", "data.source") or one_of_several) and not several
+    if not is_path or text in ("glyphs", "null", "") or is_url(text):
         return assignment
     return f"{key}={yaml.safe_dump(str(expanded(text).absolute()), width=10**6).splitlines()[0]}"
 
 
-def _comment(recipe: str) -> str:
-    """The head of a recipe: its leading comment lines."""
-    return "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
-
-
-def _read_yaml(store: Store) -> dict[str, Any]:
-    tree = read_yaml(store.get(YAML), store.name(YAML))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
-    return tree
-
-
-def _as_now(frozen: Frozen, store: Store) -> dict[str, Any]:
-    """The fixed settings by today's names; one that an earlier version lacked has its default."""
-    return CampaignConfig.parse(frozen.config, store.name(FROZEN)).frozen()
-
-
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
-    old, new = decisive(frozen), decisive(wanted)
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            raise ConfigError(
-                f"{key} is {new.get(key)!r}, but {store.location} was started with {old.get(key)!r}",
-                "put it back, or start a new campaign with 'atoll new'",
-            )
-
-
-def decisive(tree: dict[str, Any]) -> dict[str, Any]:
-    """Settings that change what is learned, by their dotted names; what is empty is left out."""
-    return _flat(_decisive(tree))
-
-
-def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
-    """Without the settings that do not change what is learned, and without what is empty."""
-    decided: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key in LOOSE and isinstance(value, dict):
-            value = {name: setting for name, setting in value.items() if name not in LOOSE[key]}
-        if isinstance(value, dict):
-            value = _decisive(value)
-        if value != {}:
-            decided[key] = value
-    return decided
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+    # Equal trees are the rule, and comparing them costs nothing; to name a difference takes a walk.
+    for key in [] if frozen == wanted else differences(CampaignConfig, frozen, wanted):
+        raise ConfigError(
+            f"{key} is {value_at(wanted, key)!r},"
+            f" but {store.location} was started with {value_at(frozen, key)!r}",
+            "put it back, or start a new campaign with 'atoll new'",
+        )

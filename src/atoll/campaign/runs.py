@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from atoll.base.config import Config
+from atoll.base.config import Config, loose_fields
 from atoll.base.errors import AtollError, PartitionError, nearest
 from atoll.base.format import File
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.campaign.settings.train import PRACTICAL, TrainConfig
+from atoll.campaign.settings.train import TrainConfig
 from atoll.data.formats import ColumnMeta, Manifest, PartitionFile
 from atoll.data.settings import features_column
 from atoll.flow.settings import ObjectiveConfig
@@ -258,15 +258,8 @@ class Recipe(Config):
     """Numbers of the run."""
 
     def learned(self) -> dict[str, Any]:
-        """The part that decides the weights; how it is logged, saved and spread is not.
-
-        Without what is as by default, so that a run goes on under a version that has one setting more. Where
-        a default has changed, the campaign's own value stands in `campaign.json`, and the two differ.
-        """
-        tree = self.model_dump(exclude_defaults=True)
-        for name in PRACTICAL:
-            tree["train"].pop(name, None)
-        return tree
+        """The part that decides the weights; how it is logged, saved and spread is not."""
+        return self.model_dump(exclude={"train": loose_fields(TrainConfig)})
 
 
 def read_partition(store: Store) -> PartitionFile:

@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError, nearest
 from atoll.base.plain import expanded
 from atoll.base.threads import cores
 from atoll.campaign.assemble import assemble
-from atoll.campaign.folder import Campaign, is_loose
+from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over, pretrain_finished
 from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
@@ -182,7 +182,7 @@ def _run(campaign: Campaign, run: Run, on: Target | None, needs: tuple[str, ...]
     # Elsewhere a job may come back before the lease of a holder that was lost has expired.
     options += [] if launcher(target).WAITS else ["--wait"]
     # These are not frozen, so the run would not know of them.
-    loose = [one for one in campaign.overrides if is_loose(one) and not one.startswith(_OWN)]
+    loose = [one for one in campaign.overrides if sets_loose(one) and not one.startswith(_OWN)]
     options += [part for one in loose for part in ("--set", one)]
     python = place.python or launcher(target).PYTHON
     argv = command("train", role, campaign.store.location, *options, python=python)

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.base.config import loose_fields
+from atoll.base.config import Config, differences
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
-from atoll.campaign.folder import Campaign, decisive
+from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison, SeedsTable, Table
-from atoll.campaign.settings.campaign import UNFROZEN
-from atoll.campaign.settings.measure import CompareConfig
 from atoll.measure.comparison import BASE, compare
 from atoll.measure.departure import WIDE
 from atoll.measure.pictures import Rows
@@ -207,17 +205,19 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
 
 def _must_repeat(campaigns: Sequence[Campaign]) -> None:
     seen = dict[int, str]()
-    first, reference = _settings(campaigns[0]), _heldout(campaigns[0])
+    first, reference = campaigns[0].config, _heldout(campaigns[0])
     for campaign in campaigns:
         where, seed = campaign.store.location, campaign.config.seed
         if seed in seen:
             raise ConfigError(f"{seen[seed]} and {where} are both of seed {seed}", "give each seed once")
         seen[seed] = where
-        other = _settings(campaign)
-        if differs := sorted(key for key in first | other if first.get(key) != other.get(key)):
+        other = campaign.config
+        differs = _differences(first, other) - set(OWN)
+        differs |= {f"compare.{name}" for name in _differences(first.compare, other.compare)}
+        if differs:
             than = campaigns[0].store.location
             raise ConfigError(
-                f"{where} differs from {than} in more than its seed: {', '.join(differs)}",
+                f"{where} differs from {than} in more than its seed: {', '.join(sorted(differs))}",
                 "compare it by itself",
             )
         if _heldout(campaign) != reference:
@@ -230,14 +230,9 @@ def _heldout(campaign: Campaign) -> str:
     return Rows(campaign.dataset(), "heldout").digest
 
 
-def _settings(campaign: Campaign) -> dict[str, Any]:
-    """All that decides a campaign's models, and how they are compared."""
-    tree = campaign.config.model_dump(mode="json", exclude=set(UNFROZEN))
-    settings = {name: value for name, value in decisive(tree).items() if name not in OWN}
-    return {
-        **settings,
-        **decisive({"compare": campaign.config.compare.model_dump(exclude={*loose_fields(CompareConfig)})}),
-    }
+def _differences(one: Config, other: Config) -> set[str]:
+    """Settings that decide results and differ."""
+    return {*differences(type(one), one.model_dump(mode="json"), other.model_dump(mode="json"))}
 
 
 def _show(table: Table, seeds: int) -> None:

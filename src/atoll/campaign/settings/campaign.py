@@ -286,7 +286,7 @@ class CampaignConfig(Config):
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
-        return self.model_dump(mode="json", exclude={*UNFROZEN, "student"})
+        return self.model_dump(mode="json", exclude={*loose_fields(CampaignConfig), "student"})
 
     def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of one island."""
@@ -345,7 +345,3 @@ class CampaignConfig(Config):
 
 def _resolved(campaign: str, source: str) -> str:
     return source if source == "glyphs" else resolve(campaign, source)
-
-
-UNFROZEN = loose_fields(CampaignConfig)
-"""Groups that may be changed at any time."""

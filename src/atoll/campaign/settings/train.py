@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from atoll.base.config import Config, loose, loose_fields
+from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError, nearest
 from atoll.model.routing import Routing, RoutingField
 from atoll.model.settings import Residency
@@ -100,10 +100,6 @@ class TrainConfig(Config):
             return self.lr * warm
         part = min(1.0, max(0.0, (samples - self.warmup) / max(1, total - self.warmup)))
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
-
-
-PRACTICAL = loose_fields(TrainConfig)
-"""Settings of `TrainConfig` that decide no weights: how a run is logged, saved and spread."""
 
 
 Start = Literal["scratch", "average", "expert"]
