@@ -185,7 +185,7 @@ class Drawn:
             "rounding": TO_8_BITS,
             "conditions": self.conditions.split,
             "conditions_hash": self.conditions.digest,
-            "sampler": self.generation.scheduler.capitalize(),
+            "sampler": "Euler",
             "steps": self.generation.steps,
             "guidance": self.generation.guidance,
             "shift": None if self.generation.shift == 1 else self.generation.shift,

@@ -1,6 +1,6 @@
 """What decides a picture beside the model and its condition. Imports no torch: settings hold one."""
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -14,13 +14,11 @@ class Generation(Config):
     """How pictures are drawn; the only carrier of these values."""
 
     steps: int = Field(default=50, ge=1, le=100_000)
-    """Steps of the scheduler, not calls: Heun calls the experts twice in a step."""
+    """Euler's steps, or those of a pipeline's scheduler; not calls: Heun calls the experts twice in a step."""
     guidance: float = Field(default=2.0, ge=0, le=1e6)
     """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
     routing: RoutingField = Routing()
     """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
-    scheduler: Literal["euler"] = "euler"
-    """What integrates the flow."""
     shift: float = Field(default=1.0, gt=0, le=1e4)
     """SD3's time shift of the steps' times: s moves t to s t / (1 + (s - 1) t), towards noise; 1 is none. It
     takes 2 ln s nats of log-SNR away, whatever schedules the experts learned on."""
