@@ -17,9 +17,8 @@ from atoll.export.pipeline import AtollPipeline
 from atoll.model import model as model_module
 from atoll.model.generation import Generation
 from atoll.model.model import Model
-from atoll.model.routing import Routing
+from atoll.model.routing import STRATEGIES, Routing, Strategy
 from atoll.model.settings import Residency
-from atoll.model.strategies import STRATEGIES, Strategy
 from helpers import assembled, command, environment
 
 K, SEED, EACH = 3, 7, 2

@@ -14,7 +14,7 @@ class Generation(Config):
     """How pictures are drawn; the only carrier of these values."""
 
     steps: int = Field(default=50, ge=1, le=100_000)
-    """Euler's steps, or those of a pipeline's scheduler; not calls: Heun calls the experts twice in a step."""
+    """Steps of the sampler, not calls: Heun calls the experts twice in a step."""
     guidance: float = Field(default=2.0, ge=0, le=1e6)
     """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
     routing: RoutingField = Routing()

@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.model.routing import Routing
-from atoll.model.strategies import STRATEGIES
+from atoll.model.routing import STRATEGIES, Routing
 
 
 def route(
