@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign import gpus
 from atoll.campaign.assemble import assemble
-from atoll.campaign.expected import expected
+from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
 from atoll.campaign.plan import make_plan
 from atoll.campaign.results import Comparison
@@ -108,7 +108,7 @@ def test_a_cluster_counts_its_buckets(made: Path) -> None:
 def test_the_plan_counts_tokens(made: Path) -> None:
     """Each run's operations per sample are the mean over its own rows' buckets."""
     campaign = Campaign.open(made)
-    known = expected(campaign)
+    known = data_spec(campaign)
     assert sorted(known.shape.latents) == sorted(
         (int(h) // factor(made), int(w) // factor(made))
         for w, h in (size.split("x") for size in SIZES["none" if factor(made) == 1 else "vae"])

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.budget import Budget, divide
+from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.settings import DataShape
 from helpers import SMALL, merged
 
+PRETRAIN, ROUTER, MONOLITH, STUDENT = map(Run, ("pretrain", "router", "monolith", "student"))
 SHAPE = DataShape(channels=1, size=8, classes=2)
 TEXT = DataShape(channels=4, size=16, text_width=32, text_length=7)
 PIXART = {"condition": "text", "network": {"family": "pixart", "patch": 2}, "router": {"patch": 2}}
@@ -22,9 +24,12 @@ def budget(sizes: list[int], shape: DataShape = SHAPE, **changes: Any) -> Budget
     return divide(CampaignConfig.parse(tree, "a test"), shape, sizes)
 
 
+def experts(made: Budget) -> list[RunBudget]:
+    return [part for run, part in made.items() if run.expert is not None]
+
+
 def spent(made: Budget) -> float:
-    seed = made.pretrain.train_flops if made.pretrain else 0.0
-    return seed + made.router.train_flops + sum(share.train_flops for share in made.experts)
+    return sum(part.train_flops for run, part in made.items() if run.kind.counted == "ensemble")
 
 
 @pytest.mark.parametrize("compute", ["proportional", "equal"])
@@ -47,26 +52,26 @@ def test_the_parts_cost_the_whole(
         budget={"compute": compute, "samples": samples, "pretrain": seed},
         train={"batch": batch},
     )
-    assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
-    assert made.ratio() == pytest.approx(spent(made) / made.monolith.train_flops)
-    assert (made.pretrain.train_flops if made.pretrain else 0.0) == pytest.approx(
-        seed * made.monolith.train_flops, rel=0.05
+    assert spent(made) == pytest.approx(made[MONOLITH].train_flops, rel=0.01)
+    assert flops_ratio(made) == pytest.approx(spent(made) / made[MONOLITH].train_flops)
+    assert (made[PRETRAIN].train_flops if PRETRAIN in made else 0.0) == pytest.approx(
+        seed * made[MONOLITH].train_flops, rel=0.05
     )
-    assert made.router.train_flops == pytest.approx(share * made.monolith.train_flops, rel=0.05)
+    assert made[ROUTER].train_flops == pytest.approx(share * made[MONOLITH].train_flops, rel=0.05)
 
 
 def test_proportional_is_in_proportion_to_the_cluster() -> None:
     sizes = [100, 300, 50, 550]
     made = budget(sizes, budget={"samples": 1_000_000})
-    assert {share.batch for share in made.experts} == {made.monolith.batch}
-    total = sum(share.steps for share in made.experts)
-    for size, share in zip(sizes, made.experts, strict=True):
+    assert {share.batch for share in experts(made)} == {made[MONOLITH].batch}
+    total = sum(share.steps for share in experts(made))
+    for size, share in zip(sizes, experts(made), strict=True):
         assert share.steps / total == pytest.approx(size / 1000, rel=0.01)
 
 
 def test_every_row_is_seen_as_often_as_the_monolith_sees_it_less_the_router() -> None:
     made = budget([200, 800], budget={"samples": 1_000_000})
-    for size, share in zip([200, 800], made.experts, strict=True):
+    for size, share in zip([200, 800], experts(made), strict=True):
         assert share.steps * share.batch / size == pytest.approx(0.9 * 1_000_000 / 1000, rel=0.01)
 
 
@@ -78,31 +83,31 @@ def test_equal_is_the_papers_setting(k: int) -> None:
         budget={"samples": 100_000, "compute": "equal"},
         train={"batch": 256},
     )
-    assert {share.batch for share in made.experts} == {256 // k}
-    (steps,) = {share.steps for share in made.experts}
-    assert steps == pytest.approx(0.9 * made.monolith.steps * 256 / (256 // k * k), rel=0.01)
+    assert {share.batch for share in experts(made)} == {256 // k}
+    (steps,) = {share.steps for share in experts(made)}
+    assert steps == pytest.approx(0.9 * made[MONOLITH].steps * 256 / (256 // k * k), rel=0.01)
 
 
 def test_equal_keeps_its_steps_where_parts_are_rounded() -> None:
     for samples in range(1000, 3000, 100):
         made = budget([7, 7, 7, 7], budget={"samples": samples, "compute": "equal"})
-        assert len({share.steps for share in made.experts}) == 1
+        assert len({share.steps for share in experts(made)}) == 1
 
 
 def test_islands_of_their_own_kind() -> None:
     """A deeper expert gets fewer steps, a larger batch too; the sum stays."""
     changes = {0: {"network": {"depth": 3}}, 1: {"train": {"batch": 32}}}
     made = budget([500, 500, 500], budget={"samples": 500_000}, islands=changes)
-    deep, wide, plain = made.experts
+    deep, wide, plain = experts(made)
     assert deep.flops.train > 2 * plain.flops.train and deep.steps < plain.steps / 2
     assert wide.batch == 32 and wide.steps == pytest.approx(plain.steps / 2, rel=0.01)
-    assert spent(made) == pytest.approx(made.monolith.train_flops, rel=0.01)
+    assert spent(made) == pytest.approx(made[MONOLITH].train_flops, rel=0.01)
     assert deep.train_flops == pytest.approx(plain.train_flops, rel=0.01)
 
 
 def test_the_router_is_counted_with_its_own_batch() -> None:
     small, large = (
-        budget([50, 50], budget={"samples": 1_000_000}, router={"train": {"batch": b}}).router
+        budget([50, 50], budget={"samples": 1_000_000}, router={"train": {"batch": b}})[ROUTER]
         for b in (8, 80)
     )
     assert small.steps == pytest.approx(10 * large.steps, rel=0.01)
@@ -111,11 +116,14 @@ def test_the_router_is_counted_with_its_own_batch() -> None:
 def test_a_seed_takes_its_share_from_the_experts() -> None:
     without = budget([300, 700], budget={"samples": 1_000_000})
     seeded = budget([300, 700], budget={"samples": 1_000_000, "pretrain": 0.3})
-    assert without.pretrain is None and seeded.pretrain is not None
-    assert (seeded.pretrain.batch, seeded.pretrain.flops) == (seeded.monolith.batch, seeded.monolith.flops)
-    assert seeded.pretrain.steps == round(0.3 * seeded.monolith.steps)
-    assert (seeded.monolith, seeded.router) == (without.monolith, without.router)
-    for before, after in zip(without.experts, seeded.experts, strict=True):
+    assert PRETRAIN not in without
+    assert (seeded[PRETRAIN].batch, seeded[PRETRAIN].flops) == (
+        seeded[MONOLITH].batch,
+        seeded[MONOLITH].flops,
+    )
+    assert seeded[PRETRAIN].steps == round(0.3 * seeded[MONOLITH].steps)
+    assert (seeded[MONOLITH], seeded[ROUTER]) == (without[MONOLITH], without[ROUTER])
+    for before, after in zip(experts(without), experts(seeded), strict=True):
         assert after.steps / before.steps == pytest.approx((1 - 0.1 - 0.3) / (1 - 0.1), rel=0.01)
 
 
@@ -140,26 +148,27 @@ def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any
     student = {"stock": False, **settings}
     without = budget([200, 300, 500], budget={"samples": 100_000})
     made = budget([200, 300, 500], budget={"samples": 100_000}, student=student)
-    assert made.student is not None and without.student is None
-    assert (made.student.steps, made.student.batch) == (made.monolith.steps, made.monolith.batch // 4)
-    dense, router = made.monolith.flops, made.router.flops.forward if "teacher" in settings else 0.0
-    assert made.student.flops.train == pytest.approx(dense.train + router + experts * dense.forward)
-    assert made.student.flops.forward == dense.forward
+    assert STUDENT not in without
+    assert (made[STUDENT].steps, made[STUDENT].batch) == (made[MONOLITH].steps, made[MONOLITH].batch // 4)
+    dense, router = made[MONOLITH].flops, made[ROUTER].flops.forward if "teacher" in settings else 0.0
+    assert made[STUDENT].flops.train == pytest.approx(dense.train + router + experts * dense.forward)
+    assert made[STUDENT].flops.forward == dense.forward
     if not settings:  # 3F + F at a quarter of the batch
-        assert made.student.train_flops / made.monolith.train_flops == pytest.approx(1 / 3, abs=0.01)
-    assert (made.experts, made.ratio()) == (without.experts, without.ratio())  # the student comes on top
+        assert made[STUDENT].train_flops / made[MONOLITH].train_flops == pytest.approx(1 / 3, abs=0.01)
+    assert (experts(made), flops_ratio(made)) == (
+        experts(without),
+        flops_ratio(without),
+    )  # the student comes on top
 
 
 def test_a_students_shares_and_network_are_its_own() -> None:
     student = {"stock": False, "batch_share": 0.5, "step_share": 0.1, "network": {"depth": 3}}
     made = budget([500, 500], budget={"samples": 100_000}, student=student)
-    assert made.student is not None
-    assert (made.student.batch, made.student.steps) == (8, round(0.1 * made.monolith.steps))
-    assert made.student.flops.forward > 2 * made.monolith.flops.forward
+    assert (made[STUDENT].batch, made[STUDENT].steps) == (8, round(0.1 * made[MONOLITH].steps))
+    assert made[STUDENT].flops.forward > 2 * made[MONOLITH].flops.forward
     wide = budget([900, 100], student={"stock": False}, islands={1: {"network": {"depth": 3}}})
-    assert wide.student is not None
-    teacher = wide.student.flops.train - wide.monolith.flops.train
-    own = [share.flops.forward for share in wide.experts]
+    teacher = wide[STUDENT].flops.train - wide[MONOLITH].flops.train
+    own = [share.flops.forward for share in experts(wide)]
     assert teacher == pytest.approx(0.9 * own[0] + 0.1 * own[1])  # rows of each cluster in proportion
 
 

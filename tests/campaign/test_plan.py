@@ -15,12 +15,13 @@ from atoll.base.condition import Condition
 from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign import gpus
 from atoll.campaign.budget import divide
-from atoll.campaign.expected import Expected, expected
+from atoll.campaign.data_spec import DataSpec, data_spec
 from atoll.campaign.folder import Campaign, new
 from atoll.campaign.gpus import Gpu
-from atoll.campaign.plan import OVERHEAD, Plan, choose, denoiser_footprint, make_plan, mode
+from atoll.campaign.plan import OVERHEAD, Plan, RunCost, choose, denoiser_footprint, make_plan, mode
 from atoll.campaign.plan_text import lines
 from atoll.campaign.prepare import encode_stage, ingest_stage
+from atoll.campaign.runs import Run as Training
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
 from atoll.networks.families import family
@@ -31,6 +32,7 @@ from atoll.train.run import train_run
 from helpers import SMALL, Run, merged, partitioned, refused, write_campaign
 
 SHAPE = DataShape(channels=1, size=8, classes=2)
+MONOLITH = Training("monolith")
 BIG = Footprint(3_000_000_000, 100_000_000, 30_000_000, 6_000_000_000, 1.2e9, 5e7)
 
 
@@ -39,32 +41,36 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = tmp_path_factory.mktemp("paper") / "c"
     new(folder, catalogue.text("paper-3b"), [])
     opened = Campaign.open(folder)
-    return make_plan(opened.config, expected(opened, 153_600_000), gpus.load(), "h100", 8)
+    return make_plan(opened.config, data_spec(opened, 153_600_000), gpus.load(), "h100", 8)
 
 
 def small(sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = None, **changes: Any) -> Plan:
     tree = merged(merged(SMALL, {"partition": {"k": len(sizes)}}), changes)
-    data = Expected(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], True, [])
+    data = DataSpec(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], True, [])
     config = CampaignConfig.parse(tree, "a test")
     return make_plan(config, data, table or gpus.load(), "h100", gpus_each)
+
+
+def experts(plan: Plan) -> list[RunCost]:
+    return [cost for run, cost in plan.runs.items() if run.expert is not None]
 
 
 def test_bytes_of_captions_are_told_before_and_after_they_are_there(tmp_path: Path) -> None:
     changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
     campaign = Campaign.open(write_campaign(tmp_path, changes))
-    assert expected(campaign).text is None
+    assert data_spec(campaign).text is None
     ingest_stage(campaign)
-    dataset, outlook = campaign.dataset(), expected(campaign)
+    dataset, outlook = campaign.dataset(), data_spec(campaign)
     captions = dataset.table(["caption"]).column("caption").to_pylist()
     text = outlook.text
     assert text is not None and not text.counted and (text.captions, text.width) == (80, 384)
     assert text.tokens == pytest.approx(sum(2 + len(one) / 4 for one in captions) / 80)
     encode_stage(campaign)
-    counted = expected(campaign).text
+    counted = data_spec(campaign).text
     assert counted is not None and counted.counted and counted.captions == 80
     stored = sum(path.stat().st_size for path in (tmp_path / "data/columns/text").glob("0*.safetensors"))
     assert counted.bytes == stored
-    said = lines(make_plan(campaign.config, expected(campaign), gpus.load(), "h100"))
+    said = lines(make_plan(campaign.config, data_spec(campaign), gpus.load(), "h100"))
     assert any(line.endswith("captions of the data set") for line in said)
     assert any("80 distinct captions x" in line for line in said) and max(map(len, said)) <= 100
     many = replace(outlook, text=replace(text, captions=10**6))
@@ -79,7 +85,7 @@ def test_texts_encoded_in_training_are_planned(tmp_path: Path) -> None:
     campaign = Campaign.open(folder)
     ingest_stage(campaign)
     encode_stage(campaign)
-    told = expected(campaign)
+    told = data_spec(campaign)
     assert told.text is not None and told.text.counted and told.text.width == 384
     plan = make_plan(campaign.config, told, gpus.load(), "h100")
     assert {run.beside for run in plan.own} == {4.0 * 22_713_216}  # of MiniLM
@@ -128,18 +134,17 @@ def test_operations_are_those_of_the_budget(compute: str) -> None:
     plan = small(sizes, **changes)
     tree = merged(merged(SMALL, {"partition": {"k": 3}}), changes)
     made = divide(CampaignConfig.parse(tree, ""), SHAPE, sizes)
-    assert [run.share for run in plan.experts] == made.experts
-    assert plan.router.share == made.router and plan.monolith.share == made.monolith
-    total = sum(run.share.train_flops for run in plan.own)
+    assert [run.budget for run in plan.runs.values()] == list(made.values())
+    total = sum(run.budget.train_flops for run in plan.own)
     assert plan.to_json()["total"]["train_flops"] == total
-    assert total == pytest.approx(made.monolith.train_flops, rel=0.01)
+    assert total == pytest.approx(made[MONOLITH].train_flops, rel=0.01)
 
 
 def test_time_and_money_by_hand() -> None:
     table = {"h100": Gpu(memory_gib=80, tflops=100, utilisation=0.5, usd_per_hour=3)}
     plan = small([100, 300], table=table, budget={"samples": 1_000_000})
     for run in [*plan.own, plan.monolith]:
-        assert run.seconds == pytest.approx(run.share.train_flops / (run.gpus * 50e12))
+        assert run.seconds == pytest.approx(run.budget.train_flops / (run.gpus * 50e12))
         assert run.usd == pytest.approx(run.gpus * run.seconds / 3600 * 3)
     assert plan.wall_seconds == max(run.seconds for run in plan.own)
     assert plan.monolith.gpus == 2
@@ -155,7 +160,7 @@ def test_more_is_more() -> None:
     ):
         more = small([100, 300], **change)
         for one, other in zip(base.own[:2], more.own[:2], strict=True):
-            assert other.share.train_flops > one.share.train_flops and other.seconds > one.seconds
+            assert other.budget.train_flops > one.budget.train_flops and other.seconds > one.seconds
     slower = {**gpus.load(), "h100": gpus.load()["h100"].model_copy(update={"utilisation": 0.1})}
     assert small([100, 300], table=slower).wall_seconds > small([100, 300]).wall_seconds
     two = small([100, 300], 2)
@@ -167,7 +172,7 @@ def test_more_is_more() -> None:
 def test_a_gpu_needs_a_sample() -> None:
     """More GPUs than samples of a step stand idle, and are not counted."""
     plan = small([100, 300], 64)
-    assert all(run.gpus == run.share.batch == 16 for run in plan.own)
+    assert all(run.gpus == run.budget.batch == 16 for run in plan.own)
     assert any("expert 0 uses 16 of the 64 GPUs" in note for note in plan.notes)
 
 
@@ -217,7 +222,7 @@ def test_less_memory_never_gives_a_way_that_takes_more() -> None:
 def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {"network": {"heads": 8, "head_width": 64, "depth": 4}})
     campaign = Campaign.open(folder)
-    one = denoiser_footprint(campaign.config.network, expected(campaign).shape, bf16=True)
+    one = denoiser_footprint(campaign.config.network, data_spec(campaign).shape, bf16=True)
     alone, shared = (mode(one, n, 1, n > 1, checkpointing=True).total / 2**30 for n in (1, 4))
     table = tmp_path / "table.yaml"
 
@@ -242,24 +247,24 @@ def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_papers_eight_times_three_billion(paper: Plan) -> None:
-    assert len(paper.experts) == 8 and {run.gpus for run in paper.experts} == {8}
-    parameters = [run.footprint.parameters for run in paper.experts]
+    assert len(experts(paper)) == 8 and {run.gpus for run in experts(paper)} == {8}
+    parameters = [run.footprint.parameters for run in experts(paper)]
     assert sum(parameters) == pytest.approx(24e9, rel=0.01)
-    assert {run.share.batch for run in paper.experts} == {128}
-    assert paper.monolith.share.steps == 1_000_000 and paper.monolith.gpus == 64
+    assert {run.budget.batch for run in experts(paper)} == {128}
+    assert paper.monolith.budget.steps == 1_000_000 and paper.monolith.gpus == 64
     # 6 operations a parameter and token, but for modulation (a fifth of the parameters), which is once a
     # sample; and attention. The router's 4 % come out of the experts' steps.
     by_parameters = 6 * 0.8 * parameters[0] * (256 + 77) * 128 * 960_000
-    assert paper.experts[0].share.train_flops == pytest.approx(by_parameters, rel=0.05)
+    assert experts(paper)[0].budget.train_flops == pytest.approx(by_parameters, rel=0.05)
     # The paper: 6.5 days of one 8-GPU node for each. It does not say which GPU our source knows of.
-    days = paper.experts[0].seconds / 86400
+    days = experts(paper)[0].seconds / 86400
     assert 1 < days < 13
-    assert paper.experts[0].mode is not None
+    assert experts(paper)[0].mode is not None
 
 
 @pytest.mark.slow
 def test_bytes_by_hand(paper: Plan) -> None:
-    traffic = paper.traffic
+    traffic = paper.transfer
     assert traffic.between_islands == 0
     assert traffic.row == 2 * (4 * 32 * 32 + 77 * 2048)
     assert traffic.data_out == 153_600_000 * traffic.row
@@ -267,7 +272,7 @@ def test_bytes_by_hand(paper: Plan) -> None:
     assert traffic.experts_in == 4 * networks
     # A ring over K nodes sends 2 (K - 1) / K of the gradients from each of K nodes, at every step.
     assert traffic.all_reduce == 2 * 7 * 4 * paper.monolith.footprint.parameters * 1_000_000
-    assert small([100]).traffic.all_reduce == 0
+    assert small([100]).transfer.all_reduce == 0
 
 
 @pytest.mark.slow
@@ -278,7 +283,7 @@ def test_the_table_fits_a_terminal(paper: Plan) -> None:
     for word in (
         "experts 0-7, each",
         "2.98 B",
-        "960,000 x 128",
+        "960,000    128",
         "router",
         "monolith, one site",
         "49.7 TB",
@@ -299,14 +304,14 @@ def test_experts_that_differ_have_lines_of_their_own() -> None:
 
 def test_from_the_settings_alone(tmp_path: Path) -> None:
     campaign = Campaign.open(write_campaign(tmp_path / "c"))
-    found = expected(campaign)
+    found = data_spec(campaign)
     assert found.shape == DataShape(1, 8, classes=1000) and found.rows is None and found.stored is None
     assert found.sizes == [1, 1] and not found.partitioned
     assert any("equal clusters" in note for note in found.notes)
     assert any("no data set" in note for note in found.notes)
     said = lines(make_plan(campaign.config, found, gpus.load(), "l4"))
     assert "     128 B  for every row of the data sets out to the islands" in said
-    with_rows = expected(campaign, 81)
+    with_rows = data_spec(campaign, 81)
     assert with_rows.sizes == [41, 40] and with_rows.stored == [41 * 128, 40 * 128]
 
 
@@ -321,7 +326,7 @@ def test_from_the_settings_alone(tmp_path: Path) -> None:
 )
 def test_shapes_that_settings_name(data: dict[str, Any], shape: DataShape, tmp_path: Path) -> None:
     text = {"condition": "text", "network": {"family": "pixart"}, "data": data}
-    assert expected(Campaign.open(write_campaign(tmp_path / "c", text))).shape == shape
+    assert data_spec(Campaign.open(write_campaign(tmp_path / "c", text))).shape == shape
 
 
 T5, PARTS = "google/t5-v1_1-xxl", ("depth", "heads", "head_width")
@@ -339,15 +344,15 @@ def test_families_side_by_side_are_planned(tmp_path: Path) -> None:
         "budget": {"samples": 10_000_000},
     }  # fmt: skip
     campaign = Campaign.open(write_campaign(tmp_path / "c", changes))
-    plan = make_plan(campaign.config, expected(campaign), gpus.load(), "h100", 8)
-    first, second = plan.experts
+    plan = make_plan(campaign.config, data_spec(campaign), gpus.load(), "h100", 8)
+    first, second = experts(plan)
     assert first.footprint.parameters == pytest.approx(611e6, rel=0.01)
     assert second.footprint.parameters == pytest.approx(2028e6, rel=0.01)
-    assert second.share.flops.train > 1.5 * first.share.flops.train
-    assert second.share.steps < first.share.steps / 1.5  # equal clusters: the same operations for each
-    assert second.share.train_flops == pytest.approx(first.share.train_flops, rel=0.01)
-    assert sum(run.share.train_flops for run in plan.own) == pytest.approx(
-        plan.monolith.share.train_flops, rel=0.01
+    assert second.budget.flops.train > 1.5 * first.budget.flops.train
+    assert second.budget.steps < first.budget.steps / 1.5  # equal clusters: the same operations for each
+    assert second.budget.train_flops == pytest.approx(first.budget.train_flops, rel=0.01)
+    assert sum(run.budget.train_flops for run in plan.own) == pytest.approx(
+        plan.monolith.budget.train_flops, rel=0.01
     )
     assert second.mode is not None and second.mode.total > first.footprint.state / 8
 
@@ -360,7 +365,7 @@ def test_configs_of_a_folder_tell_shapes_without_weights(tmp_path: Path) -> None
     (tmp_path / "text/config.json").write_text(json.dumps({"model_type": "t5", "d_model": 48}))
     data = {"vae": str(tmp_path / "vae"), "text_encoder": str(tmp_path / "text"), "ingest": {"size": 64}}
     text = {"condition": "text", "network": {"family": "flux"}, "data": data}
-    shape = expected(Campaign.open(write_campaign(tmp_path / "c", text))).shape
+    shape = data_spec(Campaign.open(write_campaign(tmp_path / "c", text))).shape
     assert shape == DataShape(16, 16, 48, 77)
 
 
@@ -407,7 +412,7 @@ def test_after_the_partition_by_its_own_numbers(made: Path, run: Run) -> None:
 
 def test_before_the_partition_by_the_data_set(made: Path, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {"data": {"path": str(made / "data")}})
-    found, after = expected(Campaign.open(folder)), expected(Campaign.open(made))
+    found, after = data_spec(Campaign.open(folder)), data_spec(Campaign.open(made))
     assert found.shape == after.shape and found.rows == after.rows == sum(found.sizes)
     assert abs(found.sizes[0] - found.sizes[1]) <= 1 and not found.partitioned and after.partitioned
     assert [note for note in found.notes if "no data set" in note] == []
@@ -487,5 +492,5 @@ def test_a_processor_as_a_gpu_of_the_table_gives_the_right_order_of_time() -> No
     a = torch.randn(512, 512)
     peak = 2 * 512**3 * 20 / best(lambda: [a @ a for _ in range(20)])
     cpu = Gpu(memory_gib=4, tflops=peak / 1e12, utilisation=0.5, usd_per_hour=0)
-    one = replace(plan.experts[0], gpu=cpu)
-    assert 0.2 < (one.seconds / one.share.steps) / step < 5
+    one = replace(experts(plan)[0], gpu=cpu)
+    assert 0.2 < (one.seconds / one.budget.steps) / step < 5

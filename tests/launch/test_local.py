@@ -188,7 +188,7 @@ def test_a_job_starts_when_those_that_it_needs_are_finished(tmp_path: Path) -> N
 RANKS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from atoll.train.preemption import end
+from atoll.train.preemption import exit_process
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")
@@ -200,7 +200,7 @@ while sys.argv[1] == "wait" and not told:
     time.sleep(0.05)
 time.sleep(0.5 if told else 0)
 dist.destroy_process_group()
-end(75 if told else int(sys.argv[1]))
+exit_process(75 if told else int(sys.argv[1]))
 """
 
 

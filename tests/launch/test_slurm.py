@@ -198,7 +198,7 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
 
 RANKS = """
 import os, signal, time, torch, torch.distributed as dist
-from atoll.train.preemption import end
+from atoll.train.preemption import exit_process
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")
@@ -212,10 +212,10 @@ while os.environ.get("SLURM_RESTART_COUNT") is None:  # the second time it finis
     dist.all_reduce(leave, op=dist.ReduceOp.MAX)
     if leave:
         print(f"rank {rank} leaves", flush=True)
-        end(75)
+        exit_process(75)
     time.sleep(0.1)
 print(f"rank {rank} finished", flush=True)
-end(0)
+exit_process(0)
 """
 
 

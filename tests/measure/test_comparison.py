@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
-from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import BESIDE
 from atoll.measure import models
 from atoll.measure.training_curve import Course
 from atoll.model.expert import Expert, read_card
@@ -236,7 +236,7 @@ def test_a_student_is_measured_with_the_others(folder: Path, capsys: pytest.Capt
     copied(folder, "student", role="student")
     assert compare(capsys, folder, "compare.guidances=[3]").code == 0
     assert result(folder)["sweep"]["models"] == ["monolith", "student", "top-1"]
-    distances = [[r["distance"] for r in table(folder, "guidance") if r["model"] == name] for name in DENSE]
+    distances = [[r["distance"] for r in table(folder, "guidance") if r["model"] == name] for name in BESIDE]
     assert distances[0] == distances[1] and len(distances[0]) == 2
     assert [r["ratio"] for r in table(folder, "best")][:2] == [None, 1.0]
     same = {r["strategy"]: r["mean"] for r in table(folder, "pairs") if r["partner"] == "same noise"}

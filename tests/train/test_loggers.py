@@ -1,5 +1,7 @@
 """Trackers: one run over all restarts, read back with the trackers' own packages; the bits do not change."""
 
+import importlib.machinery
+import importlib.util
 import json
 import shutil
 import threading
@@ -15,7 +17,7 @@ from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.train import loggers
-from atoll.train.loggers import Tracks
+from atoll.train.loggers import Trackers
 from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from atoll.train.spike_guard import Guard
@@ -155,8 +157,8 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 
         files = close = show
 
-    tracks, broken = Tracks(), Broken()
-    tracks._start("broken", lambda: broken)  # type: ignore[arg-type, return-value]
+    tracks, broken = Trackers(), Broken()
+    tracks.start("broken", lambda: broken)  # type: ignore[arg-type, return-value]
     for step in (1, 2):
         tracks.line(MetricsLine(step=step, samples=16 * step, loss=1.0))
     tracks.flush()
@@ -167,22 +169,22 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     def fail() -> Any:
         raise OSError("disk full")
 
-    tracks._start("other", fail)
+    tracks.start("other", fail)
     assert "other does not start, the run goes on without it: disk full" in capsys.readouterr().out
 
 
 def test_a_tracker_that_hangs_does_not_keep_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "FAREWELL", 0.2)
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT_S", 0.2)
     ended = threading.Event()
 
     class Slow:
         def close(self) -> None:
             ended.wait(30)
 
-    tracks = Tracks()
-    tracks._start("slow", lambda: Slow())  # type: ignore[arg-type, return-value]
+    tracks = Trackers()
+    tracks.start("slow", lambda: Slow())  # type: ignore[arg-type, return-value]
     tracks.close()
     ended.set()
     assert "trackers did not end within 0.2 s, the run goes on without them" in capsys.readouterr().out
@@ -192,7 +194,8 @@ def test_a_tracker_that_hangs_does_not_keep_the_run(
 def test_a_missing_package_is_told_before_training(
     package: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "_installed", lambda name: name != package)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     campaign = tracked(copy, **{package: True if package == "tensorboard" else "offline"})
     with pytest.raises(ConfigError, match=rf"tracking.{package} needs the package {package}.*pip install"):
         train_run(campaign, "expert", 0)
@@ -215,10 +218,11 @@ def test_online_without_a_key_is_told_before_training(
     loggers.check_trackers(campaign.config.tracking)
 
 
-def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "some_tracker").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not loggers._installed("some_tracker") and loggers._installed("torch")
+def test_a_folder_of_that_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("tensorboard", None)  # of a folder without an __init__.py
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ConfigError, match="needs the package tensorboard"):
+        loggers.check_trackers(TrackingConfig(tensorboard=True))
 
 
 def test_yaml_reads_off_as_false() -> None:

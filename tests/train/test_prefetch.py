@@ -14,10 +14,10 @@ def make(begin):
         torch.ones(64, 64) @ torch.ones(64, 64)
 
 prefetch.PATIENCE = 0.5
-with prefetch.Ahead(make, 0, 4, limit=60) as data:
-    assert data.take([1]) is None
+with prefetch.Prefetcher(make, 0, 4, limit=60) as data:
+    assert data.next([1]) is None
 print("left")
-preemption.end(75)
+preemption.exit_process(75)
 """
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -25,13 +25,15 @@ from atoll.base.text import (
 )
 
 Cell = float | int | str | None
-FORMATS = {
+FORMATS: dict[str, Callable[[Any], str]] = {
     "bytes": size,
     "FLOPs": flops,
     "share": percent,
     "s": duration,
     "ratio": ratio,
     "parameters": count,
+    "operations": lambda value: f"{value:.2e}",
+    "GiB": lambda value: f"{value / 2**30:.1f}",
 }
 """Units that a terminal does not show in the head of a column, as each cell says its own."""
 

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 from atoll.base.errors import StoreError
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import BESIDE
 from atoll.model.card import Card, check_together
 from atoll.model.expert import published, read_card
 
-DENSE = ("monolith", "student")
-"""Those that a campaign is trained for; the ensemble does without them."""
 
-
-def dense(campaign: Campaign, name: str) -> str:
+def single_network(campaign: Campaign, name: str) -> str:
     """Folder of one of them; `StoreError` if it is not published."""
     folder = f"{name}/expert"
     if not published(campaign.store, folder):
@@ -20,7 +18,7 @@ def dense(campaign: Campaign, name: str) -> str:
     return folder
 
 
-def dense_cards(campaign: Campaign, router: Card, names: Sequence[str] = DENSE) -> dict[str, Card]:
+def single_cards(campaign: Campaign, router: Card, names: Sequence[str] = BESIDE) -> dict[str, Card]:
     """Cards of those that are published; `PartitionError` if one does not belong to this router."""
     there = [name for name in names if published(campaign.store, f"{name}/expert")]
     cards = {name: read_card(campaign.store, f"{name}/expert") for name in there}

@@ -1,11 +1,11 @@
 """Who trains how long: equal training FLOPs for the experts with router and pretraining, and the monolith."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
+from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.campaign.settings.train import StudentConfig
 from atoll.networks.families import family
 from atoll.networks.flops import Flops, counts, mean
 from atoll.networks.router import Router
@@ -13,7 +13,7 @@ from atoll.networks.settings import DataShape, NetworkConfig, check_sides
 
 
 @dataclass(frozen=True)
-class Share:
+class RunBudget:
     """One run's part of the budget.
 
     Attributes:
@@ -32,25 +32,16 @@ class Share:
         return self.steps * self.batch * self.flops.train
 
 
-@dataclass(frozen=True)
-class Budget:
-    """All runs of a campaign."""
+Budget = dict[Run, RunBudget]
+"""Every run that a campaign plans, in the order of `RUNS`."""
 
-    monolith: Share
-    router: Share
-    experts: list[Share]
-    pretrain: Share | None = None
-    student: Share | None = None
 
-    def whole(self) -> dict[str, Share]:
-        """The runs on all the data, by role."""
-        roles = ("router", "monolith", "pretrain", "student")
-        return {role: share for role in roles if (share := getattr(self, role)) is not None}
-
-    def ratio(self) -> float:
-        """FLOPs of experts, router and pretraining over the monolith's; the student comes on top."""
-        parts = [self.router, *self.experts, *([self.pretrain] if self.pretrain else [])]
-        return sum(part.train_flops for part in parts) / self.monolith.train_flops
+def flops_ratio(budget: Budget) -> float:
+    """Training FLOPs of the ensemble's runs over the baseline's; extras come on top."""
+    spent = dict.fromkeys(("ensemble", "baseline", "extra"), 0.0)
+    for run, part in budget.items():
+        spent[run.kind.counted] += part.train_flops
+    return spent["ensemble"] / spent["baseline"]
 
 
 def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float] = ()) -> Flops:
@@ -93,12 +84,11 @@ def divide(
     sizes: Sequence[float],
     buckets: Sequence[Sequence[float]] = (),
 ) -> Budget:
-    """Divide the budget.
+    """Divide the training FLOPs over the runs.
 
     The monolith sees `budget.samples` images. Router and shared pretraining get their shares of its FLOPs,
-    and the experts the rest: steps in proportion to their cluster's size, or the same steps for all.
-
-    The student, if there is one, costs extra: its own forward and backward pass and its teachers' forward.
+    and the experts the rest: steps in proportion to their cluster's size, or the same steps for all. The
+    student costs extra: its own forward and backward pass and its teachers' forward.
 
     Args:
         config: the campaign's settings.
@@ -106,61 +96,50 @@ def divide(
         sizes: training rows per cluster, or the sum of their weights.
         buckets: the same of each of the shape's latents, where there are several and it is known.
     """
-    budget = _divide(config, shape, sizes, buckets)
-    if config.student is None:
-        return budget
-    network = config.denoiser("student")[0]
-    flops_each = denoiser_flops(network, shape, [sum(row) for row in buckets])
-    steps = max(1, round(config.student.step_share * budget.monolith.steps))
-    flops = Flops(flops_each.forward, flops_each.train + _teacher_flops(config.student, budget, sizes))
-    return replace(budget, student=Share(steps, config.student.batch(config.train.batch), flops))
+    k, batch, all_rows = len(sizes), config.train.batch, [sum(rows) for rows in buckets]
+    dense = denoiser_flops(config.network, shape, all_rows)
+    monolith = RunBudget(max(1, round(config.budget.samples / batch)), batch, dense)
+    budget = {Run("monolith"): monolith}
 
-
-def _teacher_flops(student: StudentConfig, budget: Budget, sizes: Sequence[float]) -> float:
-    """Operations of a teacher for one sample: that of an average row, by as many experts as are asked."""
-    expert = sum(size * share.flops.forward for size, share in zip(sizes, budget.experts, strict=True))
-    expert /= sum(sizes) or 1
-    if student.teacher == "cluster":
-        return expert
-    return budget.router.flops.forward + student.routing.experts_per_step(len(sizes)) * expert
-
-
-def _divide(
-    config: CampaignConfig, shape: DataShape, sizes: Sequence[float], buckets: Sequence[Sequence[float]]
-) -> Budget:
-    whole = [sum(rows) for rows in buckets]
-    dense = denoiser_flops(config.network, shape, whole)
-    batch = config.train.batch
-    monolith = Share(max(1, round(config.budget.samples / batch)), batch, dense)
-
-    routing = router_flops(config, shape, whole)
-    router_batch = config.router.train.batch
-    wanted = config.router.share * monolith.train_flops / (routing.train * router_batch)
-    router = Share(max(1, round(wanted)), router_batch, routing)
-
-    pretrain = None
+    # Router and shared pretraining: a share each. Pretraining is the monolith's network at its batch, so its
+    # share of FLOPs is one of steps.
+    flops, router_batch = router_flops(config, shape, all_rows), config.router.train.batch
+    steps = round(config.router.share * monolith.train_flops / (flops.train * router_batch))
+    router = budget[Run("router")] = RunBudget(max(1, steps), router_batch, flops)
+    left = monolith.train_flops - router.train_flops
     if config.budget.pretrain:
-        pretrain = Share(max(1, round(config.budget.pretrain * monolith.steps)), batch, dense)
-    left = monolith.train_flops - router.train_flops - (pretrain.train_flops if pretrain else 0.0)
+        pretrain = RunBudget(max(1, round(config.budget.pretrain * monolith.steps)), batch, dense)
+        budget[Run("pretrain")] = pretrain
+        left -= pretrain.train_flops
+
+    # The experts: what is left.
     equal = config.budget.compute == "equal"
     kinds: list[tuple[int, Flops]] = []
-    for number in range(len(sizes)):
+    for number in range(k):
         network, train = config.island(number)
-        own_batch = config.budget.expert_batch or (
-            max(1, train.batch // len(sizes)) if equal else train.batch
-        )
+        own_batch = config.budget.expert_batch or (max(1, train.batch // k) if equal else train.batch)
         kinds.append((own_batch, denoiser_flops(network, shape, [rows[number] for rows in buckets])))
     if equal:
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
-        return Budget(
-            monolith, router, [Share(steps, own_batch, flops) for own_batch, flops in kinds], pretrain
-        )
-    experts: list[Share] = []
-    waiting = sum(sizes)
-    for size, (own_batch, flops) in zip(sizes, kinds, strict=True):
-        # A part of what is left, so rounding does not add up.
-        steps = max(1, round(left * size / waiting / (flops.train * own_batch)))
-        experts.append(Share(steps, own_batch, flops))
-        left -= experts[-1].train_flops
-        waiting -= size
-    return Budget(monolith, router, experts, pretrain)
+        experts = [RunBudget(steps, own_batch, flops) for own_batch, flops in kinds]
+    else:
+        experts, waiting = [], sum(sizes)
+        for size, (own_batch, flops) in zip(sizes, kinds, strict=True):
+            # A part of what is left after the experts before it: rounding to whole steps does not add up.
+            steps = max(1, round(left * size / waiting / (flops.train * own_batch)))
+            experts.append(RunBudget(steps, own_batch, flops))
+            left -= experts[-1].train_flops
+            waiting -= size
+    budget.update(zip(experts_of(k), experts, strict=True))
+
+    # The student: its own passes, and those of the experts that it asks for an average row.
+    if config.student is not None:
+        own = denoiser_flops(config.denoiser("student")[0], shape, all_rows)
+        teacher = sum(size * part.flops.forward for size, part in zip(sizes, experts, strict=True))
+        teacher /= sum(sizes) or 1
+        if config.student.teacher == "routed":
+            teacher = router.flops.forward + config.student.routing.experts_per_step(k) * teacher
+        steps = max(1, round(config.student.step_share * monolith.steps))
+        flops = Flops(own.forward, own.train + teacher)
+        budget[Run("student")] = RunBudget(steps, config.student.batch(batch), flops)
+    return {run: budget[run] for run in runs_of(config, planned=True)}

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.base.errors import AtollError
-from atoll.campaign.baselines import DENSE
 from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison
-from atoll.campaign.runs import experts_of, read_partition
+from atoll.campaign.runs import BESIDE, SINGLE, experts_of, read_partition
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.samples import WEIGHTS
 from atoll.model.expert import published, read_card
@@ -32,7 +31,7 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     if campaign.config.data.weighted and campaign.has_dataset():
         facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
     facts["data"]["clusters"] = of_clusters(store)
-    for role in ("monolith", "pretrain", "student"):
+    for role in SINGLE:
         if published(store, f"{role}/expert"):
             facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
     evaluation = _evaluation(campaign, parts)
@@ -86,7 +85,7 @@ def _evaluation(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any] | N
         return None
     comparison = Comparison.read(campaign.store, COMPARISON)
     measured = comparison.parts
-    names = parts if set(parts) <= set(DENSE) else measured.keys() - set(DENSE)
+    names = parts if set(parts) <= set(BESIDE) else measured.keys() - set(BESIDE)
     if {name: measured.get(name) for name in names} != parts:
         return None
     keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")

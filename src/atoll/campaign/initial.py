@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.hashing import digest_tensors
-from atoll.campaign.runs import RunPlan
+from atoll.campaign.runs import RUNS, Init, Run, RunPlan
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
 from atoll.model.initial import lay_initial, read_initial, read_manifest
@@ -23,17 +23,10 @@ from atoll.store.store import Store
 SCRATCH = "scratch"
 
 
-def start_of(
-    config: CampaignConfig, role: str, island: int | None
-) -> Literal["scratch", "checkpoint", "pretrain", "experts"]:
+def start_of(config: CampaignConfig, run: Run) -> Init:
     """Where a run's weights come from. The monolith's never from shared pretraining."""
-    if role == "router":
-        return "scratch"
-    if role == "expert" and config.budget.pretrain:
-        return "pretrain"
-    if role == "student" and config.student is not None and config.student.origin()[0] != "scratch":
-        return "experts"
-    return "scratch" if config.denoiser(role, island)[0].init == SCRATCH else "checkpoint"
+    named = "scratch" if config.denoiser(*run)[0].init == SCRATCH else "checkpoint"
+    return run.kind.init(config) or named  # type: ignore[return-value]
 
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
@@ -44,9 +37,9 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
         beside: the campaign's folder, from which paths start.
     """
     warned = set()
-    runs = [("monolith", None), ("student", None), *(("expert", island) for island in config.islands)]
-    for role, island in runs:
-        network, objective = config.denoiser(role, island)[0], config.objective_of(island)
+    whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
+    for run in (*whole, *(Run("expert", island) for island in config.islands)):
+        network, objective = config.denoiser(*run)[0], config.objective_of(run.expert)
         if network.init == SCRATCH or (network, objective) in warned:
             continue
         warned.add((network, objective))

@@ -15,7 +15,7 @@ from atoll.base.plain import read_lines
 from atoll.base.text import few
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of, island_columns, write_clusters
-from atoll.campaign.runs import Run, RunPlan, experts_of
+from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.dataset import DataSet
@@ -24,7 +24,6 @@ from atoll.data.partition import Partition
 from atoll.data.samples import weights_of
 from atoll.data.subsets import union, write_subset
 
-WHOLE = ("router", "monolith", "pretrain", "student")
 I64 = NDArray[np.int64]
 
 
@@ -62,7 +61,8 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
     changed = [number for number in changed if number >= 0]  # a duplicate is on no island
     after = _without(dataset, partition, leaving)
-    whole = [Run(role) for role in WHOLE if changed and store.exists(Run(role).plan)]
+    whole = [run for run in runs_of(campaign.config, planned=True) if run.expert is None and changed]
+    whole = [run for run in whole if store.exists(run.plan)]
     seeded = Run("pretrain") in whole  # every expert started from what was learned from these rows
     learners = [*(run for run in experts_of(after.k) if seeded or run.expert in changed), *whole]
     _forget(campaign, learners, retrain)

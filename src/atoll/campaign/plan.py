@@ -5,17 +5,16 @@ Steps and operations are those of `budget.divide`, which the partition uses too.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.base.text import in_common, size
-from atoll.campaign.budget import Share, divide, router_arguments
-from atoll.campaign.expected import CaptionBytes, Expected, row_bytes, token_bytes
+from atoll.campaign.budget import RunBudget, divide, router_arguments
+from atoll.campaign.data_spec import CaptionBytes, DataSpec, row_bytes, token_bytes
 from atoll.campaign.gpus import Gpu
-from atoll.campaign.runs import Run
+from atoll.campaign.runs import BASELINE, RUNS, Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
 from atoll.networks.families import family
@@ -78,19 +77,13 @@ def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | N
     for least in dict.fromkeys((min(batch, SMALL), 1)):
         for checkpointing in (False, True):
             for sharded in (False, True)[: 1 + (gpus > 1)]:
-                for micro in _halvings(batch, least):
+                micro = batch
+                while micro >= least:
                     footprint = mode(counted, gpus, micro, sharded, checkpointing)
                     if footprint.total <= memory:
                         return footprint
+                    micro = math.ceil(micro / 2) if micro > 1 else 0
     return None
-
-
-def _halvings(batch: int, least: int) -> Iterator[int]:
-    while batch >= least:
-        yield batch
-        if batch == 1:
-            return
-        batch = math.ceil(batch / 2)
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,8 @@ class RunCost:
     """What one training run takes.
 
     Attributes:
-        name: `expert 0`, `router`, `monolith`, `student`.
-        share: steps, batch and operations per sample.
+        run: what it trains.
+        budget: steps, batch and operations per sample.
         rows: training rows; None if not known.
         footprint: its memory, counted.
         gpus: GPUs it uses: at most one for each sample of a step.
@@ -107,8 +100,8 @@ class RunCost:
         beside: bytes on every GPU for networks that do not learn: a student's teachers, a text encoder.
     """
 
-    name: str
-    share: Share
+    run: Run
+    budget: RunBudget
     rows: int | None
     footprint: Footprint
     gpus: int
@@ -123,7 +116,7 @@ class RunCost:
     @property
     def local_batch(self) -> int:
         """Samples of a step on one GPU."""
-        return math.ceil(self.share.batch / self.gpus)
+        return math.ceil(self.budget.batch / self.gpus)
 
     @cached_property
     def mode(self) -> Mode | None:
@@ -139,8 +132,8 @@ class RunCost:
     @property
     def seconds(self) -> float:
         """Duration; blocks that are computed again count here, and not among the training operations."""
-        again = self.share.flops.forward if self.mode is None or self.mode.checkpointing else 0.0
-        work = self.share.steps * self.share.batch * (self.share.flops.train + again)
+        again = self.budget.flops.forward if self.mode is None or self.mode.checkpointing else 0.0
+        work = self.budget.steps * self.budget.batch * (self.budget.flops.train + again)
         return work / (self.gpus * self.gpu.speed)
 
     @property
@@ -157,12 +150,12 @@ class RunCost:
         """Plain data; bytes, seconds, US dollars."""
         how = None if self.mode is None else asdict(self.mode) | {"total": self.mode.total}
         return {
-            "name": self.name,
+            "name": self.run.name,
             "parameters": self.footprint.parameters,
             "rows": self.rows,
-            "steps": self.share.steps,
-            "batch": self.share.batch,
-            "train_flops": self.share.train_flops,
+            "steps": self.budget.steps,
+            "batch": self.budget.batch,
+            "train_flops": self.budget.train_flops,
             "gpus": self.gpus,
             "memory": {
                 "footprint": asdict(self.footprint) | {"state": self.footprint.state},
@@ -177,7 +170,7 @@ class RunCost:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PlannedBytes:
     """Bytes between places.
 
     Attributes:
@@ -206,69 +199,70 @@ class Plan:
         gpu_name: kind of GPU.
         gpu: its numbers.
         gpus: GPUs of one island.
-        experts: one run each.
-        router: its run.
-        pretrain: the run that the experts start from, if there is one.
-        monolith: the same budget on one cluster of as many GPUs as all islands have.
-        baseline: whether the campaign trains the monolith too.
-        student: the run that learns from the experts, after them, if there is one.
+        runs: what each run costs, in the order of `RUNS`; the monolith's is the same budget on one cluster of
+            as many GPUs as all islands have, whether it is trained or not.
+        trained: the runs that the campaign trains.
+        wall_seconds: duration when all islands train side by side, and the router.
         in_common: what the experts have in common, as a sentence.
-        traffic: bytes.
+        transfer: bytes.
         notes: what was assumed.
     """
 
     gpu_name: str
     gpu: Gpu
     gpus: int
-    experts: list[RunCost]
-    router: RunCost
-    pretrain: RunCost | None
-    monolith: RunCost
-    baseline: bool
-    student: RunCost | None
+    runs: dict[Run, RunCost]
+    trained: list[Run]
+    wall_seconds: float
     in_common: str
-    traffic: Traffic
+    transfer: PlannedBytes
     notes: list[str]
 
     @property
     def own(self) -> list[RunCost]:
         """The runs that make the ensemble."""
-        return [*self.experts, self.router, *([self.pretrain] if self.pretrain else [])]
+        return [cost for run, cost in self.runs.items() if run.kind.counted == "ensemble"]
+
+    @property
+    def beside(self) -> list[RunCost]:
+        """The other runs that the campaign trains."""
+        return [self.runs[run] for run in self.trained if run.kind.counted != "ensemble"]
+
+    @property
+    def monolith(self) -> RunCost:
+        """The baseline."""
+        return self.runs[Run(BASELINE)]
 
     @property
     def gpus_at_once(self) -> int:
         """GPUs when all islands train side by side, and the router; shared pretraining comes before."""
-        beside = sum(run.gpus for run in (*self.experts, self.router))
-        return max(beside, self.pretrain.gpus if self.pretrain else 0)
-
-    @property
-    def wall_seconds(self) -> float:
-        """Duration when all islands train side by side, and the router, after shared pretraining."""
-        before = self.pretrain.seconds if self.pretrain else 0.0
-        return max(before + max(run.seconds for run in self.experts), self.router.seconds)
+        side = [cost.gpus for cost in self.own if cost.run.kind.assembled]
+        return max(sum(side), *(cost.gpus for cost in self.own))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, US dollars."""
+        extras = {cost.run.name: cost.to_json() for cost in self.beside if cost.run.role != BASELINE}
         return {
             "gpu": {"name": self.gpu_name, **self.gpu.model_dump()},
             "gpus_per_island": self.gpus,
-            "runs": [run.to_json() for run in self.own],
-            "monolith": self.monolith.to_json(),
-            "trains_monolith": self.baseline,
-            "student": self.student.to_json() if self.student else None,
+            "runs": [cost.to_json() for cost in self.own],
+            BASELINE: self.monolith.to_json(),
+            f"trains_{BASELINE}": Run(BASELINE) in self.trained,
+            **dict.fromkeys(name for name, role in RUNS.items() if role.counted == "extra"),
+            **extras,
             "total": {
-                "train_flops": sum(run.share.train_flops for run in self.own),
-                "gpu_hours": sum(run.gpu_hours for run in self.own),
+                "train_flops": sum(cost.budget.train_flops for cost in self.own),
+                "gpu_hours": sum(cost.gpu_hours for cost in self.own),
                 "wall_seconds": self.wall_seconds,
-                "usd": sum(run.usd for run in self.own),
+                "usd": sum(cost.usd for cost in self.own),
             },
-            "bytes": asdict(self.traffic),
+            "bytes": asdict(self.transfer),
             "assumptions": self.notes,
         }
 
 
 def make_plan(
-    config: CampaignConfig, data: Expected, table: dict[str, Gpu], name: str, gpus: int = 1
+    config: CampaignConfig, data: DataSpec, table: dict[str, Gpu], name: str, gpus: int = 1
 ) -> Plan:
     """Plan a campaign.
 
@@ -279,67 +273,73 @@ def make_plan(
         name: the kind that every island has.
         gpus: how many each has.
     """
-    gpu, budget = table[name], divide(config, data.shape, data.masses or data.sizes, data.buckets)
-    rows = [None if data.rows is None else size for size in data.sizes]
-    counts: dict[tuple[str, bool], Footprint] = {}
+    gpu, budget = table[name], divide(config, data.shape, data.weights or data.sizes, data.buckets)
     encoder = text_parameters(config.data.text_encoder) if config.encodes_text else 0
-    beside = WEIGHTS * (encoder or 0)
-
-    def cost(run: Run, share: Share, rows: int | None, gpus: int) -> RunCost:
-        network, train = config.denoiser(*run)
+    counted: dict[tuple[str, bool], Footprint] = {}  # experts are mostly alike, and each takes a second
+    costs: dict[Run, RunCost] = {}
+    for run, part in budget.items():
+        network, train = config.denoiser(run.role, run.expert)
         key = (network.model_dump_json(), train.precision != "float32")
-        if key not in counts:
-            counts[key] = denoiser_footprint(network, data.shape, key[1])
-        return RunCost(run.name, share, rows, counts[key], min(gpus, share.batch), gpu, beside)
-
-    experts = [cost(Run("expert", n), share, rows[n], gpus) for n, share in enumerate(budget.experts)]
-    routing = router_footprint(config, data.shape)
-    router = RunCost("router", budget.router, data.rows, routing, min(gpus, budget.router.batch), gpu, beside)
-    monolith = cost(Run("monolith"), budget.monolith, data.rows, gpus * len(experts))
-    pretrain = cost(Run("pretrain"), budget.pretrain, data.rows, gpus) if budget.pretrain else None
-    student = None
-    if budget.student:
-        student = cost(Run("student"), budget.student, data.rows, gpus)
-        student = replace(student, beside=beside + _teachers(config, experts, router))
-
-    networks = sum(run.footprint.parameters for run in [*experts, router])
-    ring = 2 * (len(experts) - 1) * GRADIENTS * monolith.footprint.parameters
-    traffic = Traffic(
-        None if data.stored is None else sum(data.stored),
-        row=row_bytes(data.shape, config.data.precompute_text),
-        experts_in=EMA * networks,
-        between_islands=0,
-        all_reduce=ring * budget.monolith.steps,
-        captions=None if data.text is None else data.text.bytes,
-    )
-    notes = [*data.notes, *_notes([*experts, router], gpus, config)]
+        if run.kind.task == "route":
+            memory = router_footprint(config, data.shape)
+        else:
+            if key not in counted:
+                counted[key] = denoiser_footprint(network, data.shape, key[1])
+            memory = counted[key]
+        rows = data.rows if run.expert is None or data.rows is None else data.sizes[run.expert]
+        there = gpus * len(data.sizes) if run.kind.counted == "baseline" else gpus
+        encoding = float(WEIGHTS * (encoder or 0))
+        costs[run] = RunCost(run, part, rows, memory, min(there, part.batch), gpu, encoding)
+    parts = [cost for run, cost in costs.items() if run.kind.assembled]
+    experts = [cost for cost in parts if cost.run.expert is not None]
+    notes = [*data.notes, "utilisation and price are examples: --table FILE puts in what you measure and pay"]
+    for cost in parts:
+        if cost.gpus < gpus:
+            of = f"{cost.gpus} of the {gpus} GPUs"
+            notes.append(f"{cost.run.name} uses {of}: its batch is {cost.budget.batch} samples")
+    if any(config.island(n)[1].precision == "float32" for n in range(config.partition.k)):
+        notes.append("times are for bf16, and an expert that trains in float32 takes several times as long")
     if config.encodes_text:
         notes.append("times and prices are without the encoding of texts in training")
     if encoder is None:
         notes.append(f"memory of {config.data.text_encoder} is not counted: its config cannot be found here")
+    trained = runs_of(config)
     if data.text is not None:
-        shares = [*budget.experts, budget.router, *(run for run in [budget.pretrain] if run)]
-        shares += [budget.monolith] if config.monolith else []
-        notes += _text_notes(data.text, sum(share.steps * share.batch for share in shares))
-    if student:
-        part = student.share.train_flops / budget.monolith.train_flops
-        notes.append(
-            f"the student's FLOPs hold its teachers' forward passes: {part:.3f} of the monolith's in all"
-        )
-        notes.append(f"{(student.beside - beside) / 2**30:.1f} GiB of the student's GPU are its teachers'")
-    common = in_common(config.budget.pretrain, config.network.init != "scratch")
-    return Plan(
-        name, gpu, gpus, experts, router, pretrain, monolith, config.monolith, student, common, traffic, notes
+        seen = [budget[run] for run in trained if run.kind.counted != "extra"]
+        notes += _text_notes(data.text, sum(part.steps * part.batch for part in seen))
+
+    # A student's GPU also holds its teachers, as many as its budget of memory keeps there.
+    if config.student is not None:
+        student, monolith = Run("student"), budget[Run(BASELINE)]
+        sizes = sorted((WEIGHTS * cost.footprint.parameters for cost in experts), reverse=True)
+        teachers = sum(sizes[: config.student.residency.places(len(experts), sizes[0])[1]])
+        if config.student.teacher == "routed":
+            teachers += WEIGHTS * costs[Run("router")].footprint.parameters
+        costs[student] = replace(costs[student], beside=costs[student].beside + teachers)
+        share = budget[student].train_flops / monolith.train_flops
+        notes += [
+            f"the student's FLOPs hold its teachers' forward passes: {share:.3f} of the monolith's in all",
+            f"{teachers / 2**30:.1f} GiB of the student's GPU are its teachers'",
+        ]
+
+    # Every run starts when those that it needs have ended.
+    ends: dict[str, float] = {}
+    for run, cost in costs.items():
+        if run.kind.counted == "ensemble":
+            start = max((ends.get(role, 0.0) for role in run.kind.needs(config)), default=0.0)
+            ends[run.role] = max(ends.get(run.role, 0.0), start + cost.seconds)
+
+    ring = 2 * (len(experts) - 1) * GRADIENTS * costs[Run(BASELINE)].footprint.parameters
+    transfer = PlannedBytes(
+        None if data.stored is None else sum(data.stored),
+        row=row_bytes(data.shape, config.data.precompute_text),
+        experts_in=EMA * sum(cost.footprint.parameters for cost in parts),
+        between_islands=0,
+        all_reduce=ring * budget[Run(BASELINE)].steps,
+        captions=None if data.text is None else data.text.bytes,
     )
-
-
-def _teachers(config: CampaignConfig, experts: list[RunCost], router: RunCost) -> float:
-    """Bytes of the networks that a student learns from, as many as its budget keeps on the device."""
-    assert config.student is not None
-    size = WEIGHTS * max(run.footprint.parameters for run in experts)
-    places = config.student.residency.places(len(experts), size)[1]
-    resident = sum(sorted((WEIGHTS * run.footprint.parameters for run in experts), reverse=True)[:places])
-    return resident + (WEIGHTS * router.footprint.parameters if config.student.teacher == "routed" else 0)
+    common = in_common(config.budget.pretrain, config.network.init != "scratch")
+    return Plan(name, gpu, gpus, costs, trained, max(ends.values()), common, transfer, notes)
 
 
 def _text_notes(text: CaptionBytes, samples: int) -> list[str]:
@@ -356,18 +356,6 @@ def _text_notes(text: CaptionBytes, samples: int) -> list[str]:
     return [f"text: {counted}{'' if text.counted else ', estimated'}", f"text encoded in training {note}"]
 
 
-def _notes(runs: list[RunCost], gpus: int, config: CampaignConfig) -> list[str]:
-    notes = ["utilisation and price are examples: --table FILE puts in what you measure and pay"]
-    notes += [
-        f"{run.name} uses {run.gpus} of the {gpus} GPUs: its batch is {run.share.batch} samples"
-        for run in runs
-        if run.gpus < gpus
-    ]
-    if any(config.island(n)[1].precision == "float32" for n in range(config.partition.k)):
-        notes.append("times are for bf16, and an expert that trains in float32 takes several times as long")
-    return notes
-
-
 def denoiser_footprint(config: NetworkConfig, shape: DataShape, bf16: bool) -> Footprint:
     """Memory of training a denoiser."""
     adapter = family(config.family)
@@ -381,29 +369,24 @@ def router_footprint(config: CampaignConfig, shape: DataShape) -> Footprint:
 
 
 def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
-    """`ConfigError` that names what would fit, if a run of the ensemble does not."""
-    for run in [*plan.own, *([plan.student] if plan.student else [])]:
-        if run.mode is None:
-            least = _least(run.footprint, run.gpus)
-            raise ConfigError(
-                f"{run.name} does not fit: at least {(least.total + run.beside) / 2**30:.1f} GiB on each of "
-                f"{run.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
-                _what_fits(run, table),
-            )
+    """`ConfigError` that names what would fit, if a run does not; the monolith's cluster is only imagined."""
 
+    def least(cost: RunCost, gpus: int) -> float:
+        """Bytes on each GPU of the way that takes the least memory."""
+        ways = [(sharded, again) for sharded in (False, True)[: 1 + (gpus > 1)] for again in (False, True)]
+        return min(mode(cost.footprint, gpus, 1, *way).total for way in ways) + cost.beside
 
-def _least(counted: Footprint, gpus: int) -> Mode:
-    """The way that takes the least memory."""
-    kinds = [(s, c) for s in (False, True)[: 1 + (gpus > 1)] for c in (False, True)]
-    return min((mode(counted, gpus, 1, s, c) for s, c in kinds), key=lambda m: m.total)
-
-
-def _what_fits(run: RunCost, table: dict[str, Gpu]) -> str:
-    def fits(gpus: int, memory: float) -> bool:
-        return _least(run.footprint, gpus).total + run.beside <= memory
-
-    counts = [n for n in range(run.gpus + 1, run.share.batch + 1) if fits(n, run.gpu.memory)]
-    others = sorted((gpu.memory_gib, name) for name, gpu in table.items() if fits(run.gpus, gpu.memory))
-    options = [f"--gpus {counts[0]}"] if counts else []
-    options += [f"--gpu {others[0][1]}"] if others else []
-    return f"use {' or '.join(options)}" if options else "make the network smaller"
+    for cost in (*plan.own, *(cost for cost in plan.beside if cost.run.role != BASELINE)):
+        if cost.mode is not None:
+            continue
+        gpus = (n for n in range(cost.gpus + 1, cost.budget.batch + 1) if least(cost, n) <= plan.gpu.memory)
+        more = next(gpus, None)
+        others = [(gpu.memory_gib, name) for name, gpu in table.items()]
+        other = min((o for o in others if least(cost, cost.gpus) <= table[o[1]].memory), default=None)
+        options = [f"--gpus {more}"] if more else []
+        options += [f"--gpu {other[1]}"] if other else []
+        raise ConfigError(
+            f"{cost.run.name} does not fit: at least {least(cost, cost.gpus) / 2**30:.1f} GiB on each of "
+            f"{cost.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
+            f"use {' or '.join(options)}" if options else "make the network smaller",
+        )

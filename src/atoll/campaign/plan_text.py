@@ -3,120 +3,113 @@
 import textwrap
 from itertools import groupby
 
-from atoll.base.text import columns, count, duration, significant, size
+from atoll.base.table import Column, Table, text
+from atoll.base.text import significant, size
 from atoll.campaign.plan import OVERHEAD, Plan, RunCost
+
+COSTS = (
+    Column("run"),
+    Column("params", "parameters"),
+    Column("rows", "parameters"),
+    Column("steps"),
+    Column("batch"),
+    Column("FLOPs", "operations"),
+    Column("GPUs"),
+    Column("time", "s"),
+    Column("GPU_h", digits=3),
+    Column("USD", digits=3),
+)
+MEMORY = (
+    Column("run"),
+    Column("batch"),
+    *(Column(name, "GiB") for name in ("state", "plain", "ckpt", "sharded", "both")),
+    Column("how_it_runs"),
+)
+EXPLAINED = (
+    "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, "
+    f"with bf16 copies, activations and {OVERHEAD / 2**30:g} GiB of overhead: plain, with activation "
+    "checkpointing (ckpt), with the state sharded over the run's GPUs, and with both. Estimates: leave a "
+    "margin."
+)
+SUFFIXES = {"baseline": ", one site", "extra": ", after them"}
 
 
 def lines(plan: Plan) -> list[str]:
     """The plan in lines."""
-    groups = _grouped(plan)
-    text = [_head(plan), *textwrap.wrap(plan.in_common, 98), ""]
-    costs = [_cost(title, run) for title, run in groups]
-    trained = len(costs) - (2 if plan.student else 1)
-    text += columns([_COST, *costs[:trained], _total(plan), *costs[trained:]])
-    more = {"monolith": plan.monolith if plan.baseline else None, "student": plan.student}
-    if also := [name for name, run in more.items() if run is not None]:
-        runs = [*plan.own, *(run for run in more.values() if run is not None)]
-        hours, usd = sum(run.gpu_hours for run in runs), sum(run.usd for run in runs)
-        text.append(
-            f"The campaign trains the {' and the '.join(also)} too: {significant(hours)} GPU hours,"
-            f" {significant(usd)} USD in all."
-        )
-    text += ["", f"GiB on each GPU ({plan.gpu_name} has {plan.gpu.memory_gib:g}), the whole batch at once:"]
-    text += columns([_MEMORY, *(_memory(title, run) for title, run in groups)], left=(0, 7))
-    text += ["", *textwrap.wrap(_EXPLAINED.format(overhead=OVERHEAD / 2**30), 98), "", "Bytes:"]
-    text += _traffic(plan)
-    return [*text, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
-
-
-_EXPLAINED = (
-    "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, "
-    "with bf16 copies, activations and {overhead:g} GiB of overhead: plain, with activation checkpointing "
-    "(ckpt), with the state sharded over the run's GPUs, and with both. Estimates: leave a margin."
-)
-_COST = ("run", "params", "rows", "steps x batch", "FLOPs", "GPUs", "time", "GPU hours", "USD")
-_MEMORY = ("run", "batch", "state", "plain", "ckpt", "sharded", "both", "how it runs")
-
-
-def _head(plan: Plan) -> str:
-    gpu, k = plan.gpu, len(plan.experts)
-    return (
+    gpu, k = plan.gpu, sum(run.expert is not None for run in plan.runs)
+    said = [
         f"{k} islands of {plan.gpus} {plan.gpu_name} each: {gpu.tflops:g} TFLOP/s, "
-        f"{gpu.utilisation:.0%} of it used (assumed), {gpu.usd_per_hour:g} USD an hour"
-    )
-
-
-def _grouped(plan: Plan) -> list[tuple[str, RunCost]]:
-    """Runs with their titles; experts in a row that are the same are one line."""
-    titled = []
-    for _, same in groupby(plan.experts, key=lambda run: (run.share, run.rows, run.footprint, run.gpus)):
-        runs = list(same)
-        first, last = runs[0].name, runs[-1].name.split()[-1]
-        titled.append((first if len(runs) == 1 else f"experts {first.split()[-1]}-{last}, each", runs[0]))
-    pretrain = [("pretraining, first", plan.pretrain)] if plan.pretrain else []
-    student = [("student, after them", plan.student)] if plan.student else []
-    return [*pretrain, *titled, ("router", plan.router), *student, ("monolith, one site", plan.monolith)]
-
-
-def _cost(title: str, run: RunCost) -> list[str]:
-    share = run.share
-    return [
-        title,
-        count(run.footprint.parameters),
-        count(run.rows),
-        f"{share.steps:,} x {share.batch}",
-        f"{share.train_flops:.2e}",
-        str(run.gpus),
-        duration(run.seconds),
-        significant(run.gpu_hours),
-        significant(run.usd),
-    ]
-
-
-def _total(plan: Plan) -> list[str]:
-    runs = plan.own
-    return [
-        "all side by side",
-        count(sum(run.footprint.parameters for run in runs)),
+        f"{gpu.utilisation:.0%} of it used (assumed), {gpu.usd_per_hour:g} USD an hour",
+        *textwrap.wrap(plan.in_common, 98),
         "",
-        "",
-        f"{sum(run.share.train_flops for run in runs):.2e}",
-        str(plan.gpus_at_once),
-        duration(plan.wall_seconds),
-        significant(sum(run.gpu_hours for run in runs)),
-        significant(sum(run.usd for run in runs)),
     ]
 
+    # Experts in a row that are the same are one line.
+    titled: list[tuple[str, RunCost]] = []
+    for _, alike in groupby(plan.runs.values(), key=lambda c: (c.run.role, c.budget, c.rows, c.footprint)):
+        first, *others = alike
+        several = f"{first.run.kind.plural} {first.run.expert}-"
+        name = f"{several}{others[-1].run.expert}, each" if others else first.run.name
+        titled.append((name + SUFFIXES.get(first.run.kind.counted, ""), first))
+    own = [(title, cost) for title, cost in titled if cost.run.kind.counted == "ensemble"]
+    total = {
+        "run": "all side by side",
+        "params": sum(cost.footprint.parameters for cost in plan.own),
+        "FLOPs": sum(cost.budget.train_flops for cost in plan.own),
+        "GPUs": plan.gpus_at_once,
+        "time": plan.wall_seconds,
+        "GPU_h": sum(cost.gpu_hours for cost in plan.own),
+        "USD": sum(cost.usd for cost in plan.own),
+    }
+    rows = [_cost(title, cost) for title, cost in own]
+    rows += [total, *(_cost(title, cost) for title, cost in titled[len(own) :])]
+    said += text(Table("costs", "", COSTS, rows))
+    if plan.beside:
+        every = [*plan.own, *plan.beside]
+        hours, usd = sum(cost.gpu_hours for cost in every), sum(cost.usd for cost in every)
+        also = " and the ".join(cost.run.name for cost in plan.beside)
+        said.append(
+            f"The campaign trains the {also} too: {significant(hours)} GPU hours, "
+            f"{significant(usd)} USD in all."
+        )
 
-def _memory(title: str, run: RunCost) -> list[str]:
-    sizes = [_gib(m.total) if not m.sharded or run.gpus > 1 else "-" for m in run.modes]
-    return [title, str(run.local_batch), _gib(run.footprint.state), *sizes, _how(run)]
-
-
-def _how(run: RunCost) -> str:
-    if run.mode is None:
-        return "DOES NOT FIT"
-    words = ["sharded"] * run.mode.sharded + ["ckpt"] * run.mode.checkpointing
-    parts = ", ".join(words) or "plain"
-    more = f", {run.mode.micro_batch} at once" if run.mode.micro_batch < run.local_batch else ""
-    return f"{parts}{more}: {_gib(run.mode.total)}"
-
-
-def _traffic(plan: Plan) -> list[str]:
-    traffic, k = plan.traffic, len(plan.experts)
-    known = traffic.data_out is not None
-    out, what = (
-        (traffic.data_out or 0, "data sets") if known else (traffic.row, "for every row of the data sets")
-    )
-    stored = traffic.captions
-    return [
-        *([f"  {size(stored):>8}  captions of the data set"] if stored is not None else []),
-        f"  {size(out):>8}  {what} out to the islands",
-        f"  {size(traffic.experts_in):>8}  networks back in",
-        f"  {size(traffic.between_islands):>8}  between islands while they train",
-        f"  {size(traffic.all_reduce):>8}  between {k} nodes of a data-parallel monolith (all-reduce)",
+    said += ["", f"GiB on each GPU ({plan.gpu_name} has {gpu.memory_gib:g}), the whole batch at once:"]
+    said += text(Table("memory", "", MEMORY, [_memory(title, cost) for title, cost in titled]))
+    sent, known = plan.transfer, plan.transfer.data_out is not None
+    moved = [
+        (sent.captions, "captions of the data set"),
+        (sent.data_out, "data sets out to the islands"),
+        (None if known else sent.row, "for every row of the data sets out to the islands"),
+        (sent.experts_in, "networks back in"),
+        (sent.between_islands, "between islands while they train"),
+        (sent.all_reduce, f"between {k} nodes of a data-parallel monolith (all-reduce)"),
     ]
+    said += ["", *textwrap.wrap(EXPLAINED, 98), "", "Bytes:"]
+    said += [f"  {size(number):>8}  {what}" for number, what in moved if number is not None]
+    return [*said, "", "Assumed:", *(f"  {note}" for note in plan.notes)]
 
 
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.1f}"
+def _cost(title: str, cost: RunCost) -> dict[str, object]:
+    return {
+        "run": title,
+        "params": cost.footprint.parameters,
+        "rows": cost.rows,
+        "steps": cost.budget.steps,
+        "batch": cost.budget.batch,
+        "FLOPs": cost.budget.train_flops,
+        "GPUs": cost.gpus,
+        "time": cost.seconds,
+        "GPU_h": cost.gpu_hours,
+        "USD": cost.usd,
+    }
+
+
+def _memory(title: str, cost: RunCost) -> dict[str, object]:
+    plain, again, sharded, both = (m.total if cost.gpus > 1 or not m.sharded else None for m in cost.modes)
+    chosen, how = cost.mode, "DOES NOT FIT"
+    if chosen is not None:
+        words = ["sharded"] * chosen.sharded + ["ckpt"] * chosen.checkpointing or ["plain"]
+        words += [f"{chosen.micro_batch} at once"] if chosen.micro_batch < cost.local_batch else []
+        how = f"{', '.join(words)}: {chosen.total / 2**30:.1f}"
+    numbers = {"state": cost.footprint.state, "plain": plain, "ckpt": again, "sharded": sharded, "both": both}
+    return {"run": title, "batch": cost.local_batch, **numbers, "how_it_runs": how}

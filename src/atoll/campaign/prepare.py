@@ -10,7 +10,7 @@ from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import grid, png
-from atoll.campaign.expected import expected
+from atoll.campaign.data_spec import data_spec
 from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
@@ -64,7 +64,7 @@ def check_shapes(campaign: Campaign) -> None:
     Raises:
         ConfigError: which, and what to change; or the settings do not tell the shapes.
     """
-    config, shape = campaign.config, expected(campaign).shape
+    config, shape = campaign.config, data_spec(campaign).shape
     check_sides("router", config.router.patch, shape.latents)
     for number in range(config.partition.k):
         network = config.island(number)[0]

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, model_validator
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
+from atoll.campaign.runs import BASELINE, BESIDE
 from atoll.model.routing import Routing
 from atoll.store.store import Store
 
@@ -281,13 +282,12 @@ class Comparison(_Tables):
     @property
     def best(self) -> ComparedModel | None:
         """The routing of the smallest distance. `oracle` is told the cluster, so it does not compete."""
-        dense = ("monolith", "student")
-        rows = [r for r in self.rows if r.name not in dense and not (r.routing and r.routing.needs_labels)]
+        rows = [r for r in self.rows if r.name not in BESIDE and not (r.routing and r.routing.needs_labels)]
         return min((r for r in rows if r.distance is not None), key=lambda r: r.distance or 0.0, default=None)
 
     def ratio(self, row: ComparedModel | None) -> float | None:
         """Distance over the monolith's."""
-        base = self.row("monolith")
+        base = self.row(BASELINE)
         if row is None or row.distance is None or base is None or not base.distance:
             return None
         return row.distance / base.distance

@@ -139,6 +139,7 @@ BESIDE = tuple(role.name for role in _ROLES if role.counted != "ensemble")
 """Roles that the ensemble does without."""
 SINGLE = tuple(role.name for role in _ROLES if role.sampled)
 """Roles whose network is a model by itself."""
+BASELINE = next(role.name for role in _ROLES if role.counted == "baseline")
 
 
 class Run(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.text import in_common
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
+from atoll.campaign.runs import RUNS, Run, RunPlan, runs_of, stored_bytes
 from atoll.store.history import History
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.signatures import UNSIGNED, signer
@@ -32,7 +32,7 @@ class RunStatus:
 
     Attributes:
         name: `island 3`, `router`.
-        role: expert, router, monolith, pretrain, student.
+        role: a name of `RUNS`.
         island: number of the cluster.
         state: waiting (nobody started it), training, stale (its process died or fell silent), failed, left
             (told to, saved), published, unreadable.
@@ -187,7 +187,7 @@ class Observer:
             runs = list(pool.map(lambda run: run.look(now), self._runs))
             sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
         counted = [both for both in sent if both is not None]
-        back = [run.published_bytes for run in runs if run.role in ("expert", "router")]
+        back = [run.published_bytes for run in runs if RUNS[run.role].assembled]
         published = [size for size in back if size is not None]
         data_out, between = (sum(both[part] for both in counted) for part in (0, 1))
         exchanged = Exchanged(data_out, len(counted), sum(published), len(published), between)

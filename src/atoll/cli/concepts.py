@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import click
 
+from atoll.campaign.runs import BASELINE
 from atoll.cli.common import CAMPAIGN, LOCAL, open_campaign
 
 
@@ -118,7 +119,7 @@ def tail(campaign: str, n: int, least: int, templates: tuple[str, ...]) -> None:
 @concepts.command("evaluate")
 @CAMPAIGN
 @click.option(
-    "--model", "models", multiple=True, default=["monolith", "ensemble"], help="Also ensemble:STRATEGY."
+    "--model", "models", multiple=True, default=[BASELINE, "ensemble"], help="Also ensemble:STRATEGY."
 )
 @click.option("--each", type=click.IntRange(min=1), default=4, help="Pictures of a prompt.")
 @click.option("--real", "most", type=click.IntRange(min=2), default=8, help="Real pictures of a concept.")

@@ -14,18 +14,19 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, PeerFailed, first_line
+from atoll.campaign.runs import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
-from atoll.train.preemption import end, ends_with_run
+from atoll.train.preemption import ends_with_run, exit_process
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of the same run has to tell: what all meet
 alike is told by the first, a collective that fails by whoever made it fail. `torchrun` then ends the rest."""
-MODEL = click.Choice(["ensemble", "monolith", "student"])
+MODEL = click.Choice(["ensemble", *BESIDE])
 
 
 @click.group(
@@ -119,19 +120,19 @@ def plan(
 
         return size_up(campaign, sets, as_json)
     from atoll.campaign import gpus as kinds
-    from atoll.campaign.expected import expected
+    from atoll.campaign.data_spec import data_spec
     from atoll.campaign.plan import make_plan, must_fit
     from atoll.campaign.plan_text import lines
 
     opened, known = open_campaign(campaign, sets), kinds.load(table)
     kinds.find(known, gpu)
-    outlook = make_plan(opened.config, expected(opened, rows), known, gpu, gpus)
+    outlook = make_plan(opened.config, data_spec(opened, rows), known, gpu, gpus)
     say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
     must_fit(outlook, known)
 
 
 @atoll.command()
-@click.argument("what", type=click.Choice(["expert", "router", "monolith", "pretrain", "student"]))
+@click.argument("what", type=click.Choice(list(RUNS)))
 @CAMPAIGN
 @click.option("--expert", type=int, default=None, help="Number of the expert, which is that of its cluster.")
 @click.option("--wait", is_flag=True, help="Wait while another living process holds the run.")
@@ -367,8 +368,8 @@ atoll.add_command(serve)
 def main() -> None:
     """Entry point: user mistakes are one line and exit code 2."""
     ends_with_run()
-    # Without `end` a thread still inside torch may abort the process as Python shuts down.
-    end(run_command(lambda: atoll.main(standalone_mode=False)))
+    # Without `exit_process` a thread still inside torch may abort the process as Python shuts down.
+    exit_process(run_command(lambda: atoll.main(standalone_mode=False)))
 
 
 def _numbers(text: str) -> list[int]:

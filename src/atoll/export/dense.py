@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
-from atoll.campaign.baselines import dense
+from atoll.campaign.baselines import single_network
 from atoll.campaign.card_facts import about, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.encoders import by_name, check_encoders
@@ -38,7 +38,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: no stock pipeline runs the model, or the folder holds something else.
         StoreError: the model is not published, or damaged.
     """
-    prefix = dense(campaign, request.model)
+    prefix = single_network(campaign, request.model)
     card = read_card(campaign.store, prefix)
     stock = stock_of(card.family)
     if request.experts != "auto":

@@ -16,7 +16,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.prepare import prepare
 from atoll.campaign.pretrain import hand_over, pretrain_finished
-from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
+from atoll.campaign.runs import BESIDE, RUNS, Run, RunPlan, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.encoders.text import text_parameters
@@ -25,7 +25,6 @@ from atoll.launch.job import Job, Launcher, Site, command
 from atoll.model.expert import published
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
-BESIDE = ("monolith", "student")  # runs that the ensemble does without
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
@@ -169,9 +168,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
 
 def _needs(config: CampaignConfig, role: str, left: list[Run]) -> tuple[str, ...]:
     """Names of the jobs that a run waits for, of those that are left."""
-    wanted = {"expert": ["pretrain"], "student": ["expert"]}.get(role, [])
-    if role == "student" and config.student is not None and config.student.teacher == "routed":
-        wanted = ["expert", "router"]
+    wanted = RUNS[role].needs(config)
     return tuple(run.name for run in left if run.role in wanted)
 
 

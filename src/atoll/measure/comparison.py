@@ -18,10 +18,11 @@ from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.baselines import dense_cards
+from atoll.campaign.baselines import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import ComparedModel, Comparison, Table
+from atoll.campaign.runs import RUNS
 from atoll.campaign.settings.measure import BEYOND, CompareConfig
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, akin
@@ -254,7 +255,7 @@ def compare(campaign: Campaign) -> Comparison:
 
     store, config = campaign.store, campaign.config.compare
     content, router = read_manifest(store), read_card(store, "ensemble/router")
-    dense = dense_cards(campaign, router)
+    dense = single_cards(campaign, router)
     request = Request.of(campaign, content, dense)
     parts = content.parts | {name: card.weights_sha256 for name, card in dense.items()}
     key = digest(
@@ -332,14 +333,15 @@ def _train_flops(bench: Bench) -> dict[str, Any]:
     """What was spent on the training of each part."""
     store, dense = bench.campaign.store, bench.dense
     experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store).experts]
-    pretrained = pretrain_finished(bench.campaign)
-    return {
-        BASE: dense[BASE].train_flops if BASE in dense else None,
-        "experts": sum(card.train_flops for card in experts),
-        "router": bench.router.train_flops,
-        "pretrain": read_card(store, "pretrain/expert").train_flops if pretrained else 0.0,
-        **({"student": dense["student"].train_flops} if "student" in dense else {}),
-    }
+    cards = [*experts, bench.router, *dense.values()]
+    if pretrain_finished(bench.campaign):
+        cards.append(read_card(store, "pretrain/expert"))
+    spent: dict[str, float | None] = {BASE: None}
+    spent |= {role.plural: 0.0 for role in RUNS.values() if role.counted == "ensemble"}
+    for card in cards:
+        name = RUNS[card.role].plural
+        spent[name] = (spent.get(name) or 0.0) + card.train_flops
+    return spent
 
 
 def _metric(bench: Bench) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.rng import generator
-from atoll.campaign.baselines import DENSE
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import SINGLE
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
@@ -26,7 +26,6 @@ from atoll.model.generation import Generation
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.routing import PRETRAIN
 
-SINGLE = (*DENSE, "pretrain")
 """Networks beside the ensemble, where they are published."""
 TO_8_BITS = "nearest of 256 levels of [-1, 1]"
 

@@ -16,6 +16,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison, SeedsTable, Table
+from atoll.campaign.runs import RUNS
 from atoll.measure.comparison import BASE, compare
 from atoll.measure.departure import WIDE
 from atoll.measure.pictures import Rows
@@ -132,7 +133,9 @@ def _training(comparisons: Sequence[Found]) -> Iterator[Values]:
     spent = [one.get("train_flops", {}) for one in comparisons]
     if not all(one.get(BASE) for one in spent):
         return
-    for name, parts in (("ensemble", ("experts", "router", "pretrain")), ("student", ("student",))):
+    ensemble = [role.plural for role in RUNS.values() if role.counted == "ensemble"]
+    extras = {name: [name] for name, role in RUNS.items() if role.counted == "extra"}
+    for name, parts in {"ensemble": ensemble, **extras}.items():
         if all(one.get(part) is not None for one in spent for part in parts):
             values = [sum(one[part] for part in parts) / one[BASE] for one in spent]
             yield Values(name, f"training FLOPs / {BASE}", values)

@@ -13,7 +13,7 @@ from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.base.text import in_common
 from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
-from atoll.campaign.runs import RunPlan, read_partition
+from atoll.campaign.runs import RUNS, RunPlan, read_partition
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
 from atoll.report.palette import DENSE
@@ -43,7 +43,7 @@ class Run:
     """One training run: its plan, how far it is, and what it logged.
 
     Attributes:
-        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
+        role: a name of `RUNS`.
         island: number of the cluster, for an expert.
         plan: its numbers; None if they are not there.
         card: of the published network; None while there is none.
@@ -59,7 +59,8 @@ class Run:
     @property
     def name(self) -> str:
         """As the page calls it."""
-        return f"Expert {self.island}" if self.role == "expert" else DENSE.get(self.role, "Router")
+        title = RUNS[self.role].title
+        return title if self.island is None else f"{title} {self.island}"
 
     @property
     def style(self) -> str:

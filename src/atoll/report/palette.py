@@ -6,11 +6,13 @@ tritanopia (Machado et al. 2009); numbers and names always stand beside them, so
 
 from collections.abc import Iterable
 
+from atoll.campaign.runs import RUNS, SINGLE
+
 LIGHT = ("#0a6fb0", "#e3a62b", "#9c3015", "#3fbfb9", "#5f3467", "#8b93f0", "#cf8089", "#86762f")
 """On a light page."""
 DARK = ("#3f95dc", "#f7cb68", "#c9593b", "#4feadd", "#9a5fa8", "#b4bcfa", "#ef919b", "#a39a2f")
 """The same hues on a dark page."""
-DENSE = {"monolith": "Monolith", "pretrain": "Shared pretraining", "student": "Student"}
+DENSE = {name: RUNS[name].title for name in SINGLE}
 """Single networks, each with a colour of its own, and what the page calls them."""
 ROUTED = ("selected", "mixture", "own", "router")
 """CSS classes of the colours of routings, in order."""

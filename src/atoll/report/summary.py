@@ -3,6 +3,7 @@
 from typing import Any
 
 from atoll.base.format import File
+from atoll.campaign.runs import RUNS
 from atoll.report.facts import Facts, Run, total
 
 
@@ -52,15 +53,12 @@ def summary(facts: Facts) -> Summary:
     """The figures of a campaign at any stage."""
     compared, partition = facts.comparison, facts.partition
     rows = compared.rows if compared else []
-    flops = {
-        "monolith": _spent(facts.monolith),
-        "experts": total([_spent(run) for run in facts.experts]),
-        "router": _spent(facts.router),
-        "pretrain": _spent(facts.pretrain) if facts.pretrain else 0.0,
-    }
-    complete = None not in flops.values()
-    if facts.student:
-        flops["student"] = _spent(facts.student)
+    flops: dict[str, float | None] = {}
+    for role in RUNS.values():
+        trained = [_spent(run) for run in (facts.monolith, *facts.runs) if run.role == role.name]
+        if trained or role.counted == "ensemble":
+            flops[role.plural] = total(trained[:1] if role.counted == "baseline" else trained)
+    complete = None not in [flops[role.plural] for role in RUNS.values() if role.counted != "extra"]
     return Summary(
         campaign=facts.name,
         atoll=facts.frozen.code,

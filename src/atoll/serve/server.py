@@ -18,6 +18,7 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import BESIDE
 from atoll.model.expert import published
 from atoll.model.folder import MANIFEST
 from atoll.model.model import ENSEMBLE, Model
@@ -30,8 +31,6 @@ from atoll.serve.metrics import Metrics
 from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.settings import ServeSettings
 from atoll.store.store import Store
-
-NETWORKS = ("monolith", "student")
 
 
 def serve(
@@ -109,7 +108,7 @@ def models_in(
         return {ENSEMBLE: partial(load, source)}
     store = Store.open(source)
     names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
-    names += [name for name in NETWORKS if published(store, f"{name}/expert")]
+    names += [name for name in BESIDE if published(store, f"{name}/expert")]
     if not names:
         raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
     return {name: partial(load, store, name) for name in names}

@@ -25,11 +25,11 @@ from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train import state as checkpoint
 from atoll.train.ema import Ema
-from atoll.train.loggers import Subject, Tracks
+from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import StepSharding, whole
 from atoll.train.precision import Float32Attention
-from atoll.train.preemption import Interrupted, leaving
-from atoll.train.prefetch import Ahead
+from atoll.train.preemption import Interrupted, catch_signals
+from atoll.train.prefetch import Prefetcher
 from atoll.train.rows import TrainingRows
 from atoll.train.spike_guard import Guard
 from atoll.train.state import Saver, TrainState
@@ -117,12 +117,12 @@ class _Run:
         self.run = store.sub("run")
         self.log = Log(self.run, new_holder())
         self.saver = Saver(self.run, self.log, self.learned, settings.keep)
-        self.tracks = Tracks()
+        self.trackers = Trackers()
         self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
 
     def go(self, wait: bool, tracking: TrackingConfig) -> None:
         """Take the run over, train, publish, and say in the log how it ended."""
-        with leaving() as stop_requested:
+        with catch_signals() as stop_requested:
             if not self.group.once(lambda: self._acquire(wait, stop_requested)):
                 self.group.once(lambda: settle(self.store, self.log))
                 self._say(f"{self.name}: finished already")
@@ -144,13 +144,13 @@ class _Run:
             if self.group.first:
                 stack.enter_context(self.heart)
             self._resume()
-            stack.callback(self.tracks.close)
+            stack.callback(self.trackers.close)
             if self.group.first:
                 starts = sum(entry.kind == "acquire" for entry in self.log.entries())
                 settings = self.recipe.model_dump(mode="json")
                 tracker, step = self.state.tracker, self.state.step
-                subject = Subject(tracker, self.name, self.plan.role, starts, step, settings)
-                self.tracks.open(tracking, self.run, self.log.holder, subject)
+                info = RunInfo(tracker, self.name, self.plan.role, starts, step, settings)
+                self.trackers.open(tracking, self.run, self.log.holder, info)
             self._steps(stop_requested)
             self._publish()
 
@@ -244,11 +244,11 @@ class _Run:
         def make(begin: int) -> list[Any]:
             return [self.task.batch(part) for part in sharding.parts(begin)] if begin < plan.samples else []
 
-        with Ahead(make, state.samples, plan.batch, settings.data_timeout_s) as ahead:
+        with Prefetcher(make, state.samples, plan.batch, settings.data_timeout_s) as prefetcher:
             while state.step < plan.steps:
                 self.phase = "training"
                 started = time.monotonic()
-                batches = ahead.take(stop_requested)
+                batches = prefetcher.next(stop_requested)
 
                 # All ranks agree whether to leave or save; a rank without data has been told to leave.
                 due = self.group.first and time.monotonic() - saved > settings.checkpoint_every_s
@@ -342,7 +342,7 @@ class _Run:
         network.train()
         if self.group.first:
             if picture is not None:
-                self.tracks.picture(state.step, picture)
+                self.trackers.picture(state.step, picture)
                 self._try_to_write(f"previews/{state.step:08d}.png", picture)
             self._write_metrics()
 
@@ -369,7 +369,7 @@ class _Run:
     def _note(self, **values: Any) -> None:
         line = MetricsLine(step=self.state.step, samples=self.state.samples, **values)
         self.state.metrics.append(line)
-        self.tracks.line(line)
+        self.trackers.line(line)
 
     def _write_metrics(self) -> None:
         try:
@@ -381,7 +381,7 @@ class _Run:
             return
         lines = (json.dumps(line.model_dump(exclude_unset=True)) + "\n" for line in self.state.metrics)
         self._try_to_write("metrics.jsonl", "".join(lines).encode())
-        self.tracks.flush()
+        self.trackers.flush()
 
     def _try_to_write(self, key: str, data: bytes) -> None:
         """Write what the result does not depend on; a store that fails for a while must not end the run."""

@@ -13,7 +13,7 @@ from atoll.base.errors import INTERRUPTED, AtollError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _process = {"ends": False}
-_abandoned: list[threading.Thread] = []
+_leaked: list[threading.Thread] = []
 
 
 class Interrupted(AtollError):
@@ -31,7 +31,7 @@ def ends_with_run() -> None:
 
 
 @contextmanager
-def leaving() -> Iterator[list[int]]:
+def catch_signals() -> Iterator[list[int]]:
     """Signals that came so far; more of them change nothing."""
     stop_requested: list[int] = []
 
@@ -46,19 +46,19 @@ def leaving() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_IGN if stop_requested and _process["ends"] else handler)
 
 
-def abandon(thread: threading.Thread) -> None:
-    """Wait no longer for a daemon thread that does not end; `end` will know of it."""
-    _abandoned.append(thread)
+def leak_thread(thread: threading.Thread) -> None:
+    """Wait no longer for a daemon thread that does not end; `exit_process` will know of it."""
+    _leaked.append(thread)
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process with a code.
 
-    Python does not take itself down below threads that may come back into it, which aborts the process: an
-    abandoned one that still works, and in a process of several those in which gloo gives tensors back.
+    Python does not take itself down below threads that may come back into it, which aborts the process: a
+    leaked one that still works, and in a process of several those in which gloo gives tensors back.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone and not any(thread.is_alive() for thread in _abandoned):
+    if alone and not any(thread.is_alive() for thread in _leaked):
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more

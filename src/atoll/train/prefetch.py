@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from atoll.base.errors import DataError
-from atoll.train.preemption import abandon
+from atoll.train.preemption import leak_thread
 
 POLL = 0.2  # seconds between looks at whether the run was told to leave
 PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
 
 
-class Ahead:
+class Prefetcher:
     """Makes the batches of steps in order, one step ahead.
 
     Args:
@@ -32,7 +32,7 @@ class Ahead:
         # A daemon: one that hangs in a dead file system must not keep the process from leaving.
         self._thread = threading.Thread(target=self._run, daemon=True, name="data")
 
-    def __enter__(self) -> "Ahead":
+    def __enter__(self) -> "Prefetcher":
         self._thread.start()
         return self
 
@@ -40,9 +40,9 @@ class Ahead:
         self._stopped.set()
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
-            abandon(self._thread)
+            leak_thread(self._thread)
 
-    def take(self, stop_requested: Sequence[object]) -> list[Any] | None:
+    def next(self, stop_requested: Sequence[object]) -> list[Any] | None:
         """The next step's batches; None if the run is told to leave before they are there.
 
         Raises:

@@ -16,7 +16,7 @@ from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
 from atoll.campaign.pretrain import hand_over
 from atoll.campaign.publication import KEY, tidy
-from atoll.campaign.runs import Recipe, Run, RunPlan
+from atoll.campaign.runs import RUNS, Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig
@@ -32,8 +32,6 @@ from atoll.train.loop import Task, train
 from atoll.train.router import RouterTask
 from atoll.train.rows import TrainingRows
 from atoll.train.teachers import lay_start, load_teacher, settings_of_student, teachers
-
-ROLES = ("expert", "router", "monolith", "pretrain", "student")
 
 
 def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait: bool = False) -> Card:
@@ -84,15 +82,12 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
 
 def _check(campaign: Campaign, run: Run) -> None:
     """Refuse a run that the campaign has not."""
-    if run.role == "pretrain" and not campaign.config.budget.pretrain:
-        raise ConfigError(
-            f"budget.pretrain is 0 in {campaign.store.location}: it has no shared pretraining",
-            "start a campaign with, for example, --set budget.pretrain=0.3",
-        )
-    if run.role == "student":
-        settings_of_student(campaign)
+    role = run.kind
+    if not role.planned(campaign.config):
+        what, fix = role.absent
+        raise ConfigError(f"{campaign.store.location} {what}", fix)
     if not campaign.store.exists(run.plan):
-        late = " with the same --set" if run.role == "student" else ""
+        late = " with the same --set" if role.late else ""
         raise PartitionError(
             f"{campaign.store.name(run.folder)} has no island.json",
             f"run 'atoll partition {campaign.store.location}'{late} first",
@@ -123,7 +118,7 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         lay_start(campaign, store, plan, network, cards)
     plan = start(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
-    labelled, device = plan.role in ("router", "student"), own_device()
+    labelled, device = RUNS[plan.role].task != "denoise", own_device()
     rows = TrainingRows.of(
         dataset, config.condition, recipe, clusters=labelled, encoder=token_encoder(campaign, dataset)
     )
@@ -141,8 +136,8 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
 
 def check_run(role: str, expert: int | None, k: int) -> None:
     """Refuse a run that no campaign of K experts has."""
-    if role not in ROLES:
-        raise ConfigError(f"there is no role {role!r}", nearest(role, ROLES))
+    if role not in RUNS:
+        raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
     if role == "expert" and (type(expert) is not int or not 0 <= expert < k):
         what = "which expert?" if expert is None else f"there is no expert {expert!r}"
         raise ConfigError(what, f"give --expert 0 to {k - 1}")

@@ -19,7 +19,7 @@ from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.baselines import dense_cards
+from atoll.campaign.baselines import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Diagnosis, Table
 from atoll.campaign.settings.measure import DiagnoseConfig
@@ -56,7 +56,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
     content = read_manifest(store)
     router = read_card(store, "ensemble/router")
-    baseline = dense_cards(campaign, router, ("monolith",))
+    baseline = single_cards(campaign, router, ("monolith",))
     parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, partition = _data(campaign)
     departure = Departure.of(campaign, config)

@@ -45,7 +45,7 @@ class CaptionBytes:
 
 
 @dataclass(frozen=True)
-class Expected:
+class DataSpec:
     """The data of a campaign, known or assumed.
 
     Attributes:
@@ -55,7 +55,7 @@ class Expected:
         stored: bytes of each island's data set; None if not known.
         partitioned: whether sizes are those of the partition.
         notes: what was assumed.
-        masses: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
+        weights: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
         text: text states of the data set; None where there is no data set, or no text.
         buckets: training rows (or the sum of their weights) of each of the shape's latents by cluster; empty
             where there is one, or it is not known.
@@ -67,13 +67,13 @@ class Expected:
     stored: list[int] | None
     partitioned: bool
     notes: list[str]
-    masses: Sequence[float] = ()
+    weights: Sequence[float] = ()
     text: CaptionBytes | None = None
     buckets: Sequence[Sequence[float]] = ()
 
 
-def expected(campaign: Campaign, rows: int | None = None) -> Expected:
-    """Look at what is there, and assume the rest.
+def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
+    """Read what is there: the partition, else the data set, else the settings; and assume the rest.
 
     Args:
         campaign: at any stage.
@@ -82,30 +82,48 @@ def expected(campaign: Campaign, rows: int | None = None) -> Expected:
     Raises:
         ConfigError: the settings do not tell the shape, such as a VAE that is not known.
     """
+    config, k = campaign.config, campaign.config.partition.k
     if campaign.is_partitioned:
-        return _partitioned(campaign)
-    k, notes = campaign.config.partition.k, ["not partitioned yet: equal clusters are assumed"]
-    shape, count, text, buckets = None, rows, None, list[list[float]]()
+        plans = [RunPlan.read(campaign.store, run.plan) for run in experts_of(k)]
+        shape, sizes = plans[0].shape, [plan.rows for plan in plans]
+        stored, row = list[int](), row_bytes(shape, config.data.precompute_text)
+        for number, plan in enumerate(plans):
+            known = stored_bytes(campaign.store, number)
+            stored.append(row * plan.rows if known is None else known[0])
+        cut = read_partition(campaign.store)
+        return DataSpec(
+            shape, sizes, sum(sizes), stored, True, [], cut.masses, buckets=list(cut.buckets.values())
+        )
+
+    notes = ["not partitioned yet: equal clusters are assumed"]
+    count, text, buckets = rows, None, list[list[float]]()
     if not campaign.has_dataset():
+        shape = _shape_of_settings(campaign)
         notes.append("no data set yet: shapes are those that the settings name")
-        if campaign.config.condition == "class":
+        if config.condition == "class":
             notes.append(f"{CLASSES} classes are assumed")
         if rows is None:
             notes.append("rows are not known: --rows N tells what the data set's bytes will be")
     else:
         dataset = campaign.dataset()
         count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
-        shape = _from_data(campaign, dataset)
-        text = _caption_bytes(campaign, dataset) if campaign.config.condition == "text" else None
+        if all(made_by(dataset, name, by) for name, by in training_columns(config).items()):
+            shape = data_shape(dataset, config.condition, config.data.text_column)
+        else:  # rows and pictures are there: they tell as much as they can
+            shape = _shape_of_settings(campaign)
+            if config.data.vae == "none" and dataset.manifest.mode is not None:
+                shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)
+            if config.condition == "class":
+                shape = replace(shape, classes=int(read_labels(dataset).max()) + 1)
+        text = _caption_bytes(campaign, dataset) if config.condition == "text" else None
         if dataset.buckets is not None:
             _, each = np.unique(dataset.buckets, axis=0, return_counts=True)
             buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
-    shape = shape or _from_settings(campaign)
     sizes = [count // k + (number < count % k) for number in range(k)] if count else []
-    row = row_bytes(shape, campaign.config.data.precompute_text)
-    stored = [row * size for size in sizes] if sizes else None
+    row = row_bytes(shape, config.data.precompute_text)
+    known_bytes = [row * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k
-    return Expected(shape, sizes, count, stored, False, notes, text=text, buckets=buckets)
+    return DataSpec(shape, sizes, count, known_bytes, False, notes, text=text, buckets=buckets)
 
 
 def row_bytes(shape: DataShape, precomputed: bool) -> int:
@@ -123,36 +141,24 @@ def _caption_bytes(campaign: Campaign, dataset: DataSet) -> CaptionBytes:
     """What they take by the captions of a few shards, and by the column where it is there."""
     config, shards = campaign.config.data, len(dataset.shards)
     some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
-    found = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
-    count = sum(map(len, found))
+    distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
+    count = sum(map(len, distinct))
     captions = round(count * shards / len(some))
     name = config.text_column
     if made_by(dataset, name, training_columns(campaign.config)[name]):
         column = dataset.column(name)
-        stored = sum(one.bytes for one in column.meta.shards)
+        stored = sum(shard.bytes for shard in column.meta.shards)
         width = int(null_states(column).shape[1])
         tokens = stored / (token_bytes(width, config.precompute_text) * captions)
         return CaptionBytes(captions, tokens, width, True, config.precompute_text)
     width, longest = text_size(config.text_encoder, config.text_length)
     # Tokenizers make about one token of four bytes of English, and add one or two of their own.
-    tokens = sum(min(longest, 2 + len(one.encode()) / 4) for shard in found for one in shard) / count
+    lengths = [2 + len(caption.encode()) / 4 for captions in distinct for caption in captions]
+    tokens = sum(min(longest, length) for length in lengths) / count
     return CaptionBytes(captions, tokens, width, False, config.precompute_text)
 
 
-def _partitioned(campaign: Campaign) -> Expected:
-    store = campaign.store
-    plans = [RunPlan.read(store, run.plan) for run in experts_of(campaign.config.partition.k)]
-    shape, sizes = plans[0].shape, [plan.rows for plan in plans]
-    stored, row = [], row_bytes(shape, campaign.config.data.precompute_text)
-    for number, plan in enumerate(plans):
-        known = stored_bytes(store, number)
-        stored.append(row * plan.rows if known is None else known[0])
-    partition = read_partition(store)
-    buckets = list(partition.buckets.values())
-    return Expected(shape, sizes, sum(sizes), stored, True, [], partition.masses, buckets=buckets)
-
-
-def _from_settings(campaign: Campaign) -> DataShape:
+def _shape_of_settings(campaign: Campaign) -> DataShape:
     config = campaign.config
     settings = config.data
     side = settings.ingest.size
@@ -169,15 +175,3 @@ def _from_settings(campaign: Campaign) -> DataShape:
         width, length = text_size(settings.text_encoder, settings.text_length)
         return replace(shape, text_width=width, text_length=length)
     return replace(shape, classes=CLASSES) if config.condition == "class" else shape
-
-
-def _from_data(campaign: Campaign, dataset: DataSet) -> DataShape:
-    """The shape by the columns, or as much of it as the rows and pictures tell."""
-    if all(made_by(dataset, name, by) for name, by in training_columns(campaign.config).items()):
-        return data_shape(dataset, campaign.config.condition, campaign.config.data.text_column)
-    shape = _from_settings(campaign)
-    if campaign.config.data.vae == "none" and dataset.manifest.mode is not None:
-        shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)
-    if campaign.config.condition == "class":
-        return replace(shape, classes=int(read_labels(dataset).max()) + 1)
-    return shape
