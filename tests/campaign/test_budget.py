@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
-from atoll.campaign.budget import Budget, divide
+from atoll.campaign.budget import Budget, RunBudget, divide, flops_ratio
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.settings import DataShape

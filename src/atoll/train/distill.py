@@ -5,7 +5,7 @@ request, the ensemble as it is sampled, with the router's weights. Teachers are 
 predict on whatever schedule, the student learns their rectified-flow velocity.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,13 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.base.console import say
+from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.rng import uniforms
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.model.bank import Bank
+from atoll.model.card import Card, check_place, check_together
 from atoll.model.dispatch import Dispatch, Networks
+from atoll.model.expert import RouterModel, published, read_card, read_part
+from atoll.model.initial import lay_initial
+from atoll.model.model import load_experts
 from atoll.model.route import route
 from atoll.model.routing import Routing
+from atoll.networks.checkpoint import compare
+from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows
 
@@ -99,7 +109,11 @@ class DistillTask(DenoiserTask):
         """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
         losses, teacher = [], []
         for batches in self.rows.validation():
-            pairs = [self._both(batch.to(self.device)) for batch in self._all_with_draws(batches)]
+            pairs, first = [], 0  # the same draws at every time: only the noise level differs between losses
+            for batch in batches:
+                drawn = self._with_draws(batch, 0, range(first, first + len(batch.t)))
+                pairs.append(self._both(drawn.to(self.device)))
+                first += len(batch.t)
             taught, data = (torch.cat(parts) for parts in zip(*pairs, strict=True))
             losses.append(float(data.mean()))
             teacher.append(float(taught.mean()))
@@ -123,11 +137,97 @@ class DistillTask(DenoiserTask):
         data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
         return per_sample_loss(output, v), per_sample_loss(output, data)
 
-    def _all_with_draws(self, batches: list[Batch]) -> Iterator[Batch]:
-        first = 0
-        for batch in batches:
-            yield self._with_draws(batch, 0, range(first, first + len(batch.t)))
-            first += len(batch.t)
-
     def _with_draws(self, batch: Batch, seed: int, positions: range) -> Batch:
         return replace(batch, draws=uniforms(seed, "teacher", positions, (self.teacher.draws,)))
+
+
+def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
+    """Cards of all that the student learns from: the experts by their folders, and perhaps the router.
+
+    Raises:
+        PartitionError: one is missing, lies in another's place, or is of another partition.
+    """
+    store, config = campaign.store, campaign.config
+    experts = experts_of(config.partition.k)
+    # A part of the experts will not do: the student would learn a part of the data, and which part would
+    # depend on when it was started.
+    missing = [str(run.expert) for run in experts if not published(store, run.network)]
+    if missing:
+        raise PartitionError(
+            f"the student learns from all experts, and of {len(experts)} in {store.location} these are not "
+            f"published: {', '.join(missing)}",
+            "train them first: atoll launch",
+        )
+    cards = {run.folder: read_card(store, run.network) for run in experts}
+    for run in experts:
+        check_place(cards[run.folder], run.name, run.folder)
+    if "router" in Run("student").kind.needs(config):
+        if not published(store, "router/expert"):
+            raise PartitionError(
+                f"the student's teachers are routed, and {store.location} has no router yet",
+                "train it first: atoll train router",
+            )
+        cards["router"] = read_card(store, "router/expert")
+    check_together(list(cards.values()))
+    if cards[experts[0].folder].partition != plan.partition:
+        raise PartitionError(
+            f"the experts in {store.location} were made for another partition than the student",
+            "put their own back",
+        )
+    return cards
+
+
+def load_teacher(campaign: Campaign, device: torch.device) -> Teacher:
+    """Load what `teachers` found, on the device as far as `student.residency` allows."""
+    settings, store, k = campaign.config.student, campaign.store, campaign.config.partition.k
+    assert settings is not None
+    places = {number: run.network for number, run in enumerate(experts_of(k))}
+    experts = load_experts(store, k, places, settings.residency, device, verified=False)
+    if settings.teacher == "cluster":
+        return ClusterTeacher(experts)
+    router = RouterModel.load(store, "router/expert")
+    router.network.to(device)
+    return RoutedTeacher(Bank(experts, router), settings.routing)
+
+
+def write_initial_weights(
+    campaign: Campaign, run: Store, plan: RunPlan, network: nn.Module, cards: Mapping[str, Card]
+) -> None:
+    """Write `student/init/` from the experts, where it is not there: their average, or one of them.
+
+    Args:
+        campaign: with published experts.
+        run: narrowed to the student's folder.
+        plan: of the student.
+        network: the student's; changed in place.
+        cards: of the experts, by folder.
+
+    Raises:
+        ConfigError: an expert's network is another one than the student's.
+        PartitionError: `init/` was made from other experts.
+    """
+    assert campaign.config.student is not None
+    start, number = campaign.config.student.origin()
+    sources = [one for one in experts_of(campaign.config.partition.k) if number in (None, one.expert)]
+
+    def average() -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for source in sources:  # one is read at a time: K of them may be more than the memory
+            weights = read_part(campaign.store, source.network)[2]
+            fit = compare(network, weights)
+            if fit.drawn or fit.unused:
+                name = next(iter((*fit.drawn, *fit.unused)))
+                of = f"the network of {source.folder}"
+                raise ConfigError(
+                    f"student.start: {of} is another one than the student's ({name})",
+                    "set student.start: scratch",
+                )
+            for name, value in weights.items():  # in float64, so that their order does not show
+                total[name] = total[name] + value.double() if name in total else value.double()
+        return {name: (value / len(sources)).float() for name, value in total.items()}
+
+    hashes = {source.folder: cards[source.folder].weights_sha256 for source in sources}
+    origin: dict[str, Any] = {"start": start, "experts": hashes}
+    if lay_initial(run, network, "experts", origin, plan.partition, average, "the experts") is not None:
+        source = "the average of the experts" if start == "average" else sources[0].folder
+        say(f"student: starts from {source}")

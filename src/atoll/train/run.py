@@ -25,17 +25,16 @@ from atoll.model.expert import published, read_card
 from atoll.networks.router import Router
 from atoll.store.signatures import public_key
 from atoll.store.store import Store
-from atoll.train.distill import DistillTask
+from atoll.train.distill import DistillTask, load_teacher, teachers, write_initial_weights
 from atoll.train.expert import DenoiserTask
 from atoll.train.loggers import check_trackers
 from atoll.train.loop import Task, train
 from atoll.train.router import RouterTask
 from atoll.train.rows import TrainingRows
-from atoll.train.teachers import lay_start, load_teacher, settings_of_student, teachers
 
 
 def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait: bool = False) -> Card:
-    """Train an expert, the router, the monolith, the pretrained network or the student; or go on with it.
+    """Train one run of a campaign, or go on with it; the same command again resumes.
 
     Shared pretraining that is finished hands its weights over to the experts.
 
@@ -45,60 +44,58 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     Raises:
         PartitionError: the campaign has not been partitioned, has no such expert, or the run starts from
             weights or learns from experts that are not there.
-        ConfigError: a tracker is wanted whose package or key is not there.
+        ConfigError: no such run, or a tracker is wanted whose package or key is not there.
     """
-    check_run(role, expert, campaign.config.partition.k)
-    run = Run(role, expert)
-    _check(campaign, run)
-    store, name = campaign.store.sub(run.folder), run.name
+    # Refuse a run that this campaign does not have.
+    config, root = campaign.config, campaign.store
+    if role not in RUNS:
+        raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
+    run, k = Run(role, expert), config.partition.k
+    if run.kind.rows == "cluster" and (type(expert) is not int or not 0 <= expert < k):
+        what = "which expert?" if expert is None else f"there is no expert {expert!r}"
+        raise ConfigError(what, f"give --expert 0 to {k - 1}")
+    if run.kind.rows == "all" and expert is not None:
+        raise ConfigError(f"--expert goes with 'train expert', not with 'train {role}'", "leave it out")
+    if not run.kind.planned(config):
+        what, fix = run.kind.absent
+        raise ConfigError(f"{root.location} {what}", fix)
+    if not root.exists(run.plan):
+        late = " with the same --set" if run.kind.late else ""
+        what = f"{root.name(run.folder)} has no island.json"
+        raise PartitionError(what, f"run 'atoll partition {root.location}'{late} first")
+
+    # An expert opens its own folder and nothing else, so that its island needs no other; the runs on all rows
+    # read the islands' shards by path.
+    store = root.sub(run.folder)
     store.sweep()
     plan = RunPlan.read(store, "island.json")
-    # An expert sees its own folder; the others read the islands' shards by path.
-    dataset = (
-        DataSet.open(store, "data")
-        if role == "expert"
-        else DataSet.open(campaign.store, f"{run.folder}/data")
-    )
+    if run.kind.rows == "cluster":
+        dataset = DataSet.open(store, "data")
+    else:
+        dataset = DataSet.open(root, f"{run.folder}/data")
     if published(store, "expert"):
         tidy(store)
-        say(f"{name}: finished already")  # nothing else is needed then, such as the weights it started from
+        say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
     else:
-        check_trackers(campaign.config.tracking)
+        check_trackers(config.tracking)
         if key := os.environ.get(KEY):
             public_key(Path(key))  # a wrong one is told now, and not when all is trained
         # Damage is told before the first step, and loader workers find all they read on local disk.
-        config = campaign.config
         dataset.localise(["latents", *([config.data.text_column] if config.condition == "text" else [])])
-        task = _task(campaign, plan, dataset, store, name)
-        tracking = campaign.config.tracking
+        tracking = config.tracking
         if not tracking.name:  # the campaign's own
-            title = campaign.store.location.rstrip("/").rpartition("/")[2]
-            tracking = tracking.model_copy(update={"name": title})
-        train(task, store, name, wait=wait, tracking=tracking)
+            tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})
+        train(_task(campaign, plan, dataset, store, run.name), store, run.name, wait=wait, tracking=tracking)
     if role == "pretrain":
         hand_over(campaign)
     return read_card(store, "expert")
 
 
-def _check(campaign: Campaign, run: Run) -> None:
-    """Refuse a run that the campaign has not."""
-    role = run.kind
-    if not role.planned(campaign.config):
-        what, fix = role.absent
-        raise ConfigError(f"{campaign.store.location} {what}", fix)
-    if not campaign.store.exists(run.plan):
-        late = " with the same --set" if role.late else ""
-        raise PartitionError(
-            f"{campaign.store.name(run.folder)} has no island.json",
-            f"run 'atoll partition {campaign.store.location}'{late} first",
-        )
-
-
 def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> Task:
     """Network, rows and objective of a run, with the weights that it starts from."""
-    config, cards = campaign.config, dict[str, Card]()
+    config, learns = campaign.config, RUNS[plan.role].task
     network: nn.Module
-    if plan.role == "router":
+    if learns == "route":
         router = config.router
         training, network = router.train, initial_router(campaign, plan.shape)
         objective = ObjectiveConfig(time=router.time, condition_dropout=router.condition_dropout)
@@ -107,39 +104,25 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         settings, training = config.denoiser(plan.role, plan.island)
         objective, tree = config.objective_of(plan.island), settings.model_dump()
         network = initial_network(settings, plan.shape, plan.init_seed)
-    if plan.role == "student":
-        # Its recipe names its teachers, so it does not go on under others.
-        student, cards = settings_of_student(campaign), teachers(campaign, plan)
+    if learns == "distill":
+        # Its recipe names its teachers, so that a resume under others is refused.
+        student, cards = config.student, teachers(campaign, plan)
+        assert student is not None
         objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
         hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
         lesson = student.model_dump(include={"teacher", "routing", "data_weight"})
         tree["student"] = {**lesson, "teachers": hashes}
-    if plan.init == "experts":
-        lay_start(campaign, store, plan, network, cards)
+        if plan.init == "experts":
+            write_initial_weights(campaign, store, plan, network, cards)
     plan = start(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
-    labelled, device = RUNS[plan.role].task != "denoise", own_device()
-    rows = TrainingRows.of(
-        dataset, config.condition, recipe, clusters=labelled, encoder=token_encoder(campaign, dataset)
-    )
-    network = network.to(device)
+    encoder, labelled = token_encoder(campaign, dataset), learns != "denoise"
+    rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoder=encoder)
+    network = network.to(device := own_device())
     if isinstance(network, Router):
-        return RouterTask(network, rows, router.pure_noise)
-    if plan.role == "student":
-        teacher = load_teacher(campaign, cards, device)
-        task: DenoiserTask = DistillTask(network, rows, teacher, student.data_weight)
-    else:
-        task = DenoiserTask(network, rows)
+        return RouterTask(network, rows, config.router.pure_noise)
+    task = DenoiserTask(network, rows)
+    if learns == "distill" and student is not None:
+        task = DistillTask(network, rows, load_teacher(campaign, device), student.data_weight)
     task.encoders = config.encoders
     return task
-
-
-def check_run(role: str, expert: int | None, k: int) -> None:
-    """Refuse a run that no campaign of K experts has."""
-    if role not in RUNS:
-        raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
-    if role == "expert" and (type(expert) is not int or not 0 <= expert < k):
-        what = "which expert?" if expert is None else f"there is no expert {expert!r}"
-        raise ConfigError(what, f"give --expert 0 to {k - 1}")
-    if role != "expert" and expert is not None:
-        raise ConfigError(f"--expert goes with 'train expert', not with 'train {role}'", "leave it out")
