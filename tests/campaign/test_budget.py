@@ -135,7 +135,7 @@ def test_a_seed_that_leaves_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "experts"),
+    ("settings", "asked"),
     [
         ({}, 1.0),
         ({"teacher": "routed"}, 1.0),
@@ -144,21 +144,19 @@ def test_a_seed_that_leaves_nothing_is_refused() -> None:
         ({"teacher": "routed", "routing": "once"}, 1.0),
     ],
 )
-def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any], experts: float) -> None:
+def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any], asked: float) -> None:
     student = {"stock": False, **settings}
     without = budget([200, 300, 500], budget={"samples": 100_000})
     made = budget([200, 300, 500], budget={"samples": 100_000}, student=student)
     assert STUDENT not in without
     assert (made[STUDENT].steps, made[STUDENT].batch) == (made[MONOLITH].steps, made[MONOLITH].batch // 4)
     dense, router = made[MONOLITH].flops, made[ROUTER].flops.forward if "teacher" in settings else 0.0
-    assert made[STUDENT].flops.train == pytest.approx(dense.train + router + experts * dense.forward)
+    assert made[STUDENT].flops.train == pytest.approx(dense.train + router + asked * dense.forward)
     assert made[STUDENT].flops.forward == dense.forward
     if not settings:  # 3F + F at a quarter of the batch
         assert made[STUDENT].train_flops / made[MONOLITH].train_flops == pytest.approx(1 / 3, abs=0.01)
-    assert (experts(made), flops_ratio(made)) == (
-        experts(without),
-        flops_ratio(without),
-    )  # the student comes on top
+    # The student comes on top.
+    assert (experts(made), flops_ratio(made)) == (experts(without), flops_ratio(without))
 
 
 def test_a_students_shares_and_network_are_its_own() -> None:

@@ -15,7 +15,7 @@ from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreErro
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network, make_islands
 from atoll.campaign.prepare import prepare
-from atoll.campaign.pretrain import hand_over
+from atoll.campaign.pretrain import copy_initial_weights
 from atoll.campaign.runs import RunPlan
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
@@ -185,7 +185,7 @@ def test_an_expert_needs_its_own_folder_only(
 def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only experts wait for it."""
     campaign = copied(untouched, tmp_path / "c")
-    needs = {one.job.name: one.job.needs for one in plan_jobs(campaign)}
+    needs = {one.name: one.needs for one in plan_jobs(campaign)}
     seed = ("pretrain",)
     assert needs == {"pretrain": (), "expert 0": seed, "expert 1": seed, "router": (), "monolith": ()}
     answer = command(capsys, "train", "expert", tmp_path / "c", "--expert", "1")
@@ -198,7 +198,7 @@ def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.Capt
     ledger = summary(Facts(campaign.store)).to_json()
     assert "shared pretraining" in ledger["unfinished"] and ledger["train_flops"]["pretrain"] is None
     with pytest.raises(StoreError, match=r"pretrain/expert/card\.json is missing"):
-        hand_over(campaign)
+        copy_initial_weights(campaign)
 
 
 def test_a_campaign_without_a_seed_has_none_to_train(
@@ -208,7 +208,7 @@ def test_a_campaign_without_a_seed_has_none_to_train(
     assert not (tmp_path / "c/pretrain").exists()
     assert campaign.store.get_json("islands/0/island.json")["init"] == "scratch"
     answer = command(capsys, "train", "pretrain", tmp_path / "c")
-    refused(answer, "it has no shared pretraining", "--set budget.pretrain=0.3")
+    refused(answer, "has no shared pretraining (budget.pretrain is 0)", "--set budget.pretrain=0.3")
     assert summary(Facts(campaign.store)).to_json()["train_flops"]["pretrain"] == 0
 
 
@@ -252,10 +252,10 @@ def test_launch_hands_over_what_a_seed_left_behind(
     assert "pretrain" not in {job.name for job in started} and "expert 0" in {job.name for job in started}
     change(tmp_path / "c/islands/0/init/init.json", origin={"weights_sha256": "00" * 32})
     with pytest.raises(PartitionError, match="initial weights of another shared pretraining: remove it"):
-        hand_over(campaign)
+        copy_initial_weights(campaign)
     change(tmp_path / "c/islands/0/island.json", partition="00" * 32)
     with pytest.raises(PartitionError, match="is of another partition than expert 0"):
-        hand_over(campaign)
+        copy_initial_weights(campaign)
 
 
 # Initial weights that do not belong to the run.

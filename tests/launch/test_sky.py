@@ -80,7 +80,7 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
         Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0),
         Job("monolith", argv, gpus=0, sky=SkyConfig(use_spot=False, cloud="kubernetes"), env={"A": "x: {y}"}),
     ]
-    sky.hand_over(jobs, Site(URL, tmp_path, tmp_path / "launch"))
+    sky.submit(jobs, Site(URL, tmp_path, tmp_path / "launch"))
     paths = [tmp_path / "launch" / f"{job.slug}.yaml" for job in jobs]
     island, router, monolith = parsed(python, tmp_path, *paths)
 

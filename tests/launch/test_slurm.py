@@ -191,7 +191,7 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
         Job("expert 0", (sys.executable, "-c", "raise SystemExit(2)")),
         Job("assemble", (sys.executable, "-c", "print('no')"), needs=("expert 0",)),
     ]
-    slurm.hand_over(jobs, Site(str(folder), folder / "launch", folder))
+    slurm.submit(jobs, Site(str(folder), folder / "launch", folder))
     until(lambda: not call("squeue", "--noheader"), "jobs are left")
     assert not (folder / "launch" / "assemble.out").exists()
 
@@ -226,7 +226,7 @@ def test_two_nodes_meet_are_warned_together_and_come_back(
     program.write_text(RANKS)
     asked = SlurmConfig(partition="both", hours=0.5)
     job = Job("expert 0", (sys.executable, str(program)), nodes=2, slurm=asked)
-    slurm.hand_over([job], Site(str(tmp_path), tmp_path / "launch", tmp_path))
+    slurm.submit([job], Site(str(tmp_path), tmp_path / "launch", tmp_path))
     number = submitted(capsys.readouterr().out)["expert 0"]
     output = tmp_path / "launch" / "expert-0.out"
     until(

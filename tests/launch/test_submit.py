@@ -33,14 +33,14 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     campaign = opened(tmp_path / "c", MIXED, train={"threads": 3})
-    placed = {one.job.name: one for one in plan_jobs(campaign)}
+    placed = {one.name: one for one in plan_jobs(campaign)}
     assert {name: one.target for name, one in placed.items()} == {
         "expert 0": "slurm",
         "expert 1": "local",
         "router": "slurm",
         "monolith": "slurm",
     }
-    zero, one, monolith = (placed[name].job for name in ("expert 0", "expert 1", "monolith"))
+    zero, one, monolith = (placed[name] for name in ("expert 0", "expert 1", "monolith"))
     assert (zero.gpus, zero.processes, zero.cpus, zero.memory) == (4, 4, 16, 2_500_000_000)
     assert (one.gpus, one.processes, one.cpus) == (None, 2, 6)
     assert (monolith.nodes, monolith.processes) == (2, 8)
@@ -52,21 +52,21 @@ def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
 
 def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(tmp_path: Path) -> None:
     *_, last = plan_jobs(opened(tmp_path / "c", {"gpus": 2, "slurm": {"partition": "gpu"}}), "slurm")
-    assert last.job.name == "assemble" and last.job.needs == ("expert 0", "expert 1", "router")
-    assert (last.job.gpus, last.job.processes, last.job.slurm.partition) == (0, 1, "gpu")
+    assert last.name == "assemble" and last.needs == ("expert 0", "expert 1", "router")
+    assert (last.gpus, last.processes, last.slurm.partition) == (0, 1, "gpu")
     for launch, on in ((MIXED, None), ({}, "local"), ({}, "sky")):
-        assert "assemble" not in {one.job.name for one in plan_jobs(opened(tmp_path / "d", launch), on)}  # type: ignore[arg-type]
+        assert "assemble" not in {one.name for one in plan_jobs(opened(tmp_path / "d", launch), on)}  # type: ignore[arg-type]
 
 
 def test_skypilots_nodes_have_a_python_and_as_many_processes_as_gpus(tmp_path: Path) -> None:
     campaign = opened(
         tmp_path / "c", {"sky": {"accelerators": "H100:8"}, "router": {"python": "/opt/python"}}
     )
-    jobs = {one.job.name: one.job for one in plan_jobs(campaign, "sky")}
+    jobs = {one.name: one for one in plan_jobs(campaign, "sky")}
     assert jobs["expert 0"].argv[0] == "python" and jobs["expert 0"].processes == 8
     assert jobs["router"].argv[0] == "/opt/python"
     assert len(sky.files(list(jobs.values()), "s3://bucket/c")) == len(jobs) + 1
-    bare = [one.job for one in plan_jobs(opened(tmp_path / "d", {}), "sky")]
+    bare = plan_jobs(opened(tmp_path / "d", {}), "sky")
     made = yaml.safe_load(sky.files(bare, "s3://bucket/c")["router.yaml"])
     assert "accelerators" not in made["resources"] and bare[0].processes == 1
 
@@ -96,18 +96,16 @@ def test_a_run_waits_for_what_trains_elsewhere(
     from atoll.launch import submit
     from atoll.launch.job import Job
 
-    placed = [
-        submit.Placed(Job("seed", ("x",)), "slurm"),
-        submit.Placed(Job("expert 0", ("x",), needs=("seed",)), "slurm"),
-        submit.Placed(Job("expert 1", ("x",), needs=("seed",)), "local"),
-        submit.Placed(Job("router", ("x",)), "local"),
+    jobs = [
+        Job("seed", ("x",), "slurm"),
+        Job("expert 0", ("x",), "slurm", needs=("seed",)),
+        Job("expert 1", ("x",), needs=("seed",)),
+        Job("router", ("x",)),
     ]
-    kept, held = submit._hold_back(placed)
-    assert [one.job.name for one in kept] == ["seed", "expert 0", "router"]
-    assert [(one.job.name, need) for one, need in held] == [("expert 1", "seed")]
-    monkeypatch.setattr(submit, "plan_jobs", lambda *_: placed)
+    monkeypatch.setattr(submit, "plan_jobs", lambda *_: jobs)
     answer = run("launch", write_campaign(tmp_path / "c"), "--dry-run")
     assert "expert 1: waits for seed, which trains elsewhere; launch again" in answer.out
+    assert "$ x" in answer.out and answer.out.count("sbatch") == 2  # the router here, two in the queue
     assert "# when expert 0, expert 1 are finished" in answer.out.replace("seed, ", "")
 
 
@@ -116,7 +114,7 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
     launch = {"data": {"workers": 2, "slurm": {"partition": "cpu"}}, "gpus": 4}
     folder = write_campaign(tmp_path / "c", {"launch": launch})
     campaign = Campaign.open(folder, ["seed=7", "launch.gpus=2"])
-    *making, cut = (one.job for one in data_jobs(campaign, "slurm"))
+    *making, cut = data_jobs(campaign, "slurm")
     root = campaign.store.location
     steps = {"ingest": "ingest", "ingest end": "ingest", "columns": "prepare", "columns end": "prepare"}
     assert [(job.name, job.argv[1:]) for job in making] == [
@@ -128,7 +126,7 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
         (None, 1, "cpu", False)
     }
     assert cut.name == "partition" and not cut.after_any  # without a complete data set no run starts
-    first, second, end, *_ = (one.job for one in data_jobs(campaign, "sky"))
+    first, second, end, *_ = data_jobs(campaign, "sky")
     assert [(job.name, job.count, job.env) for job in (first, second, end)] == [
         ("ingest 1", 1, {"ATOLL_PART": "1/2"}),
         ("ingest 2", 1, {"ATOLL_PART": "2/2"}),

@@ -253,7 +253,7 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
     jobs = [Job("seed", train(URL), gpus=0), Job("expert 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
     jobs += [Job("expert 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
     folder = tmp_path / "an out"
-    sky.hand_over(jobs, Site(URL, tmp_path, folder))
+    sky.submit(jobs, Site(URL, tmp_path, folder))
     # A name may begin like another: expert 10 is queued, expert 1 is not.
     queued = f"{jobs[2].label(URL)}0 RUNNING 8 {jobs[3].label(URL)}"
     stand_in = f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != queue ] || echo "7 {queued} RUNNING"\n'
@@ -285,7 +285,7 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
 def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: bool, tmp_path: Path) -> None:
     jobs = [Job("data 1", train(URL), gpus=0)]
     jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any)]
-    sky.hand_over(jobs, Site(URL, tmp_path, tmp_path))
+    sky.submit(jobs, Site(URL, tmp_path, tmp_path))
     (tmp_path / "sky").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" != logs ]\n')
     (tmp_path / "sky").chmod(0o755)
     script = ["sh", str(tmp_path / "launch.sh")]

@@ -71,14 +71,14 @@ def test_processes_bring_their_shares_to_the_first(monkeypatch: pytest.MonkeyPat
     """Two processes one after the other, with a letter box between them."""
     box: list[torch.Tensor] = []
 
-    def hand_over(self: ProcessGroup, tensors: list[torch.Tensor], rank: int) -> None:
+    def send_to_first(self: ProcessGroup, tensors: list[torch.Tensor], rank: int) -> None:
         for tensor in tensors:
             if self.rank == rank:
                 box.append(tensor.clone())
             else:
                 tensor.copy_(box.pop(0))
 
-    monkeypatch.setattr(features.ProcessGroup, "hand_over", hand_over)
+    monkeypatch.setattr(features.ProcessGroup, "send_to_first", send_to_first)
     source, encoder = Shuffled(45), cast(VisionEncoder, Grey())
     assert extract(source, encoder, "greys", 8, ProcessGroup(1, 2)) is None
     whole = extract(source, encoder, "greys", 8, ProcessGroup(0, 2))

@@ -29,21 +29,21 @@ def copy(cut: Path, tmp_path: Path) -> Path:
 
 
 def test_the_student_waits_for_what_it_learns_from(copy: Path) -> None:
-    jobs = {one.job.name: one.job for one in plan_jobs(Campaign.open(copy))}
+    jobs = {one.name: one for one in plan_jobs(Campaign.open(copy))}
     assert list(jobs) == ["expert 0", "expert 1", "router", "monolith", "student"]
     assert jobs["student"].needs == ("expert 0", "expert 1")
     assert jobs["student"].argv[-3:] == ("train", "student", str(copy))
     assert jobs["student"].memory > jobs["monolith"].memory  # it holds its teachers
     (copy / "islands/0/expert").mkdir()
     (copy / "islands/0/expert/card.json").write_text("{}")
-    jobs = {one.job.name: one.job for one in plan_jobs(Campaign.open(copy))}
+    jobs = {one.name: one for one in plan_jobs(Campaign.open(copy))}
     assert jobs["student"].needs == ("expert 1",)
 
 
 def test_a_routed_student_waits_for_the_router_too(tmp_path: Path) -> None:
     campaign = partitioned(tmp_path / "c", {"student": {"stock": False, "teacher": "routed"}})
     placed = plan_jobs(campaign, "slurm")
-    jobs = {one.job.name: one.job for one in placed}
+    jobs = {one.name: one for one in placed}
     assert jobs["student"].needs == ("expert 0", "expert 1", "router")
     assert "student" not in jobs["assemble"].needs  # the ensemble does without
 

@@ -71,7 +71,7 @@ class ProcessGroup:
             raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
         return cast(Result, value)
 
-    def hand_over(self, tensors: Sequence[Tensor], rank: int) -> None:
+    def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
         with named(f"the results of process {rank}"):
             for tensor in tensors:

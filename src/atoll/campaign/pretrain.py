@@ -11,7 +11,7 @@ from atoll.model.expert import published, read_card, read_part
 from atoll.model.initial import FOLDER, lay_initial
 
 
-def hand_over(campaign: Campaign) -> None:
+def copy_initial_weights(campaign: Campaign) -> None:
     """Write the pretrained, averaged weights into `islands/K/init/` of every expert that has none.
 
     An expert of another size than shared pretraining takes over what fits; the rest is drawn.

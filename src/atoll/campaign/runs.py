@@ -89,7 +89,7 @@ _ROLES = (
         sampled=True,
         wanted=lambda config: bool(config.budget.pretrain),
         absent=(
-            "has no shared pretraining: budget.pretrain is 0",
+            "has no shared pretraining (budget.pretrain is 0)",
             "start a campaign with, for example, --set budget.pretrain=0.3",
         ),
     ),

@@ -18,6 +18,7 @@ class Job:
     Attributes:
         name: for messages, unique.
         argv: the command, its first part a Python.
+        target: the launcher that runs it.
         cpus: cores that it uses on a node.
         memory: bytes it needs at most on a node, roughly; an estimate unless `memory_asked`.
         work: how long it takes in relation to others; longer ones start first.
@@ -37,6 +38,7 @@ class Job:
 
     name: str
     argv: tuple[str, ...]
+    target: str = "local"
     cpus: int = 1
     memory: int = 0
     work: float = 0.0
@@ -121,7 +123,7 @@ class Launcher(Protocol):
     PYTHON: str | None
     """Python on its machines; None is the one that launches."""
     WAITS: bool
-    """Whether `hand_over` returns when the jobs are finished, and not when they are queued."""
+    """Whether `submit` returns when the jobs are finished, and not when they are queued."""
     ASSEMBLES: bool
     """Whether the assembly can be a job of its own that waits for the others."""
     ARRAYS: bool
@@ -134,9 +136,9 @@ class Launcher(Protocol):
         """Refuse jobs that it can never run, before anything is started anywhere."""
 
     def show(self, jobs: Sequence[Job], site: Site) -> str:
-        """What `hand_over` would do, as text to read; changes nothing."""
+        """What `submit` would do, as text to read; changes nothing."""
 
-    def hand_over(self, jobs: Sequence[Job], site: Site) -> None:
+    def submit(self, jobs: Sequence[Job], site: Site) -> None:
         """Start or queue the jobs, each after those that it needs; those queued already are left alone."""
 
 

@@ -36,7 +36,7 @@ def show(jobs: Sequence[Job], site: Site) -> str:
     return "\n".join(f"$ {job.typed()}" for job in jobs)
 
 
-def hand_over(jobs: Sequence[Job], site: Site) -> None:
+def submit(jobs: Sequence[Job], site: Site) -> None:
     """Run the jobs to their end."""
     run(jobs, _gpus())
 

@@ -31,11 +31,11 @@ def check(jobs: Sequence[Job], site: Site) -> None:
 
 
 def show(jobs: Sequence[Job], site: Site) -> str:
-    """The texts that `hand_over` would write, each under its name."""
+    """The texts that `submit` would write, each under its name."""
     return "\n".join(f"# {name}\n{text}" for name, text in files(jobs, site.campaign).items())
 
 
-def hand_over(jobs: Sequence[Job], site: Site) -> None:
+def submit(jobs: Sequence[Job], site: Site) -> None:
     """Write the files and say how to launch them."""
     folder, script = site.files, site.files / SCRIPT
     texts = files(jobs, site.campaign)
@@ -85,7 +85,7 @@ def task(job: Job, campaign: str) -> dict[str, Any]:
 
 
 def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
-    """Names and texts of everything that `hand_over` writes.
+    """Names and texts of everything that `submit` writes.
 
     Args:
         jobs: every job after those that it needs.

@@ -99,12 +99,12 @@ def check(jobs: Sequence[Job], site: Site) -> None:
 
 
 def show(jobs: Sequence[Job], site: Site) -> str:
-    """What `hand_over` would run, with every script."""
+    """What `submit` would run, with every script."""
     numbers = {job.name: f"JOB_OF_{job.slug}" for job in jobs}
     return "\n".join(f"$ {shlex.join(_sbatch(job, numbers))} <<'END'\n{script(job, site)}END" for job in jobs)
 
 
-def hand_over(jobs: Sequence[Job], site: Site) -> None:
+def submit(jobs: Sequence[Job], site: Site) -> None:
     """Submit every job that is not queued already; needs become dependencies.
 
     Raises:

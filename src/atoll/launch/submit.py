@@ -2,7 +2,7 @@
 
 import pkgutil
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -15,9 +15,8 @@ from atoll.base.threads import cores
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.prepare import prepare
-from atoll.campaign.pretrain import hand_over, pretrain_finished
-from atoll.campaign.runs import BESIDE, RUNS, Run, RunPlan, experts_of, runs_of
-from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.pretrain import copy_initial_weights, pretrain_finished
+from atoll.campaign.runs import BESIDE, RunPlan, runs_of
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.encoders.text import text_parameters
 from atoll.launch import local
@@ -29,18 +28,10 @@ BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, dif
 STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A job and its target."""
-
-    job: Job
-    target: Target
-
-
 def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: Path) -> None:
     """Prepare, train whatever is left where the settings say, and assemble.
 
-    Runs on this machine are waited for; those of Slurm and SkyPilot are handed over.
+    Runs on this machine are waited for; those of Slurm and SkyPilot are submitted.
 
     Args:
         campaign: the campaign.
@@ -51,42 +42,70 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     Raises:
         AtollError: a target is not there or refuses a job, or a run on this machine failed.
     """
+    root = campaign.store.location
     for run in runs_of(campaign.config):
         launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
     making = data_jobs(campaign, on)
     if making and launcher(making[0].target).WAITS:
-        _do(campaign, making, dry_run, out)
+        _submit(campaign, making, dry_run, out)
         making = []
     elif dry_run and not making and not campaign.is_partitioned:
         say("# first, on this machine: whatever is missing of the data set, then the partition")
     if not dry_run and not making:
         prepare(campaign)
         if pretrain_finished(campaign):
-            hand_over(campaign)  # it may have been stopped between its last step and this
-    placed = plan_jobs(campaign, on, tuple(one.job.name for one in making[-1:]))
-    if not placed:
+            copy_initial_weights(campaign)  # it may have been stopped between its last step and this
+    training = plan_jobs(campaign, on, tuple(job.name for job in making[-1:]))
+    if not training:
         say("training: finished already")
-    ready, held = _hold_back([*making, *placed])
-    for one, need in held:
-        say(f"{one.job.name}: waits for {need}, which trains elsewhere; launch again when that is finished")
-    _do(campaign, ready, dry_run, out)
-    _finish(campaign, [one for one in ready if one in placed], [one.job.name for one, _ in held], dry_run)
 
-
-def _do(campaign: Campaign, placed: list[Placed], dry_run: bool, out: Path) -> None:
-    """Hand jobs over to their launchers, or show what that would do."""
-    site = Site(campaign.store.location, _output(campaign), out)
-    jobs = {target: [one.job for one in placed if one.target == target] for target in _targets(placed)}
-    for target in () if dry_run else jobs:
-        launcher(target).check(jobs[target], site)
-    for target in jobs:
-        if dry_run:
-            say(launcher(target).show(jobs[target], site))
+    # No queue knows of the jobs of another: what needs one of those waits for the next launch, and so does
+    # what needs such a job itself.
+    jobs, submitted, held = [*making, *training], dict[str, Target](), list[str]()
+    names = {job.name for job in jobs}
+    for job in jobs:
+        away = [need for need in job.needs if need in names and submitted.get(need) != job.target]
+        if away:
+            say(
+                f"{job.name}: waits for {away[0]}, which trains elsewhere; launch again when that is finished"
+            )
+            held.append(job.name)
         else:
-            launcher(target).hand_over(jobs[target], site)
+            submitted[job.name] = job.target
+    ready = [job for job in jobs if job.name in submitted]
+    _submit(campaign, ready, dry_run, out)
+
+    # Assemble now if all parts are there, or say who does it and when.
+    if "assemble" in submitted:
+        return
+    queued = [job.name for job in ready if job in training and not launcher(job.target).WAITS]
+    missing = [name for name in (*queued, *held) if name not in BESIDE]
+    again = f"atoll assemble {shlex.quote(root)}"
+    if missing:
+        say(f"{'# ' if dry_run else ''}when {', '.join(missing)} are finished: {again}")
+    elif dry_run:
+        say(f"$ {again}")
+    else:
+        assemble(campaign)
 
 
-def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
+def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> None:
+    """Give jobs to their launchers, or show what that would do; those last that are waited for."""
+    root, named = campaign.store.location, campaign.config.launch.slurm.output
+    prints = Path("launch").absolute() if "://" in root else Path(root) / "launch"
+    site = Site(root, prints if named is None else expanded(named).absolute(), out)
+    targets = sorted({job.target for job in jobs}, key=lambda target: (launcher(target).WAITS, target))
+    by_target = {target: [job for job in jobs if job.target == target] for target in targets}
+    for target in () if dry_run else targets:
+        launcher(target).check(by_target[target], site)  # before any of them is started anywhere
+    for target in targets:
+        if dry_run:
+            say(launcher(target).show(by_target[target], site))
+        else:
+            launcher(target).submit(by_target[target], site)
+
+
+def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
     """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for.
 
     Several workers write the shards of the data set, each its part, and a job after them finishes it; then
@@ -105,15 +124,15 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Placed]:
     for name, stage in steps.items():
         argv = command("data", stage, campaign.store.location, *told, python=python)
         # What a worker wrote is there, shard by shard: it has nothing to save.
-        worker = replace(_job(name, argv, place, needs=needs, gpus=gpus), saves=False)
+        worker = replace(_job(name, argv, place, target, needs=needs, gpus=gpus), saves=False)
         workers = [replace(worker, count=count)] if arrays else parts(worker, count)
         # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
         last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
         jobs += [*workers, last]
         needs = (last.name,)
     cut = command("partition", campaign.store.location, *told, python=python)
-    jobs.append(_job("partition", cut, place, needs=needs, gpus=0))
-    return [Placed(job, target) for job in jobs]
+    jobs.append(_job("partition", cut, place, target, needs=needs, gpus=0))
+    return jobs
 
 
 def parts(job: Job, count: int) -> list[Job]:
@@ -127,84 +146,75 @@ def parts(job: Job, count: int) -> list[Job]:
 def run_workers(count: int, *words: str) -> None:
     """Run the parts of one data command as processes of this machine, which share its cores and GPUs."""
     worker = Job("worker", command(*words), cpus=max(1, cores() // count))
-    local.hand_over(parts(worker, count), Site("", Path(), Path()))
+    local.submit(parts(worker, count), Site("", Path(), Path()))
 
 
 def launcher(name: str) -> Launcher:
-    """Find a launcher by its name: the module of this package that is called so and has `hand_over`."""
+    """Find a launcher by its name: the module of this package that is called so and has `submit`."""
     names = {module.name for module in pkgutil.iter_modules(launch.__path__)}
     module = import_module(f"atoll.launch.{name}") if name in names else None
     others = sorted(names - {"job", "submit", "torchrun"})
     if module is None or name not in others:
         raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, others))
-    members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "gpus_of", "check", "show", "hand_over")
+    members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "gpus_of", "check", "show", "submit")
     if missing := [member for member in members if not hasattr(module, member)]:
         raise ConfigError(f"launcher {name!r} has no {missing[0]}", "see Launcher in atoll/launch/job.py")
     return cast(Launcher, module)
 
 
-def _targets(placed: list[Placed]) -> list[Target]:
-    """Targets that have jobs, those last that are waited for."""
-    return sorted({one.target for one in placed}, key=lambda target: (launcher(target).WAITS, target))
-
-
-def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ...] = ()) -> list[Placed]:
+def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ...] = ()) -> list[Job]:
     """Jobs of all runs that are not finished, every job after those that it needs; the assembly last.
 
     `first` are names of jobs that all of them need.
     """
-    left = [run for run in runs_of(campaign.config) if not published(campaign.store, run.network)]
-    placed = [_run(campaign, run, on, first + _needs(campaign.config, run.role, left)) for run in left]
-    parts = [one for one in placed if one.job.name not in BESIDE]
+    config, store, jobs = campaign.config, campaign.store, list[Job]()
+    left = [run for run in runs_of(config) if not published(store, run.network)]
+    plans = {run: RunPlan.read(store, run.plan) for run in runs_of(config) if store.exists(run.plan)}
+    encoder = 4 * (text_parameters(config.data.text_encoder) or 0) if config.encodes_text else 0
+    for run in left:
+        place, target = config.launch.of(*run), config.launch.target(*run, on)
+        options = ["--expert", str(run.expert)] if run.expert is not None else []
+        # Elsewhere a job may come back before the lease of a holder that was lost has expired.
+        options += [] if launcher(target).WAITS else ["--wait"]
+        # These are not frozen, so the run would not know of them.
+        loose = [one for one in campaign.overrides if sets_loose(one) and not one.startswith(_OWN)]
+        options += [part for one in loose for part in ("--set", one)]
+        python = place.python or launcher(target).PYTHON
+        memory, work = BASE_MEMORY, 0.0
+        if (plan := plans.get(run)) is not None:
+            memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters + encoder, plan.train_flops
+            if run.kind.task == "distill":  # its teachers, as if all were loaded
+                memory += sum(4 * plans[one].parameters for one in plans if one.expert is not None)
+        wanted = run.kind.needs(config)
+        job = _job(
+            run.name,
+            command("train", run.role, store.location, *options, python=python),
+            place,
+            target,
+            config.training(*run).threads,
+            memory,
+            work,
+            first + tuple(one.name for one in left if one.role in wanted),
+            launcher(target).gpus_of(place),
+        )
+        jobs.append(job)
+
     # On this machine the launch assembles by itself.
-    targets = {one.target for one in parts}
+    assembled = [job for job in jobs if job.name not in BESIDE]
+    targets = {job.target for job in assembled}
     if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
-        place = campaign.config.launch.of("assemble")
-        argv = command("assemble", campaign.store.location, python=place.python)
-        needs = tuple(one.job.name for one in parts)
-        placed.append(Placed(_job("assemble", argv, place, needs=needs, gpus=0), target))
-    return placed
-
-
-def _needs(config: CampaignConfig, role: str, left: list[Run]) -> tuple[str, ...]:
-    """Names of the jobs that a run waits for, of those that are left."""
-    wanted = RUNS[role].needs(config)
-    return tuple(run.name for run in left if run.role in wanted)
-
-
-def _run(campaign: Campaign, run: Run, on: Target | None, needs: tuple[str, ...]) -> Placed:
-    config, role = campaign.config, run.role
-    place, target = config.launch.of(*run), config.launch.target(*run, on)
-    options = ["--expert", str(run.expert)] if run.expert is not None else []
-    # Elsewhere a job may come back before the lease of a holder that was lost has expired.
-    options += [] if launcher(target).WAITS else ["--wait"]
-    # These are not frozen, so the run would not know of them.
-    loose = [one for one in campaign.overrides if sets_loose(one) and not one.startswith(_OWN)]
-    options += [part for one in loose for part in ("--set", one)]
-    python = place.python or launcher(target).PYTHON
-    argv = command("train", role, campaign.store.location, *options, python=python)
-    gpus = launcher(target).gpus_of(place)
-    memory, work = BASE_MEMORY, 0.0
-    if campaign.store.exists(run.plan):
-        plan = RunPlan.read(campaign.store, run.plan)
-        memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters, plan.train_flops
-        memory += _teacher_bytes(campaign) if role == "student" else 0
-        if config.encodes_text:
-            memory += 4 * (text_parameters(config.data.text_encoder) or 0)
-    threads = config.training(*run).threads
-    return Placed(_job(run.name, argv, place, threads, memory, work, needs, gpus), target)
-
-
-def _teacher_bytes(campaign: Campaign) -> int:
-    """Memory of the networks that a student learns from, as if all were loaded."""
-    runs = experts_of(campaign.config.partition.k)
-    return sum(4 * RunPlan.read(campaign.store, run.plan).parameters for run in runs)
+        place = config.launch.of("assemble")
+        argv = command("assemble", store.location, python=place.python)
+        needs = tuple(job.name for job in assembled)
+        jobs.append(_job("assemble", argv, place, target, needs=needs, gpus=0))
+    return jobs
 
 
 def _job(
     name: str,
     argv: tuple[str, ...],
     place: Placement,
+    target: Target,
     threads: int = 1,
     memory: int = BASE_MEMORY,
     work: float = 0.0,
@@ -217,6 +227,7 @@ def _job(
     return Job(
         name,
         argv,
+        target=target,
         cpus=place.cpus or threads * processes,
         memory=memory_set or memory * processes,
         work=work,
@@ -230,40 +241,3 @@ def _job(
         sky=place.sky,
         options=place.options,
     )
-
-
-def _hold_back(placed: list[Placed]) -> tuple[list[Placed], list[tuple[Placed, str]]]:
-    """Jobs that can be handed over, and those that need one of another target or one that is held back."""
-    kept: dict[str, Target] = {}
-    held: list[tuple[Placed, str]] = []
-    names = {one.job.name for one in placed}
-    for one in placed:
-        away = [n for n in one.job.needs if n in names and kept.get(n) != one.target]
-        if away:
-            held.append((one, away[0]))
-        else:
-            kept[one.job.name] = one.target
-    return [one for one in placed if one.job.name in kept], held
-
-
-def _finish(campaign: Campaign, placed: list[Placed], held: list[str], dry_run: bool) -> None:
-    """Assemble now if all parts are there, or say who does it and when."""
-    if any(one.job.name == "assemble" for one in placed):
-        return
-    away = [one.job.name for one in placed if not launcher(one.target).WAITS and one.job.name not in BESIDE]
-    away += [name for name in held if name not in BESIDE]
-    again = f"atoll assemble {shlex.quote(campaign.store.location)}"
-    if away:
-        say(f"{'# ' if dry_run else ''}when {', '.join(away)} are finished: {again}")
-    elif dry_run:
-        say(f"$ {again}")
-    else:
-        assemble(campaign)
-
-
-def _output(campaign: Campaign) -> Path:
-    named = campaign.config.launch.slurm.output
-    if named is not None:
-        return expanded(named).absolute()
-    root = campaign.store.location
-    return Path("launch").absolute() if "://" in root else Path(root) / "launch"

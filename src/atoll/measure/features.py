@@ -102,9 +102,9 @@ def _gathered(world: ProcessGroup, values: NDArray[Number], parts: list[range]) 
     whole = [values]
     for rank in range(1, world.size):
         if world.rank == rank:
-            world.hand_over([torch.from_numpy(values)], rank)
+            world.send_to_first([torch.from_numpy(values)], rank)
         elif world.first:
             theirs = np.empty((len(parts[rank]), *values.shape[1:]), dtype=values.dtype)
-            world.hand_over([torch.from_numpy(theirs)], rank)
+            world.send_to_first([torch.from_numpy(theirs)], rank)
             whole.append(theirs)
     return np.concatenate(whole)

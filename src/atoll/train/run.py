@@ -14,7 +14,7 @@ from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import start
 from atoll.campaign.partition import initial_network, initial_router
-from atoll.campaign.pretrain import hand_over
+from atoll.campaign.pretrain import copy_initial_weights
 from atoll.campaign.publication import KEY, tidy
 from atoll.campaign.runs import RUNS, Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
@@ -87,7 +87,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
             tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})
         train(_task(campaign, plan, dataset, store, run.name), store, run.name, wait=wait, tracking=tracking)
     if role == "pretrain":
-        hand_over(campaign)
+        copy_initial_weights(campaign)
     return read_card(store, "expert")
 
 
