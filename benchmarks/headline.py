@@ -40,7 +40,7 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
 from atoll.data.words import words_of
 from atoll.measure.departure import generation_of, possible
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.routing import PRETRAIN
 from atoll.store.store import Store
@@ -478,7 +478,10 @@ def known_floor(path: Path | None) -> dict[str, float]:
 
 def guide_share(store: Store) -> float:
     """Share of shared pretraining that the network had learned which serves the null branch."""
-    return read_card(store, f"ensemble/{PRETRAIN_PART}").samples / read_card(store, "pretrain/expert").samples
+    return (
+        Checkpoint(store, f"ensemble/{PRETRAIN_PART}").card.samples
+        / Checkpoint(store, "pretrain/expert").card.samples
+    )
 
 
 def flops(folder: Path, role: str = "*") -> float:

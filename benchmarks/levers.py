@@ -34,6 +34,7 @@ from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
 from atoll.model.bank import Bank
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.model import Model
 
@@ -143,7 +144,7 @@ class Bench:
         """What guidance leads away from beside the model; `LookupError` where there is none."""
         match null.split():
             case ["pretrain"]:
-                return [Expert.load(self.campaign.store, self.whole.network)]
+                return [Checkpoint(self.campaign.store, self.whole.network).expert()]
             case ["average"]:
                 return [self._average()]
             case ["milestone", number]:

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.model.bank import Bank
-from atoll.model.expert import Expert, settings_of
+from atoll.model.expert import Expert
 from atoll.model.generate import Conditions, Sampling, generate
 from atoll.model.generation import Generation
 from atoll.model.residency import ResidentExperts
 from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.settings import Residency
-from atoll.model.stored import FileWeights, StoredExpert
+from atoll.model.stored import FileWeights, StoredExpert, settings_of
 from atoll.model.trace import Costs, Trace
 from atoll.networks.families import family
 from atoll.networks.flops import count

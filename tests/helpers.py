@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from atoll.base.hashing import digest_tensors
+from atoll.base.hashing import sha256
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import make_islands
@@ -63,7 +63,7 @@ def of_no_number(part: Path) -> None:
     weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
     save_file(weights, path)
     tree = json.loads(card.read_text())
-    card.write_text(json.dumps({**tree, "weights_sha256": digest_tensors(weights)}))
+    card.write_text(json.dumps({**tree, "weights_sha256": sha256(path.read_bytes())}))
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,18 @@ import torch
 import transformers
 from diffusers import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import save
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from atoll.base.hashing import digest, digest_tensors
+from atoll.base.hashing import digest, sha256
 from atoll.data.encode import origin
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import Card
-from atoll.model.expert import Expert, settings_of
+from atoll.model.expert import Expert
+from atoll.model.stored import settings_of
 from atoll.networks.settings import DataShape
 from helpers_networks import card, denoiser, router
 
@@ -75,7 +77,7 @@ def facts(network: torch.nn.Module, shape: DataShape, role: str, island: int | N
         "family": "router" if role == "router" else name,
         "condition": "text" if shape.text_width else "class" if shape.classes else "none",
         "shape": vars(shape),
-        "weights_sha256": digest_tensors(dict(network.state_dict())),
+        "weights_sha256": sha256(save(dict(network.state_dict()), metadata={"format": "pt"})),
         "config_sha256": digest(settings_of(network)),
         "parameters": sum(p.numel() for p in network.parameters()),
         "provenance": {"atoll": "0.1.0", "init": {"kind": "scratch"}},

@@ -19,7 +19,7 @@ from atoll.campaign.runs import Run
 from atoll.data.partition import Partition
 from atoll.measure import evaluation
 from atoll.model.card import Card
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.model.routing import WeightFunction
 from atoll.model.settings import Residency
@@ -74,7 +74,7 @@ def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | Non
     """
     campaign = _opened(campaign)
     train_run(campaign, role, expert)
-    return read_card(campaign.store, Run(role, expert).network)
+    return Checkpoint(campaign.store, Run(role, expert).network).card
 
 
 def load(

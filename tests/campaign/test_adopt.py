@@ -20,9 +20,10 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.flow.prediction import same_snr_time
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
-from atoll.model.expert import Expert, published, read_card
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.model import Model
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.run import train_run
@@ -71,7 +72,7 @@ def campaign(untouched: Path, tmp_path: Path) -> Campaign:
 def adopted(campaign: Campaign, folder: Path) -> Expert:
     """Expert 0 from the checkpoint of a folder, in float64."""
     adopt(campaign, Adoption(str(folder), 0))
-    expert = Expert.load(campaign.store, "islands/0/expert")
+    expert = Checkpoint(campaign.store, "islands/0/expert").expert()
     expert.network.double()
     return expert
 
@@ -87,12 +88,11 @@ def test_it_joins_a_trained_expert(
     assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out
     assert "taken on trust: its latents are those of none, its labels mean what" in said.out
     refused(command(capsys, "adopt", folder, there, "--expert", "1"), "there is an expert 1 already")
-    card = read_card(campaign.store, "islands/1/expert")
+    card = Checkpoint(campaign.store, "islands/1/expert").card
     assert (card.role, card.island, card.prediction, card.schedule) == ("expert", 1, "eps", "ddpm-linear")
     assert card.partition == campaign.store.get_json("partition/partition.json")["hash"]
     assert card.train_flops == card.samples == 0 and card.forward_flops > 0
     assert card.provenance["init"]["kind"] == "adopted"
-    assert card.provenance["init"]["weights_sha256"] == card.weights_sha256
     for role, island in (("expert", 0), ("expert", 1), ("router", None)):
         train_run(campaign, role, island)
     assert "expert 1: finished already" in capsys.readouterr().out
@@ -183,9 +183,9 @@ def test_what_it_was_trained_on_may_be_said(
     refused(command(capsys, *asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
     said = ("--prediction", "x0", "--schedule")
     refused(command(capsys, *asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
-    assert not published(campaign.store, "islands/0/expert")
+    assert not Checkpoint(campaign.store, "islands/0/expert").published
     assert command(capsys, *asked, *said, "vp-cosine").code == 0
-    card = read_card(campaign.store, "islands/0/expert")
+    card = Checkpoint(campaign.store, "islands/0/expert").card
     assert (card.prediction, card.schedule) == ("x0", "vp-cosine")
 
 
@@ -249,7 +249,7 @@ def test_weights_that_are_not_the_networks_are_refused(campaign: Campaign, tmp_p
         save_file({n: v.contiguous() for n, v in tensors.items()}, path)
         with pytest.raises(ConfigError, match=words):
             adopt(campaign, Adoption(str(tmp_path / "there"), 0))
-    assert not published(campaign.store, "islands/0/expert")
+    assert not Checkpoint(campaign.store, "islands/0/expert").published
 
 
 def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,4 +263,4 @@ def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "was trained to give eps on ddpm-linear, and goes on with v on rectified-flow" in out
     train_run(other, "expert", 0)
-    assert read_card(other.store, "islands/0/expert").provenance["init"]["kind"] == "checkpoint"
+    assert Checkpoint(other.store, "islands/0/expert").card.provenance["init"]["kind"] == "checkpoint"

@@ -10,14 +10,13 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, PartitionError, StoreError
-from atoll.base.hashing import digest_tensors
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.model.bank import Bank
-from atoll.model.expert import Expert, read_part, write_part
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers import assembled, command
@@ -53,7 +52,7 @@ def test_the_parts_are_those_that_were_published(trained: Path) -> None:
     ensemble = load_ensemble(trained)
     assert ensemble.missing == () and len(ensemble.experts) == K
     for k, expert in enumerate(ensemble.experts):
-        published = Expert.load(Store.open(trained), f"islands/{k}/expert")
+        published = Checkpoint(Store.open(trained), f"islands/{k}/expert").expert()
         assert torch.equal(expert.velocity(X, T, COND), published.velocity(X, T, COND))
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(trained / "ensemble/scheduler")
     assert scheduler.config.shift == 1.0
@@ -80,17 +79,16 @@ def test_partial_then_complete(folder: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_a_replaced_expert_is_taken_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.open(folder)
-    card, _, weights = read_part(store, "islands/1/expert")
-    network = Expert.load(store, "islands/1/expert").network
+    published = Checkpoint(store, "islands/1/expert")
+    (_, weights), card, network = published.read(), published.card, published.network()
     weights = {name: 0.5 * tensor for name, tensor in weights.items()}
     shutil.rmtree(folder / "islands/1/expert")
-    card = card.model_copy(update={"weights_sha256": digest_tensors(weights)})
-    write_part(store, "islands/1/expert", network, weights, card)
+    published.write(network, weights, card)
     with pytest.raises(StoreError, match="not the one that its run published"):
         assemble(Campaign.open(folder))
     shutil.rmtree(folder / "islands/1/run")  # carried here without the log of its training
     assert "already" not in said(capsys, folder)
-    _, _, now = read_part(store, "ensemble/experts/1")
+    _, now = Checkpoint(store, "ensemble/experts/1").read()
     assert all(torch.equal(now[name], weights[name]) for name in weights)
     Model.load(store)
 

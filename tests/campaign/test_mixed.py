@@ -16,10 +16,11 @@ from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
 from atoll.measure.comparison import compare
-from atoll.model.expert import Expert, read_card
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.facts import Facts
 from atoll.report.summary import summary
@@ -74,11 +75,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_expert_is_what_its_island_says(mixed: Path) -> None:
     """And operations, not steps, are in proportion to the cluster; all together cost the monolith."""
     store, flow, noise = Store.open(mixed), ("v", "rectified-flow"), ("eps", "vp-cosine")
-    cards = [read_card(store, f"islands/{k}/expert") for k in range(4)]
+    cards = [Checkpoint(store, f"islands/{k}/expert").card for k in range(4)]
     assert [card.family for card in cards] == ["pixart", "pixart", "sd3", "flux"]
     assert [(card.prediction, card.schedule) for card in cards] == [flow, noise, flow, noise]
     for role in ("router", "monolith"):
-        card = read_card(store, f"{role}/expert")
+        card = Checkpoint(store, f"{role}/expert").card
         assert (card.prediction, card.schedule) == flow
     assert len({card.forward_flops for card in cards}) == 3  # two PixArts alike
     rows, spent = sum(card.rows for card in cards), sum(card.train_flops for card in cards)
@@ -151,8 +152,8 @@ def test_it_is_compared_and_costs_are_those_of_each_expert(mixed: Path) -> None:
     compare(campaign)
     found = campaign.store.get_json("reports/compare.json")
     rows = {row["name"]: row for row in found["rows"]}
-    cards = [read_card(campaign.store, f"islands/{k}/expert") for k in range(4)]
-    router, monolith = (read_card(campaign.store, f"{role}/expert") for role in ("router", "monolith"))
+    cards = [Checkpoint(campaign.store, f"islands/{k}/expert").card for k in range(4)]
+    router, monolith = (Checkpoint(campaign.store, f"{role}/expert").card for role in ("router", "monolith"))
     # `full` with guidance asks the router once for each branch, and a branch is what the table counts.
     every = sum(card.forward_flops for card in cards) + router.forward_flops
     assert rows["full"]["gflops_per_step"] == pytest.approx(every / 1e9, rel=1e-6)

@@ -13,7 +13,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
 from atoll.cli import main as cli
 from atoll.data.dataset import DataSet
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.store.store import Store
 from helpers import assembled, merged, refused, write_campaign
 from helpers import command as answer
@@ -85,7 +85,7 @@ def test_no_character_is_trained_on_and_held_out(whole: Path) -> None:
 
 
 def test_experts_and_router_cost_what_the_monolith_costs(whole: Path) -> None:
-    cards = {name: read_card(Store.open(whole), f"{name}/expert") for name in RUNS}
+    cards = {name: Checkpoint(Store.open(whole), f"{name}/expert").card for name in RUNS}
     spent = sum(cards[name].train_flops for name in RUNS[:3])
     assert spent == pytest.approx(cards["monolith"].train_flops, rel=0.01)
     assert len({cards[name].partition for name in RUNS}) == 1
@@ -343,7 +343,9 @@ def test_text_encoded_in_training_trains_the_same_weights(tmp_path: Path) -> Non
         columns = {path.name for path in folder.glob("islands/*/data/columns/*")}
         assert columns == {"latents", "split", "text" if precompute else "tokens"}
         store = Store.open(folder)
-        cards.append([read_card(store, f"{name}/expert") for name in ("islands/0", "islands/1", "router")])
+        cards.append(
+            [Checkpoint(store, f"{name}/expert").card for name in ("islands/0", "islands/1", "router")]
+        )
     for stored, encoded in zip(*cards, strict=True):
         assert (stored.weights_sha256, stored.text) == (encoded.weights_sha256, encoded.text)
     run("compare", folder, "--set", "evaluate.samples=8", "--set", "evaluate.components=4")

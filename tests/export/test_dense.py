@@ -19,7 +19,6 @@ from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.base.hashing import digest_tensors
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
@@ -28,7 +27,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.export.stock import STOCK, stock_of
 from atoll.model.bank import Bank
-from atoll.model.expert import Expert, write_part
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
@@ -71,10 +70,9 @@ def with_student(folder: Path, changes: dict[str, Any], std: float = 0.1) -> Cam
         shape=plan.shape,
         parameters=parameter_count(network),
         train_flops=plan.train_flops,
-        weights_sha256=digest_tensors(weights),
         provenance={"student": {"teacher": "cluster", "teachers": {"islands/0": "0" * 64}}},
     )
-    write_part(campaign.store, "student/expert", network, weights, about)
+    Checkpoint(campaign.store, "student/expert").write(network, weights, about)
     return campaign
 
 
@@ -133,7 +131,7 @@ def own_pictures(
     folder: Path, cond: Condition, null: Condition, vae: str, guidance: float = GUIDANCE
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Atoll's picture from the noise of the snippet's generator: Euler's, and at the stock one's times."""
-    student = Expert.load(Campaign.open(folder).store, "student/expert")
+    student = Checkpoint(Campaign.open(folder).store, "student/expert").expert()
     assert student.card is not None
     shape = student.card.shape
     noise = torch.randn(
@@ -242,7 +240,7 @@ def test_the_moved_null_label_is_the_same_network(
     argv = ["export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture"]
     assert command(capsys, *argv).code == 0
     stock = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
-    student = Expert.load(Campaign.open(labels).store, "student/expert")
+    student = Checkpoint(Campaign.open(labels).store, "student/expert").expert()
     x, t = torch.randn(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9])
     expected = student.velocity(x, t, Condition(labels=torch.tensor([0, 1, 2])))
     with torch.no_grad():

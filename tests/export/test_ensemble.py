@@ -13,9 +13,10 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.export.bank import ExpertBank, read_expert
 from atoll.export.ensemble import ExportRequest, export_campaign
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.model import Model
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused
 from helpers_export import load
@@ -147,7 +148,7 @@ def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Pat
     assert load(tmp_path / "out").experts.missing == ()
     path = folder / "ensemble/experts/1" / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with pytest.raises(StoreError, match=r"experts/1/.*does not match"):
+    with pytest.raises(StoreError, match=r"experts/1/.*is not what its card says"):
         export_campaign(Campaign.open(folder), ExportRequest(tmp_path / "new"))
     assert not (tmp_path / "new/ensemble.json").exists()
 
@@ -206,7 +207,7 @@ def test_texts_take_their_encoder_along(
 def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.model.model.load_experts", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
     refused(
         command(capsys, "sample", whole, "word " * 40, "--out", tmp_path / "x.png"), "tokens", "would be lost"
     )

@@ -1,8 +1,11 @@
 """The folder of a pipeline: what is saved comes back to the bit, and what is wrong with it is told early."""
 
+import hashlib
 import json
 import logging
+import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,12 @@ from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreErro
 from atoll.encoders.text import TextEncoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.model import Model
+from atoll.model.settings import Residency
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.families import family
+from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
 
 PROMPTS: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
@@ -371,7 +378,6 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 EXPERT = "experts/1/" + WEIGHTS
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (lambda f: rewrite(f / EXPERT, lambda data: data[:-1] + b"\1"), "experts/1/.*does not match its SHA-256"),
     (lambda f: rewrite(f / EXPERT, lambda data: bytes(100)), "damaged, or no safetensors"),
     (lambda f: rewrite(f / EXPERT, lambda data: data[:-8]), "bytes instead of"),
     (
@@ -411,11 +417,40 @@ def test_what_is_wrong_is_told_before_a_network_is_built(
     damage: Callable[[Path], object], words: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(copy)
-    monkeypatch.setattr("atoll.export.pipeline.load_part", lambda *_: pytest.fail("a network was loaded"))
-    monkeypatch.setattr("atoll.export.bank.load_part", lambda *_: pytest.fail("an expert was loaded"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a network was loaded"))
     with pytest.raises(AtollError, match=words) as caught:
         load(copy)
     assert "\n" not in str(caught.value) and caught.value.fix
+
+
+@pytest.mark.parametrize("residency", [None, Residency(experts=1)], ids=["resident", "on disk"])
+@pytest.mark.parametrize("way", ["pipeline", "model"])
+def test_weights_are_read_once_and_compared_with_their_hash(
+    way: str, residency: Residency | None, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, get, file_digest = Counter[str](), Store.get, hashlib.file_digest
+
+    def counted(store: Store, key: str) -> bytes:
+        reads[str((store.local / key).resolve())] += 1
+        return get(store, key)
+
+    def hashed(file: Any, name: str) -> Any:
+        reads[os.readlink(f"/proc/self/fd/{file.fileno()}")] += 1
+        return file_digest(file, name)
+
+    def opened() -> object:
+        if way == "pipeline":
+            return load(copy, residency=residency)
+        return Model.load(copy, residency=residency).bank
+
+    monkeypatch.setattr(Store, "get", counted)
+    monkeypatch.setattr(hashlib, "file_digest", hashed)
+    files = [str(path) for path in copy.resolve().rglob(WEIGHTS)]
+    opened()
+    assert {file: reads[file] for file in files} == dict.fromkeys(files, 1) and len(files) == 4
+    rewrite(copy / EXPERT, lambda data: data[:-1] + b"\1")
+    with pytest.raises(StoreError, match=r"experts/1/.*is not what its card says"):
+        opened()
 
 
 def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import BESIDE
 from atoll.measure import models
 from atoll.measure.training_curve import Course
-from atoll.model.expert import Expert, read_card
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import Model, read_manifest
 from atoll.store.signatures import new_key, sign, signer
@@ -288,10 +289,12 @@ def test_a_sweep_that_this_ensemble_cannot_follow_is_one_line(
 
 def test_the_course_adds_up(made: Path) -> None:
     campaign = Campaign.open(made)
-    router = read_card(campaign.store, "ensemble/router")
+    router = Checkpoint(campaign.store, "ensemble/router").card
     course = Course(campaign, read_manifest(campaign.store), router, ["monolith"])
-    cards = {name: read_card(campaign.store, f"{name}/expert") for name in ("pretrain", "monolith", "router")}
-    experts = [read_card(campaign.store, f"islands/{n}/expert") for n in range(2)]
+    cards = {
+        name: Checkpoint(campaign.store, f"{name}/expert").card for name in ("pretrain", "monolith", "router")
+    }
+    experts = [Checkpoint(campaign.store, f"islands/{n}/expert").card for n in range(2)]
     stages = course.ensemble()
     assert [stage.share for stage in stages] == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.1)
     for stage in stages:
@@ -310,7 +313,7 @@ def test_the_course_adds_up(made: Path) -> None:
 
 def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path) -> None:
     campaign = Campaign.open(made)
-    router = read_card(campaign.store, "ensemble/router")
+    router = Checkpoint(campaign.store, "ensemble/router").card
     course = Course(campaign, read_manifest(campaign.store), router, ["monolith"])
     stage = course.ensemble()[1]
     for number in range(2):
@@ -319,7 +322,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
         expected = load_file(folder / "ema.safetensors")
         loaded = course.experts[number].load(stage.chosen[f"experts/{number}"])
         assert all(torch.equal(p, expected[name]) for name, p in loaded.network.named_parameters())
-        final = Expert.load(campaign.store, f"islands/{number}/expert")
+        final = Checkpoint(campaign.store, f"islands/{number}/expert").expert()
         assert any(
             not torch.equal(p, expected[name]) for name, p in final.network.named_parameters()
         )  # it has learned since
@@ -367,12 +370,12 @@ def test_an_earlier_network_of_shared_pretraining_guides(
     new_key(folder.parent / "key")
     sign(campaign.store, "pretrain/expert/card.json", folder.parent / "key")
     assemble(Campaign.open(folder))
-    whole = read_card(campaign.store, name)
+    whole = Checkpoint(campaign.store, name).card
     assert signer(campaign.store, f"{name}/card.json") is not None
     assemble(campaign)
     assert signer(campaign.store, f"{name}/card.json") is None
     (commit,) = [e for e in entries(folder / "pretrain") if e.get("milestone") and e["step"] == 8]
-    guide = Expert.load(campaign.store, name)
+    guide = Checkpoint(campaign.store, name).expert()
     average = load_file(folder / "pretrain/run" / commit["checkpoint"] / "ema.safetensors")
     assert all(torch.equal(p, average[key]) for key, p in guide.network.named_parameters())
     assert guide.card is not None and (guide.card.samples, whole.samples) == (8 * 16, 15 * 16)
@@ -397,7 +400,7 @@ def test_an_earlier_network_of_shared_pretraining_guides(
         assemble(campaign)
     assert "bring pretrain/run" in caught.value.fix
     assemble(Campaign.open(folder))
-    assert read_card(campaign.store, name) == whole
+    assert Checkpoint(campaign.store, name).card == whole
 
 
 def test_a_damaged_milestone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Published experts for tests, and the ways to hold an ensemble of them."""
 
-from atoll.base.hashing import digest_tensors
-from atoll.model.expert import Expert, write_part
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.stored import StoredExpert
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
@@ -19,12 +19,11 @@ def publish(store: Store, number: int, expert: Expert, shape: DataShape) -> str:
         schedule=expert.schedule,
         condition=condition,
         shape=shape,
-        weights_sha256=digest_tensors(weights),
     )
-    write_part(store, f"experts/{number}", expert.network, weights, about)
+    Checkpoint(store, f"experts/{number}").write(expert.network, weights, about)
     return f"experts/{number}"
 
 
 def on_disk(store: Store, experts: list[Expert], shape: DataShape) -> list[StoredExpert | None]:
     """The same experts as files."""
-    return [StoredExpert.find(store, publish(store, k, e, shape)) for k, e in enumerate(experts)]
+    return [Checkpoint(store, publish(store, k, e, shape)).open_lazily() for k, e in enumerate(experts)]

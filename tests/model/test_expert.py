@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from atoll.base.errors import PartitionError, StoreError
-from atoll.base.hashing import digest_tensors
 from atoll.model.card import Card, check_together
-from atoll.model.expert import WEIGHTS, Expert, RouterModel, published, read_card, write_part
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
-from atoll.model.stored import StoredExpert
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.families import family, kept_buffers
 from atoll.networks.settings import DataShape
 from atoll.store.store import Conflict, Store
@@ -66,18 +66,18 @@ def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
 def write(store: Store, prefix: str, shape: DataShape = CLASSES) -> Expert:
     e = expert(3, shape)
     weights = dict(e.network.named_parameters())
-    about = card(family=e.family, weights_sha256=digest_tensors(weights))
-    write_part(store, prefix, e.network, weights, about)
+    about = card(family=e.family)
+    Checkpoint(store, prefix).write(e.network, weights, about)
     return e
 
 
 @pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
 def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    assert not published(store, "a")
+    assert not Checkpoint(store, "a").published
     e = write(store, "a", shape)
-    assert published(store, "a")
-    back = Expert.load(store, "a")
+    assert Checkpoint(store, "a").published
+    back = Checkpoint(store, "a").expert()
     x, t, cond = noise(B, shape), torch.linspace(0, 1, B), conditions(B, shape)
     assert torch.equal(back.velocity(x, t, cond), e.velocity(x, t, cond))
     assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
@@ -92,12 +92,12 @@ def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None
 def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Path) -> None:
     store, e = Store.open(tmp_path), Expert(denoiser(0, name=name), name, "v", "rectified-flow")
     weights = dict(e.network.named_parameters()) | kept_buffers(e.network)
-    own = card(family=name, weights_sha256=digest_tensors(weights))
-    write_part(store, "a", e.network, weights, own)
+    own = card(family=name)
+    Checkpoint(store, "a").write(e.network, weights, own)
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
     expected = e.velocity(x, t, cond)
-    assert torch.equal(Expert.load(store, "a").velocity(x, t, cond), expected)
-    resident = ResidentExperts([StoredExpert.find(store, "a")], Residency(experts=1))
+    assert torch.equal(Checkpoint(store, "a").expert().velocity(x, t, cond), expected)
+    resident = ResidentExperts([Checkpoint(store, "a").open_lazily()], Residency(experts=1))
     assert torch.equal(resident[0].velocity(x, t, cond), expected)
     theirs = family(name).network_class().from_pretrained(tmp_path / "a")  # type: ignore[attr-defined]
     assert {n: v.shape for n, v in theirs.state_dict().items()} == {n: v.shape for n, v in weights.items()}
@@ -107,31 +107,31 @@ def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Pat
 def test_a_published_router_comes_back(tmp_path: Path) -> None:
     store, network = Store.open(tmp_path), router(1, 3)
     weights = dict(network.named_parameters())
-    about = card(role="router", island=None, weights_sha256=digest_tensors(weights))
-    write_part(store, "r", network, weights, about)
+    about = card(role="router", island=None)
+    Checkpoint(store, "r").write(network, weights, about)
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
-    assert torch.equal(RouterModel.load(store, "r").logits(x, t, cond), network(x, t, cond))
+    assert torch.equal(Checkpoint(store, "r").router().logits(x, t, cond), network(x, t, cond))
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])), "not what its card"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "is damaged|bytes instead of"),
-        (lambda p: p.write_bytes(b"\x80\x04"), "is damaged"),
-        (lambda p: p.write_bytes(b"\xff" * 64), "is damaged"),
-        (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a": [1]}'), "is damaged"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "not what its card|bytes instead of"),
+        (lambda p: p.write_bytes(b"\x80\x04"), "not what its card|is damaged"),
+        (lambda p: p.write_bytes(b"\xff" * 64), "not what its card|is damaged"),
+        (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a": [1]}'), "not what its card|is damaged"),
         (lambda p: p.unlink(), "is missing"),
     ],
     ids=["flipped", "torn", "pickle", "foreign", "header", "missing"],
 )
-@pytest.mark.parametrize("read", [Expert.load, StoredExpert.find], ids=["whole", "in place"])
+@pytest.mark.parametrize("read", [Checkpoint.expert, Checkpoint.open_lazily], ids=["whole", "in place"])
 def test_weights_that_are_not_those_of_the_card_are_refused(read, harm, message: str, tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     write(store, "a")
     harm(tmp_path / "a" / WEIGHTS)
     with pytest.raises(StoreError, match=message):
-        read(store, "a")
+        read(Checkpoint(store, "a"))
 
 
 def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(StoreError, match=message):
-            read_card(store, "a")
+            _ = Checkpoint(store, "a").card
 
 
 # What belongs together.

@@ -15,6 +15,7 @@ from atoll.campaign.folder import Campaign
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.model import model as model_module
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.routing import STRATEGIES, Routing, Strategy
@@ -157,7 +158,7 @@ def test_a_new_strategy_is_one_entry(model: Model, monkeypatch: pytest.MonkeyPat
 def test_prompts_that_do_not_fit_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "load_experts", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
     model = Model.load(folder)
     if model.card.condition == "none":
         wrong = {"this model is unconditional: leave the prompts out": ["0"]}

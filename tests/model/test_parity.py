@@ -17,6 +17,7 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
 from atoll.model.bank import Bank
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Networks
 from atoll.model.expert import Expert
 from atoll.model.generate import Conditions, Sampling, generate
@@ -119,7 +120,7 @@ def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, either: Wo
 
 
 WAYS: dict[str, Callable[[World], Networks]] = {
-    "reloaded from disk": lambda w: [Expert.load(w.store, f"experts/{k}") for k in range(K)],
+    "reloaded from disk": lambda w: [Checkpoint(w.store, f"experts/{k}").expert() for k in range(K)],
     "all resident": lambda w: ResidentExperts(w.stored),
     "one resident": lambda w: ResidentExperts(w.stored, Residency(experts=1)),
     "one place": lambda w: ResidentExperts(w.stored, Residency(experts=1, prefetch=False)),
@@ -170,6 +171,6 @@ def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     assert torch.equal(run(world, Bank(bank, world.router, bank.missing), routing)[0], expected[0])
     # The last island arrives: with all experts present it is the whole ensemble, to the bit.
     store = Store.open(tmp_path)
-    stored[1] = StoredExpert.find(store, publish(store, 1, world.experts[1], world.shape))
+    stored[1] = Checkpoint(store, publish(store, 1, world.experts[1], world.shape)).open_lazily()
     complete = run(world, world.bank(ResidentExperts(stored, Residency(experts=1))), routing)
     assert torch.equal(complete[0], world.plain(routing)[0])

@@ -19,14 +19,16 @@ from torch._dynamo.testing import CompileCounter
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
 from atoll.model.bank import Bank
-from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.generate import Conditions, Sampling, by_expert, generate
 from atoll.model.generation import Generation
-from atoll.model.residency import ResidentExperts
+from atoll.model.residency import ALIGNMENT, Layout, ResidentExperts
 from atoll.model.sampler import Row, Sampler
 from atoll.model.settings import Residency
-from atoll.model.stored import ALIGNMENT, FileWeights, Layout, Spec, StoredExpert
+from atoll.model.stored import FileWeights, Spec, StoredExpert
 from atoll.model.trace import Costs
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.store import Store
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
 from model.stores import on_disk, publish
@@ -299,7 +301,7 @@ def test_a_file_that_changes_while_it_is_open(experts: list[Expert], tmp_path: P
     """Replaced it does no harm, and cut short that is said."""
     store = Store.open(tmp_path)
     prefixes = [publish(store, k, experts[k], CLASSES) for k in range(2)]
-    bank = ResidentExperts([StoredExpert.find(store, prefix) for prefix in prefixes], places(1))
+    bank = ResidentExperts([Checkpoint(store, prefix).open_lazily() for prefix in prefixes], places(1))
     shutil.copy(tmp_path / prefixes[0] / WEIGHTS, tmp_path / "new")
     os.replace(tmp_path / "new", tmp_path / prefixes[1] / WEIGHTS)
     assert torch.equal(velocity(bank, 1), velocity(experts, 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError
-from atoll.networks.checkpoint import INDEX, WEIGHTS, find, take_over
+from atoll.networks.diffusers_checkpoint import INDEX, WEIGHTS, find, take_over
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, denoiser

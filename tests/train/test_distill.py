@@ -21,7 +21,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import read_labels
 from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.model.bank import Bank
-from atoll.model.expert import Expert, read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.routing import Routing
 from atoll.networks.families import family
 from atoll.networks.init import initialise
@@ -214,7 +214,7 @@ def test_a_student_that_starts_as_its_teacher_has_nothing_to_learn(copy: Path, t
         train_run(Campaign.open(folder), "student")
         losses = [line["loss"] for line in metrics(folder / "student") if "loss" in line]
         assert losses[0] < 1e-12  # the teacher runs in other batches, so the last bits differ
-        card = read_card(Store.open(folder), "student/expert")
+        card = Checkpoint(Store.open(folder), "student/expert").card
         assert card.provenance["init"]["kind"] == "experts"
         assert card.provenance["init"]["start"] == name.partition(":")[0]
 
@@ -291,14 +291,14 @@ def test_the_card_tells_the_teachers(copy: Path) -> None:
     train_run(Campaign.open(copy), "student")
     store = Store.open(copy)
     card, cards = (
-        read_card(store, "student/expert"),
-        [read_card(store, f"islands/{k}/expert") for k in (0, 1)],
+        Checkpoint(store, "student/expert").card,
+        [Checkpoint(store, f"islands/{k}/expert").card for k in (0, 1)],
     )
     told = card.provenance["student"]
     assert card.role == "student" and (card.prediction, card.schedule) == ("v", "rectified-flow")
     assert told["teachers"] == {f"islands/{k}": cards[k].weights_sha256 for k in (0, 1)}
     assert told["teacher"] == "cluster"
-    student = Expert.load(store, "student/expert")
+    student = Checkpoint(store, "student/expert").expert()
     v = student.velocity(
         torch.zeros(2, 1, 8, 8), torch.tensor([0.2, 0.8]), Condition(labels=torch.tensor([0, 1]))
     )

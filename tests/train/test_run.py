@@ -11,7 +11,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
 from atoll.campaign.sample import Request, sample_campaign
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
 from atoll.train.run import train_run
@@ -33,7 +33,7 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     campaign = partitioned(tmp_path / "c", changes)
     for run in (("expert", 0), ("expert", 1), ("router",)):
         train_run(campaign, *run)  # type: ignore[arg-type]
-    cards = [read_card(campaign.store, f"islands/{k}/expert") for k in range(2)]
+    cards = [Checkpoint(campaign.store, f"islands/{k}/expert").card for k in range(2)]
     assert [card.batch for card in cards] == [16, 8]
     assert cards[1].provenance["peak_lr"] == 1e-4
     assert (cards[1].prediction, cards[1].schedule) == tuple(objective.values())

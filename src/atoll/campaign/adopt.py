@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
-from atoll.base.hashing import digest_tensors
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import announce, settle
@@ -22,8 +21,9 @@ from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, spelled
 from atoll.flow.settings import Prediction
 from atoll.model.card import Card, check_producers
-from atoll.model.expert import filled, published, write_part
-from atoll.networks.checkpoint import Checkpoint, find, whole
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.stored import fill_network
+from atoll.networks.diffusers_checkpoint import DiffusersCheckpoint, find, whole
 from atoll.networks.families import Family, family, parameter_count
 from atoll.networks.flops import count
 from atoll.networks.settings import DataShape
@@ -72,7 +72,6 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
     flops = _forward(checkpoint, adapter, shape)
     network = _built(checkpoint, adapter)
     weights = whole(network, checkpoint)
-    weights_hash = digest_tensors(weights)
     card = Card(
         role="expert",
         island=wanted.island,
@@ -90,10 +89,9 @@ def adopt(campaign: Campaign, wanted: Adoption) -> Card:
         batch=0,
         train_flops=0.0,
         forward_flops=flops,
-        weights_sha256=weights_hash,
-        provenance=_provenance(checkpoint, weights_hash),
+        provenance=_provenance(checkpoint),
     )
-    _publish(store, filled(network, weights), weights, card)
+    _publish(store, fill_network(network, weights), weights, card)
     _tell(wanted, card)
     return card
 
@@ -107,14 +105,14 @@ def _island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
         raise PartitionError(what, "run 'atoll partition' first")
     store = campaign.store.sub(run.folder)
     fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
-    if published(store, "expert"):
+    if Checkpoint(store, "expert").published:
         raise PartitionError(f"there is an expert {number} already", fix)
     if any(entry.kind == "commit" for entry in Log(store.sub("run"), "").entries()):
         raise PartitionError(f"expert {number} has begun to train", fix)
     return store, RunPlan.read(campaign.store, run.plan)
 
 
-def _family(checkpoint: Checkpoint, condition: str) -> Family:
+def _family(checkpoint: DiffusersCheckpoint, condition: str) -> Family:
     try:
         adapter = family(checkpoint.class_name)
     except ConfigError:
@@ -130,7 +128,7 @@ def _family(checkpoint: Checkpoint, condition: str) -> Family:
     return adapter
 
 
-def _objective(checkpoint: Checkpoint, wanted: Adoption) -> tuple[Prediction, str]:
+def _objective(checkpoint: DiffusersCheckpoint, wanted: Adoption) -> tuple[Prediction, str]:
     """What the user says, and else what the checkpoint says."""
     if wanted.prediction is not None and wanted.schedule is not None:
         return wanted.prediction, spelled(schedule(wanted.schedule))
@@ -145,7 +143,7 @@ def _objective(checkpoint: Checkpoint, wanted: Adoption) -> tuple[Prediction, st
     return named, curve if wanted.schedule is None else spelled(schedule(wanted.schedule))
 
 
-def _check_shape(checkpoint: Checkpoint, adapter: Family, shape: DataShape) -> None:
+def _check_shape(checkpoint: DiffusersCheckpoint, adapter: Family, shape: DataShape) -> None:
     with torch.device("meta"):  # settings that config.json leaves out have their defaults then
         settings: Any = _built(checkpoint, adapter).config
     implied = asdict(adapter.made_for(settings, shape))
@@ -166,7 +164,7 @@ _WORDS = {
 }
 
 
-def _check_vae(checkpoint: Checkpoint, latents: Mapping[str, Any]) -> None:
+def _check_vae(checkpoint: DiffusersCheckpoint, latents: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose pipeline has an autoencoder with other constants than the campaign's."""
     vae = checkpoint.beside("vae", "config.json")
     if vae is None:
@@ -183,7 +181,7 @@ def _check_vae(checkpoint: Checkpoint, latents: Mapping[str, Any]) -> None:
         )
 
 
-def _built(checkpoint: Checkpoint, adapter: Family) -> nn.Module:
+def _built(checkpoint: DiffusersCheckpoint, adapter: Family) -> nn.Module:
     """Its network, without its weights."""
     try:
         return adapter.load(checkpoint.settings)
@@ -193,7 +191,7 @@ def _built(checkpoint: Checkpoint, adapter: Family) -> nn.Module:
         ) from None
 
 
-def _forward(checkpoint: Checkpoint, adapter: Family, shape: DataShape) -> float:
+def _forward(checkpoint: DiffusersCheckpoint, adapter: Family, shape: DataShape) -> float:
     """Operations of one evaluation; that it can be evaluated at all is found out here, without weights."""
 
     def ask(network: nn.Module, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -215,8 +213,8 @@ def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _provenance(checkpoint: Checkpoint, weights_hash: str) -> dict[str, Any]:
-    origin = {"name": checkpoint.name, "class": checkpoint.class_name, "weights_sha256": weights_hash}
+def _provenance(checkpoint: DiffusersCheckpoint) -> dict[str, Any]:
+    origin = {"name": checkpoint.name, "class": checkpoint.class_name}
     return {
         "atoll": code_version(),
         "torch": torch.__version__,
@@ -230,7 +228,7 @@ def _publish(store: Store, network: nn.Module, weights: Mapping[str, Tensor], ca
     log = Log(store.sub("run"), new_holder())
     if not acquire(log, LeaseConfig()):
         raise PartitionError(f"expert {card.island} was published meanwhile", "look at atoll status")
-    announce(log.store, log, 0, lambda run, prefix: write_part(run, prefix, network, weights, card))
+    announce(log.store, log, 0, lambda run, prefix: Checkpoint(run, prefix).write(network, weights, card))
     settle(store, log)
 
 

@@ -7,14 +7,13 @@ from torch import nn
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError
-from atoll.base.hashing import digest_tensors
 from atoll.campaign.card_facts import about
 from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Origin
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
 from atoll.model.card import Card, check_place, check_together
-from atoll.model.expert import published, read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import FolderWriter, defaults, parts_of
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
@@ -82,7 +81,7 @@ def assemble(
         if run.role == PRETRAIN and guide is not None:
             writer.save(*guide)
         else:
-            writer.copy(store, run.network)
+            writer.copy(Checkpoint(store, run.network))
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
@@ -113,7 +112,7 @@ def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
     changes = {
         "samples": kept.step * origin.card.batch,
         "train_flops": origin.card.train_flops * part,
-        "weights_sha256": digest_tensors(network.state_dict()),
+        "weights_sha256": "",
         "provenance": {**origin.card.provenance, "milestone": kept.step},
     }
     return network, origin.card.model_copy(update=changes)
@@ -138,10 +137,12 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[
         raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {cut.k - 1}")
     runs = [run for run in experts_of(cut.k) if run.expert not in quarantine]
     for what, some in (("no expert", runs), ("no router", [Run("router")])):
-        if not any(published(store, run.network) for run in some):
+        if not any(Checkpoint(store, run.network).published for run in some):
             raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
-    present = [run for run in (*runs, Run(PRETRAIN), Run("router")) if published(store, run.network)]
-    cards = {run: read_card(store, run.network) for run in present}
+    present = [
+        run for run in (*runs, Run(PRETRAIN), Run("router")) if Checkpoint(store, run.network).published
+    ]
+    cards = {run: Checkpoint(store, run.network).card for run in present}
     check_together(list(cards.values()))
     if cards[Run("router")].partition != cut.hash:
         raise PartitionError(

@@ -10,7 +10,7 @@ from atoll.campaign.results import Comparison
 from atoll.campaign.runs import BESIDE, SINGLE, experts_of, read_partition
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.samples import WEIGHTS
-from atoll.model.expert import published, read_card
+from atoll.model.checkpoint import Checkpoint
 
 COMPARISON = Comparison.PLACE
 
@@ -32,8 +32,8 @@ def about(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
         facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
     facts["data"]["clusters"] = of_clusters(store)
     for role in SINGLE:
-        if published(store, f"{role}/expert"):
-            facts[f"{role}_flops"] = read_card(store, f"{role}/expert").train_flops
+        if Checkpoint(store, f"{role}/expert").published:
+            facts[f"{role}_flops"] = Checkpoint(store, f"{role}/expert").card.train_flops
     evaluation = _evaluation(campaign, parts)
     return {**facts, "evaluation": evaluation} if evaluation else facts
 

@@ -15,7 +15,7 @@ from atoll.campaign.runs import RUNS, Init, Run, RunPlan
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
 from atoll.model.initial import lay_initial, read_initial, read_manifest
-from atoll.networks.checkpoint import Checkpoint, find
+from atoll.networks.diffusers_checkpoint import DiffusersCheckpoint, find
 from atoll.networks.families import family
 from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
@@ -129,7 +129,7 @@ def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 
 
-def _found(settings: NetworkConfig, beside: str) -> Checkpoint:
+def _found(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
     with _setting():
         checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__

@@ -10,7 +10,9 @@ from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.publication import CARD
 from atoll.model.card import Card
-from atoll.model.expert import Expert, built, filled, read_card, read_part
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
+from atoll.model.stored import build_network, fill_network
 from atoll.networks.families import family
 from atoll.store.log import COMMIT, Commit, Log
 from atoll.store.manifest import read_file
@@ -80,7 +82,7 @@ class Origin:
     @classmethod
     def of(cls, store: Store, part: str, run: str) -> "Origin":
         """Look at a part's log."""
-        return cls(store, part, run, read_card(store, part), _kept(store.sub(run), store.sub(part)))
+        return cls(store, part, run, Checkpoint(store, part).card, _kept(store.sub(run), store.sub(part)))
 
     @property
     def steps(self) -> int:
@@ -107,13 +109,13 @@ class Origin:
             StoreError: a file is damaged, or the checkpoint is another network's.
         """
         if milestone is None:
-            return Expert.load(self.store, self.part, device)
-        card, config, weights = read_part(self.store, self.part)
+            return Checkpoint(self.store, self.part).expert(device)
+        config, weights = Checkpoint(self.store, self.part).read()
         average = _averaged(self.store.sub(self.run), milestone)
         shapes = {name: tuple(value.shape) for name, value in weights.items()}
         if any(shapes.get(name) != tuple(value.shape) for name, value in average.items()):
             where = self.store.name(f"{self.run}/{milestone.folder}")
             raise StoreError(f"{where} is of another network than {self.part}", WITHOUT)
-        network = built(family(card.family).load, config, weights, self.part)
-        filled(network, {**weights, **average}).to(device)
-        return Expert(network, card.family, card.prediction, card.schedule, card)
+        network = build_network(family(self.card.family).load, config, weights, self.part)
+        fill_network(network, {**weights, **average}).to(device)
+        return Expert(network, self.card.family, self.card.prediction, self.card.schedule, self.card)

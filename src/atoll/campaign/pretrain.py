@@ -7,7 +7,7 @@ from atoll.base.errors import PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import initial_network
 from atoll.campaign.runs import RunPlan, experts_of
-from atoll.model.expert import published, read_card, read_part
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.initial import FOLDER, lay_initial
 
 
@@ -21,9 +21,10 @@ def copy_initial_weights(campaign: Campaign) -> None:
         StoreError: shared pretraining has not published, is damaged, or an expert's are of another one.
     """
     store = campaign.store
-    card = read_card(store, "pretrain/expert")
+    pretrained = Checkpoint(store, "pretrain/expert")
+    card = pretrained.card
     origin = {name: getattr(card, name) for name in ("weights_sha256", "samples", "train_flops")}
-    weights, count = cache(lambda: read_part(store, "pretrain/expert")[2]), 0
+    weights, count = cache(lambda: pretrained.read()[1]), 0
     for number, run in enumerate(experts_of(campaign.config.partition.k)):
         plan = RunPlan.read(store, run.plan)
         if plan.partition != card.partition:
@@ -45,4 +46,4 @@ def copy_initial_weights(campaign: Campaign) -> None:
 
 def pretrain_finished(campaign: Campaign) -> bool:
     """Whether there is shared pretraining and it has published."""
-    return bool(campaign.config.budget.pretrain) and published(campaign.store, "pretrain/expert")
+    return bool(campaign.config.budget.pretrain) and Checkpoint(campaign.store, "pretrain/expert").published

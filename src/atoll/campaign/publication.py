@@ -21,7 +21,7 @@ KEY = "ATOLL_KEY"
 """Environment variable with the path of the private key that signs what is published."""
 
 
-def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], None]) -> None:
+def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], object]) -> None:
     """Write the network below `export/HOLDER` and name it in the log.
 
     Raises:

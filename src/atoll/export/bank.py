@@ -15,17 +15,17 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.export.offload import OffloadedExperts
 from atoll.model.card import Card, check_place, check_together
-from atoll.model.expert import Expert, read_card
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import Expert
 from atoll.model.folder import EXPERTS, ExpertIndex
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, choose, read_index
-from atoll.model.parts import check_part, load_part, save_part
 from atoll.model.routing import PRETRAIN
 from atoll.model.settings import Residency
-from atoll.model.stored import StoredExpert
+from atoll.model.stored import REMEDY, StoredExpert
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -215,11 +215,11 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         files = Store.open(root, create=True)
         (root / EXPERTS).unlink(missing_ok=True)
         for number, card in self.cards.items():
-            self.cards[number] = save_part(files, str(number), self._network(number), card)
+            self.cards[number] = Checkpoint(files, str(number)).save(self._network(number), card)
         for number in self.dropped:
             shutil.rmtree(root / str(number), ignore_errors=True)
         if self.pretrain_card is not None:
-            self.pretrain_card = save_part(files, PRETRAIN, self.networks[PRETRAIN], self.pretrain_card)
+            self.pretrain_card = Checkpoint(files, PRETRAIN).save(self.networks[PRETRAIN], self.pretrain_card)
         files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards, self.pretrain_card).to_json())
 
     def check_folder(self, root: Path) -> None:
@@ -290,8 +290,11 @@ class _Place(Denoiser):
 
 def read_expert(folder: Path, *, stored: bool) -> Expert | StoredExpert:
     """A published expert, checked; as `stored` its weights stay where they are."""
-    check_part(folder)
-    return load_part(folder, StoredExpert.find) if stored else load_part(folder, Expert.load)
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is missing", REMEDY)
+    checkpoint = Checkpoint(Store.open(folder))
+    checkpoint.check()
+    return checkpoint.open_lazily() if stored else checkpoint.expert()
 
 
 def _folder_of(folder: Path) -> Path:
@@ -304,6 +307,6 @@ def _folder_of(folder: Path) -> Path:
     ):
         if (folder / name).is_file():
             raise ConfigError(f"{folder} is not the folder of one expert", f"give {folder / fix}")
-    if (folder / "card.json").is_file() and read_card(Store.open(folder), ".").role == "router":
+    if (folder / "card.json").is_file() and Checkpoint(Store.open(folder), ".").card.role == "router":
         raise ConfigError(f"{folder} is a router's", "give the folder of an expert")
     return folder

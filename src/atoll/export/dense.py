@@ -21,11 +21,10 @@ from atoll.export.stock import Stock, check_card, model_index, stock_of
 from atoll.export.stock_card import stock_card
 from atoll.export.stock_run import encode, unpacked
 from atoll.model.card import Card, text_length
-from atoll.model.expert import read_card, read_part
+from atoll.model.checkpoint import Checkpoint, use_default_permissions
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
 from atoll.model.opened import target
-from atoll.model.parts import as_others_are
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.store import to_json
 
 CARD = "card.json"
@@ -39,7 +38,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         StoreError: the model is not published, or damaged.
     """
     prefix = single_network(campaign, request.model)
-    card = read_card(campaign.store, prefix)
+    published = Checkpoint(campaign.store, prefix)
+    card = published.card
     stock = stock_of(card.family)
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
@@ -47,7 +47,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         raise ConfigError(f"--key with --model {request.model}", "only exports of an ensemble are signed")
     root = target(request.to, stock.limits.pipeline)
     components = by_name(card, (), (), campaign.config.encoders)
-    _, config, weights = read_part(campaign.store, prefix)
+    config, weights = published.read()
     check_card(card, config, components.get("vae"))
     check_encoders(card, components.get("text_encoder"), components.get("vae"))
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
@@ -57,7 +57,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     settings, converted = stock.convert(dict(config), weights, card)
     _put(root / "transformer/config.json", to_json(settings))
     save_file(converted, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
-    as_others_are(root / "transformer")
+    use_default_permissions(root / "transformer")
     _put(root / "scheduler/scheduler_config.json", to_json(stock.shifted(campaign.config.sampling.shift)))
     _put(root / CARD, to_json(card.to_json()))
     index = model_index(stock, str(config["_class_name"]), parts, version("diffusers"))

@@ -13,7 +13,7 @@ from atoll.encoders.registry import check_known, licence_of, rounded_hashes, wei
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.model.card import Card, text_length
-from atoll.model.parts import as_others_are
+from atoll.model.checkpoint import use_default_permissions
 
 COPIED = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""
@@ -112,5 +112,5 @@ def save_component(root: Path, name: str, component: Any) -> None:
         plain(component).save_pretrained(str(new))
     shutil.rmtree(target, ignore_errors=True)
     if component is not None:
-        as_others_are(new)
+        use_default_permissions(new)
         new.rename(target)

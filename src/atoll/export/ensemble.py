@@ -16,10 +16,9 @@ from atoll.campaign.folder import Campaign
 from atoll.export.encoders import by_name, check_encoders, may_be_copied, size_of
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import Card
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import use_default_permissions
 from atoll.model.folder import (
     MANIFEST,
-    PRETRAIN_PART,
     FolderWriter,
     defaults,
     read_manifest,
@@ -27,7 +26,6 @@ from atoll.model.folder import (
 )
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, choose, claim, inspect_folder, target
-from atoll.model.parts import as_others_are
 from atoll.store.signatures import SUFFIX, public_key, sign
 from atoll.store.store import Store
 
@@ -74,8 +72,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
-    verify_folder(store.sub("ensemble"), manifest, chosen)
-    router = read_card(store, "ensemble/router")
+    parts = manifest.checkpoints(store.sub("ensemble"), chosen)
+    verify_folder(store.sub("ensemble"), manifest, parts)
+    router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, (), (), campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
     claim(root)
@@ -83,9 +82,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     folder = Store.open(root)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)
-    for part in (*(f"experts/{number}" for number in chosen), "router", PRETRAIN_PART):
-        if part in manifest.parts:
-            writer.copy(store, f"ensemble/{part}")
+    for part in parts.values():
+        writer.copy(part)
     components = copy_encoders(root, router, request.encoders, networks)
     generation = defaults(campaign.config.sampling)
     writer.describe({**components, "scheduler": writer.scheduler(campaign.config.sampling)}, generation)
@@ -127,7 +125,7 @@ def copy_encoders(
         )
         if name in components and components[name] is not None and why is None:
             components[name].save_pretrained(str(place))
-            as_others_are(place)
+            use_default_permissions(place)
             library = "diffusers" if name == "vae" else "transformers"
             result[name] = [library, type(components[name]).__name__]
         elif encoder["name"] != "none" and name != "tokenizer":

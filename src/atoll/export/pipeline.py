@@ -40,12 +40,12 @@ from atoll.export.hub import upload
 from atoll.export.schedulers import check_flow, set_times
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, check_router, claim, open_folder, target
-from atoll.model.parts import load_part
 from atoll.model.routing import Routing
 from atoll.model.settings import Residency
 from atoll.model.trace import Costs, Trace
@@ -363,7 +363,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         root = folder.root
         kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
         bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
-        router = load_part(root / "router", RouterModel.load)
+        router = Checkpoint(Store.open(root), "router").router()
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         try:

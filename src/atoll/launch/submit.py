@@ -21,7 +21,7 @@ from atoll.campaign.settings.launch import Placement, Target
 from atoll.encoders.text import text_parameters
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
-from atoll.model.expert import published
+from atoll.model.checkpoint import Checkpoint
 
 _OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
 BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
@@ -168,7 +168,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
     `first` are names of jobs that all of them need.
     """
     config, store, jobs = campaign.config, campaign.store, list[Job]()
-    left = [run for run in runs_of(config) if not published(store, run.network)]
+    left = [run for run in runs_of(config) if not Checkpoint(store, run.network).published]
     plans = {run: RunPlan.read(store, run.plan) for run in runs_of(config) if store.exists(run.plan)}
     encoder = 4 * (text_parameters(config.data.text_encoder) or 0) if config.encodes_text else 0
     for run in left:

@@ -37,7 +37,7 @@ from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import Kept, pair_table
 from atoll.model.card import Card
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, Manifest, read_manifest
 from atoll.model.model import ENSEMBLE, joined
 from atoll.model.routing import Routing
@@ -254,7 +254,7 @@ def compare(campaign: Campaign) -> Comparison:
     from atoll.measure.training_curve import Course, training_curve
 
     store, config = campaign.store, campaign.config.compare
-    content, router = read_manifest(store), read_card(store, "ensemble/router")
+    content, router = read_manifest(store), Checkpoint(store, "ensemble/router").card
     dense = single_cards(campaign, router)
     request = Request.of(campaign, content, dense)
     parts = content.parts | {name: card.weights_sha256 for name, card in dense.items()}
@@ -332,10 +332,10 @@ def _table(bench: Bench, key: str, parts: dict[str, str]) -> Comparison:
 def _train_flops(bench: Bench) -> dict[str, Any]:
     """What was spent on the training of each part."""
     store, dense = bench.campaign.store, bench.dense
-    experts = [read_card(store, f"ensemble/experts/{n}") for n in read_manifest(store).experts]
+    experts = [Checkpoint(store, f"ensemble/experts/{n}").card for n in read_manifest(store).experts]
     cards = [*experts, bench.router, *dense.values()]
     if pretrain_finished(bench.campaign):
-        cards.append(read_card(store, "pretrain/expert"))
+        cards.append(Checkpoint(store, "pretrain/expert").card)
     spent: dict[str, float | None] = {BASE: None}
     spent |= {role.plural: 0.0 for role in RUNS.values() if role.counted == "ensemble"}
     for card in cards:

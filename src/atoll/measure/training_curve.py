@@ -26,7 +26,7 @@ from atoll.measure.models import Candidate
 from atoll.measure.table import Cell, number, ratio_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.expert import Expert, RouterModel
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, Manifest
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.trace import Costs
@@ -148,11 +148,10 @@ class Course:
 
     def _assembled(self, stage: Stage, device: torch.device) -> Bank:
         loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
-        pretrain = Expert.load(self.store, f"ensemble/{PRETRAIN_PART}", device) if self.guide else None
+        pretrain = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
         cards = {n: one.card for n, one in self.experts.items()}
         costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
-        router = RouterModel.load(self.store, "ensemble/router")
-        router.network.to(device)
+        router = Checkpoint(self.store, "ensemble/router").router(device)
         return Bank([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
 
 

@@ -54,7 +54,8 @@ def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
 class Card(File):
     """`card.json` beside the weights of an expert, a router, a monolith, shared pretraining or a student."""
 
-    FORMAT, PLACE, REMEDY = "atoll/card", "ROLE/expert/card.json", "publish it again, or export it again"
+    FORMAT, VERSION, PLACE = "atoll/card", 2, "ROLE/expert/card.json"
+    REMEDY = "publish it again, or export it again"
     role: Annotated[str, Field(pattern="^[a-z]+$")]
     """What the network is for: `expert`, `router`, or the role of a run on all the data."""
     island: Annotated[int, Field(ge=0, lt=LARGEST_K)] | None = None
@@ -89,8 +90,8 @@ class Card(File):
     """Operations of one evaluation of one sample."""
     config_sha256: str = ""
     """Digest of `config.json`; set when it is written."""
-    weights_sha256: str
-    """Digest of the weights (the averaged ones)."""
+    weights_sha256: str = ""
+    """SHA-256 of the weights' file (the averaged ones); set when it is written."""
     provenance: Annotated[dict[str, Any], AfterValidator(_groups)]
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""

@@ -19,11 +19,12 @@ from torch import nn
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.model.card import LARGEST_K, Card
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import CARD, CONFIG, Checkpoint
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
-from atoll.model.parts import CARD, FILES, copy_part, save_part
 from atoll.model.routing import PRETRAIN
+from atoll.model.stored import REMEDY
+from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
@@ -45,7 +46,7 @@ class Manifest(File):
     """`ensemble.json`: what the folder holds. Written last, it says that all of it is there."""
 
     FORMAT, PLACE = "atoll/model", "ensemble/ensemble.json"
-    REMEDY = "write the folder again: atoll assemble, or atoll export"
+    REMEDY = REMEDY
     k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""
     experts: list[int] = Field(min_length=1)
@@ -68,12 +69,18 @@ class Manifest(File):
             raise ValueError("parts are not the router and the experts")
         return self
 
+    def checkpoints(self, folder: Store, experts: Iterable[int] | None = None) -> dict[str, Checkpoint]:
+        """The networks of the folder by part; of the experts those with these numbers, by default all."""
+        numbers = self.experts if experts is None else experts
+        names = ["router", *(f"experts/{n}" for n in numbers), *({PRETRAIN_PART} & self.parts.keys())]
+        return {name: Checkpoint(folder, name) for name in names}
+
 
 class ExpertIndex(File):
     """`experts/experts.json`: which experts the bank holds."""
 
     FORMAT, PLACE = "atoll/experts", "ensemble/experts/experts.json"
-    REMEDY = "write the folder again: atoll assemble, or atoll export"
+    REMEDY = REMEDY
     k: int = Field(ge=1, le=LARGEST_K)
     """Number of clusters."""
     experts: dict[str, str]
@@ -107,29 +114,38 @@ def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
 
 
 def verify_folder(
-    folder: Store, manifest: Manifest, experts: Iterable[int], components: Iterable[str] = ()
+    folder: Store, manifest: Manifest, parts: Mapping[str, Checkpoint], components: Iterable[str] = ()
 ) -> None:
-    """Hold every file that a load reads against its entry in the manifest, and demand that it has one.
+    """Compare every file that a load reads with its entry in the manifest, and demand that it has one.
+
+    Of a network's weights only the size is compared: `Checkpoint` hashes what it reads, so files of many
+    gigabytes are read once.
 
     Args:
         folder: the store, narrowed to the folder.
         manifest: its `ensemble.json`.
-        experts: numbers of the experts that are read.
+        parts: networks that are read, by their names in the manifest.
         components: folders of the parts that libraries read, which look for files of many names.
 
     Raises:
         StoreError: a file is not listed, is missing, or is not what its entry says.
     """
-    parts = {"router", *(f"experts/{n}" for n in experts), *({PRETRAIN_PART} & manifest.parts.keys())}
-    names = [f"{part}/{file}" for part in parts for file in FILES]
-    names += [key for component in components for key in folder.list(component)]
-    names += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
+    small = [f"{part}/{file}" for part in parts for file in (CONFIG, CARD)]
+    small += [key for component in components for key in folder.list(component)]
+    small += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
     entries = {entry.path: entry for entry in manifest.files}
-    for name in names:
+    for name in (*small, *(f"{part}/{WEIGHTS}" for part in parts)):
         if name not in entries:
-            raise StoreError(f"{folder.name(name)} is not listed in {MANIFEST}", Manifest.REMEDY)
+            raise StoreError(f"{folder.name(name)} is not listed in {MANIFEST}", REMEDY)
+    for part, checkpoint in parts.items():
+        entry = entries[f"{part}/{WEIGHTS}"]
+        if (size := folder.size(entry.path)) != entry.bytes:
+            raise StoreError(f"{folder.name(entry.path)} has {size} bytes instead of {entry.bytes}", REMEDY)
+        # The card's hash, which the read weights are compared with, is the one that the manifest names.
+        if not entry.sha256 == manifest.parts[part] == checkpoint.card.weights_sha256:
+            raise StoreError(f"{folder.name(part)} is not the part that {MANIFEST} names", REMEDY)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda name: check_file(folder, "", entries[name]), names))
+        list(pool.map(lambda name: check_file(folder, "", entries[name]), small))
 
 
 def parts_of(experts: Mapping[int, Card], router: Card, pretrain: Card | None = None) -> dict[str, str]:
@@ -182,13 +198,13 @@ class FolderWriter:
         with suppress(StoreError):
             self.before = Manifest.read(folder, MANIFEST).files
 
-    def copy(self, source: Store, prefix: str) -> None:
+    def copy(self, published: Checkpoint) -> None:
         """Copy an expert, the router or shared pretraining's network from where it was published."""
-        self.add(copy_part(source, prefix, self.folder, _part(read_card(source, prefix))))
+        self.add(published.copy(Checkpoint(self.folder, _part(published.card))))
 
     def save(self, network: nn.Module, card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""
-        self.add(card := save_part(self.folder, _part(card), network, card))
+        self.add(card := Checkpoint(self.folder, _part(card)).save(network, card))
         return card
 
     def add(self, card: Card) -> None:

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from atoll.base.errors import PartitionError, StoreError
-from atoll.base.hashing import digest, digest_tensors
-from atoll.model.expert import settings_of
-from atoll.networks.checkpoint import WEIGHTS, Fit, take_over
+from atoll.base.errors import PartitionError
+from atoll.base.hashing import digest
+from atoll.model.stored import settings_of
+from atoll.networks.diffusers_checkpoint import WEIGHTS, Fit, take_over
 from atoll.store.manifest import Published, publish, read_published
 from atoll.store.store import Conflict, Store, to_json
+from atoll.store.tensors import read_tensors
 
 FOLDER, MANIFEST = "init", "init.json"
 Kind = Literal["checkpoint", "pretrain", "experts"]
@@ -21,7 +21,7 @@ Kind = Literal["checkpoint", "pretrain", "experts"]
 class Initial(Published):
     """`init/init.json`: where the initial weights come from and what they are for."""
 
-    FORMAT, PLACE = "atoll/initial-weights", "ROLE/init/init.json"
+    FORMAT, VERSION, PLACE = "atoll/initial-weights", 2, "ROLE/init/init.json"
     REMEDY = "put back the one that the partition or shared pretraining laid there"
     kind: Kind
     """`checkpoint`, `pretrain` or `experts`."""
@@ -31,14 +31,17 @@ class Initial(Published):
     """Hash of the partition that they were made for."""
     network: str
     """Digest of the `config.json` of the network that they were made for."""
-    weights_sha256: str
-    """Digest of the weights."""
     kept: int
     """Number of tensors that come from the origin."""
     drawn: dict[str, str]
     """Names of the others, which were drawn, and why."""
     unused: list[str]
     """Names of the origin's tensors that have no place in the network."""
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the weights' file."""
+        return next(file.sha256 for file in self.files if file.path == WEIGHTS)
 
 
 def lay_initial(
@@ -80,7 +83,6 @@ def lay_initial(
         origin=origin,
         partition=partition,
         network=digest(settings_of(network)),
-        weights_sha256=digest_tensors(tensors),
         kept=len(fit.kept),
         drawn=dict(fit.drawn),
         unused=list(fit.unused),
@@ -131,10 +133,8 @@ def read_initial(store: Store, network: nn.Module, kind: Kind, partition: str) -
     for field, value in wanted.items():
         if getattr(manifest, field) != value:
             raise PartitionError(f"{where} was made for another {_FIELDS[field]} than this run's", _OTHER)
-    weights = load_tensors(read_published(store, FOLDER, MANIFEST, Initial)[1][WEIGHTS])
-    if digest_tensors(weights) != manifest.weights_sha256:
-        raise StoreError(f"{where}/{WEIGHTS} is not what {MANIFEST} says", _OTHER)
-    take_over(network, weights, str(where))
+    data = read_published(store, FOLDER, MANIFEST, Initial)[1][WEIGHTS]
+    take_over(network, read_tensors(data, f"{where}/{WEIGHTS}"), str(where))
     return manifest
 
 

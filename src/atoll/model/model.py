@@ -23,8 +23,8 @@ from atoll.encoders.text import TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Networks
-from atoll.model.expert import Expert, RouterModel, published, read_card
 from atoll.model.folder import (
     MANIFEST,
     MODEL_INDEX,
@@ -39,7 +39,6 @@ from atoll.model.generation import Generation
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
-from atoll.model.stored import StoredExpert
 from atoll.model.trace import Costs, Trace
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
@@ -133,21 +132,18 @@ class Model:
         if trusted is not None:
             check_trusted(store, f"{prefix}{MANIFEST}", trusted)
         content = read_manifest(store, prefix)
-        places = {number: f"{prefix}experts/{number}" for number in content.experts}
-        cards = {number: read_card(store, place) for number, place in places.items()}
-        absent = [number for number in range(content.k) if number not in cards]
-        card = read_card(store, f"{prefix}router")
+        parts = content.checkpoints(store.sub(prefix))
+        experts = {number: parts[f"experts/{number}"] for number in content.experts}
+        absent = [number for number in range(content.k) if number not in experts]
+        card = parts["router"].card
 
         def bank() -> Bank:
-            verify_folder(store.sub(prefix), content, places, ["scheduler"])
-            router = RouterModel.load(store, f"{prefix}router")
-            router.network.to(device)
-            experts = load_experts(store, content.k, places, residency, device)
-            pretrain = None
-            if PRETRAIN_PART in content.parts:
-                pretrain = Expert.load(store, f"{prefix}{PRETRAIN_PART}", device)
+            verify_folder(store.sub(prefix), content, parts, ["scheduler"])
+            pretrain = parts[PRETRAIN_PART].expert(device) if PRETRAIN_PART in parts else None
+            cards = {number: part.card for number, part in experts.items()}
             costs = Costs.of(card, cards, content.k, pretrain.card if pretrain else None)
-            return Bank(experts, router, absent, costs, pretrain)
+            loaded = load_experts(experts, content.k, residency, device)
+            return Bank(loaded, parts["router"].router(device), absent, costs, pretrain)
 
         model = cls(bank, card, device, generation or _defaults(store, prefix))
         model._allowed = encoders
@@ -167,16 +163,16 @@ class Model:
     ) -> "Model":
         if not name.isidentifier():  # it is a part of a path
             raise ConfigError(f"there is no model {name!r}", "name 'ensemble', or a run such as 'monolith'")
-        if not published(store, f"{name}/expert"):
+        if not Checkpoint(store, f"{name}/expert").published:
             fix = f"train it: atoll train {name} {store.location}"
             raise StoreError(f"{store.location} has no {name} yet", fix)
         if trusted is not None:
             check_trusted(store, f"{name}/expert/card.json", trusted)
 
         def bank() -> Bank:
-            return Bank([Expert.load(store, f"{name}/expert", device)])
+            return Bank([Checkpoint(store, f"{name}/expert").expert(device)])
 
-        model = cls(bank, read_card(store, f"{name}/expert"), device, generation)
+        model = cls(bank, Checkpoint(store, f"{name}/expert").card, device, generation)
         model._allowed = encoders
         return model
 
@@ -371,27 +367,20 @@ def joined(traces: Sequence[tuple[list[int], Trace]]) -> Trace | None:
 
 
 def load_experts(
-    store: Store,
-    k: int,
-    places: Mapping[int, str],
-    residency: Residency | None,
-    device: torch.device | str,
-    verified: bool = True,
+    parts: Mapping[int, Checkpoint], k: int, residency: Residency | None, device: torch.device | str
 ) -> Networks:
     """All experts on the device, or as many as the budget lets.
 
     Args:
-        store: where they lie.
+        parts: the experts that are there, by number.
         k: number of clusters.
-        places: folders of the experts that are there, by number.
         residency: the budget.
         device: where they run.
-        verified: their files were checked against hashes before.
     """
     if residency is None or not residency.limited:
-        loaded = {number: Expert.load(store, place, device) for number, place in places.items()}
+        loaded = {number: part.expert(device) for number, part in parts.items()}
         return [loaded.get(number) for number in range(k)]
-    stored = {n: StoredExpert.find(store, place, verified=verified) for n, place in places.items()}
+    stored = {number: part.open_lazily() for number, part in parts.items()}
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device)
 
 

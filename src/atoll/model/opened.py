@@ -12,6 +12,7 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.plain import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES
 from atoll.model.card import Card, check_place, check_together
+from atoll.model.checkpoint import PICKLES, check_safetensors
 from atoll.model.folder import (
     BANK,
     EXPERTS,
@@ -26,11 +27,10 @@ from atoll.model.folder import (
     Manifest,
     defaults_in,
     index_entries,
-    parts_of,
     verify_folder,
 )
 from atoll.model.model_card import listed
-from atoll.model.parts import AGAIN, PICKLES, check_part, check_safetensors
+from atoll.model.stored import REMEDY
 from atoll.store.location import is_url
 from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store
@@ -127,30 +127,25 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     """
     index, files = _model_index(root), Store.open(root)
     if not files.exists(MANIFEST):
-        raise StoreError(f"{root} is not complete (no {MANIFEST})", AGAIN)
+        raise StoreError(f"{root} is not complete (no {MANIFEST})", REMEDY)
     manifest = Manifest.read(files, MANIFEST)
     listing = read_index(root / "experts")
     chosen = choose(experts, listing.numbers)
     if not (root / "router").is_dir():
-        raise StoreError(f"{root} has no router (no folder router/)", AGAIN)
-    router = check_part(root / "router")
-    cards = {number: check_part(root / "experts" / str(number)) for number in chosen}
+        raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
+    parts = manifest.checkpoints(files, chosen)
+    router = parts["router"].check()
+    cards = {number: parts[f"experts/{number}"].check() for number in chosen}
     for number, card in cards.items():
         check_place(card, f"expert {number}", f"experts/{number}")
     pretrain = None
-    if PRETRAIN_PART in manifest.parts:
-        pretrain = check_part(root / PRETRAIN_PART)
+    if PRETRAIN_PART in parts:
+        pretrain = parts[PRETRAIN_PART].check()
         check_place(pretrain, "pretrain", PRETRAIN_PART)
     logits = read_tree(root / "router" / "config.json").get("num_experts")
     check_router(router, [*cards.values(), *([pretrain] if pretrain else [])], listing.k, logits)
     components = _components(root, index)
-    for name, digest in parts_of(cards, router, pretrain).items():
-        if manifest.parts.get(name) != digest:
-            raise StoreError(f"{root / name} is not the part that {MANIFEST} names", AGAIN)
-    try:
-        verify_folder(files, manifest, chosen, components)
-    except StoreError as error:
-        raise StoreError(error.what, AGAIN) from None
+    verify_folder(files, manifest, parts, components)
     encoders = tuple(name for name in components if name != "scheduler")
     return OpenFolder(root, listing.k, cards, router, manifest.parts, encoders, manifest.about)
 
@@ -185,7 +180,7 @@ def claim(root: Path) -> None:
 def read_index(root: Path) -> ExpertIndex:
     """What `experts.json` lists; `StoreError` if it is missing, damaged or of another version."""
     if not (root / EXPERTS).is_file():
-        raise StoreError(f"{root / EXPERTS} is missing", AGAIN)
+        raise StoreError(f"{root / EXPERTS} is missing", REMEDY)
     return ExpertIndex.read(Store.open(root), EXPERTS)
 
 
@@ -283,18 +278,18 @@ def _components(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
     names = tuple(name for name in index_entries(index) if name not in ("experts", "router"))
     for name in names:
         if not (root / name).is_dir():
-            raise StoreError(f"{root} has no {name} (no folder {name}/)", AGAIN)
+            raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
     return names
 
 
 def read_tree(path: Path) -> dict[str, Any]:
     """Content of a JSON file; `StoreError` if it is missing or none."""
     if not path.is_file():
-        raise StoreError(f"{path} is missing", AGAIN)
+        raise StoreError(f"{path} is missing", REMEDY)
     try:
         content = read_json(path.read_bytes() if path.stat().st_size <= LARGEST else b"")
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise StoreError(f"{path} is not valid JSON", AGAIN)
+        raise StoreError(f"{path} is not valid JSON", REMEDY)
     return content

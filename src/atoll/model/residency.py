@@ -6,8 +6,8 @@ skeleton is not compiled again. Weights lie in places, one flat block of device 
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest
 from atoll.model.expert import Expert
-from atoll.model.host import HostMemory
 from atoll.model.settings import Residency
-from atoll.model.stored import Layout, Spec, StoredExpert
+from atoll.model.stored import REMEDY, FileWeights, Spec, StoredExpert
+
+ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 
 
 class ResidentExperts:
@@ -251,6 +252,53 @@ class ResidentExpert:
         return self.experts.velocity(self.number, x_t, t, cond)
 
 
+class Layout:
+    """Where the tensors of one architecture lie in one flat block of memory.
+
+    Args:
+        specs: the tensors.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        self.specs, self.starts, self.nbytes = dict(specs), dict[str, int](), 0
+        for name, spec in self.specs.items():
+            self.starts[name] = self.nbytes
+            self.nbytes += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def views(self, block: Tensor) -> dict[str, Tensor]:
+        """The tensors within a block of at least `nbytes` bytes (uint8)."""
+        tensors = {}
+        for name, spec in self.specs.items():
+            part = block[self.starts[name] : self.starts[name] + spec.nbytes]
+            tensors[name] = part.view(spec.dtype).view(spec.shape)
+        return tensors
+
+    def check(self, expert: StoredExpert, name: str) -> None:
+        """Refuse weights that are not those of this architecture, in name or shape."""
+        there = expert.weights.keys()
+        for missing in self.specs.keys() - there:
+            raise StoreError(f"{name} has no tensor {missing}", REMEDY)
+        for unknown in there - self.specs.keys():
+            raise StoreError(f"{name} has a tensor {unknown} that its network lacks", REMEDY)
+        for key, spec in self.specs.items():
+            shape = _shape(expert.weights, key)
+            if shape != spec.shape:
+                raise StoreError(f"{key} of {name} has shape {shape}, its network {spec.shape}", REMEDY)
+
+    def read(self, expert: StoredExpert, block: Tensor) -> None:
+        """Fill a block of the CPU with an expert's weights, converted where dtypes differ."""
+        weights = expert.weights
+        for key, view in self.views(block).items():
+            if isinstance(weights, FileWeights):
+                weights.read(key, view)
+            else:
+                view.copy_(weights[key])
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return weights.specs[name].shape if isinstance(weights, FileWeights) else tuple(weights[name].shape)
+
+
 @dataclass(eq=False)
 class _Place:
     """One expert's room on the device.
@@ -341,3 +389,62 @@ class _Own:
 
     def read(self, block: Tensor) -> None:
         self.skeleton.layout.read(self.stored, block)
+
+
+class HostMemory:
+    """Experts in host memory on their way to a GPU: pinned, so that copies run beside computation.
+
+    The least recently used expert makes room. For one thread.
+
+    Args:
+        places: most experts.
+        size: bytes of the largest.
+    """
+
+    def __init__(self, places: int, size: int) -> None:
+        self.places, self.size = places, size
+        self._blocks: OrderedDict[int, tuple[Tensor, torch.cuda.Event]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def holding(self, number: int, read: Callable[[Tensor], None]) -> Iterator[Tensor]:
+        """An expert's block; what is done with it within goes to the current stream of the GPU.
+
+        Args:
+            number: of the expert.
+            read: fills a block, if the expert is not there.
+        """
+        if number in self._blocks:
+            block, copied = self._blocks.pop(number)
+        else:
+            block, copied = self._room()
+            try:
+                read(block)
+            except BaseException:
+                torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+                raise
+        try:
+            yield block
+        finally:
+            copied.record()
+            self._blocks[number] = block, copied
+
+    def _room(self) -> tuple[Tensor, torch.cuda.Event]:
+        if len(self._blocks) < self.places:
+            block = torch.empty(self.size, dtype=torch.uint8)
+            # Registered, not allocated as pinned: torch rounds pinned blocks up to a power of two.
+            torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
+            return block, torch.cuda.Event()
+        _, (block, copied) = self._blocks.popitem(last=False)
+        copied.synchronize()  # the GPU may still read what was there
+        return block, copied
+
+    def clear(self) -> None:
+        """Give the memory back; nothing may be on its way."""
+        for block, _ in self._blocks.values():
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        self._blocks.clear()
+
+    def __del__(self) -> None:
+        if self._blocks:
+            torch.cuda.synchronize()
+            self.clear()

@@ -1,8 +1,10 @@
 """Experts that are not loaded: their settings, and their weights where they lie in a safetensors file."""
 
+import hashlib
+import inspect
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,17 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.base.errors import StoreError
-from atoll.base.hashing import digest_tensors
+from atoll.base.errors import StoreError, first_line
 from atoll.base.plain import read_json
 from atoll.flow.settings import Prediction
 from atoll.model.card import Card
-from atoll.model.expert import Expert, built, filled, read_card, read_config, settings_of
-from atoll.networks.checkpoint import WEIGHTS
+from atoll.model.expert import Expert
 from atoll.networks.families import family
-from atoll.store.store import Absent, Store
+from atoll.store.store import Absent
 
-ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,7 +36,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
-_FIX = "restore it, or assemble again"
+REMEDY = "restore it, or write the folder again: train, assemble, export or fetch it"
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class FileWeights(Mapping[str, Tensor]):
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         except FileNotFoundError:
-            raise Absent(f"{path} is missing", _FIX) from None
+            raise Absent(f"{path} is missing", REMEDY) from None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
         weakref.finalize(self, os.close, self._file)
@@ -95,6 +94,13 @@ class FileWeights(Mapping[str, Tensor]):
         self.read(name, out)
         return out
 
+    def sha256(self) -> str:
+        """Hex digest of the file, by the descriptor that tensors are read through later."""
+        # Hashed by path, another file could lie there by the time that a tensor is wanted.
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def read(self, name: str, out: Tensor) -> None:
         """Read a tensor into contiguous memory of the CPU, converted where `out` has another dtype."""
         spec = self.specs[name]
@@ -106,7 +112,7 @@ class FileWeights(Mapping[str, Tensor]):
         while len(rest):
             count = os.preadv(self._file, [rest], where)
             if count == 0:
-                raise StoreError(f"{self.path} ends within {name}", _FIX)
+                raise StoreError(f"{self.path} ends within {name}", REMEDY)
             rest, where = rest[count:], where + count
 
 
@@ -131,25 +137,6 @@ class StoredExpert:
     card: Card | None = None
 
     @classmethod
-    def find(cls, store: Store, prefix: str, *, verified: bool = False) -> "StoredExpert":
-        """What `write_part` wrote, its weights unread but for their digest.
-
-        Args:
-            store: where it is; of a remote one a local copy is made.
-            prefix: its folder.
-            verified: the weights' file was checked against a hash before, so it is not read now.
-
-        Raises:
-            StoreError: card, config or weights are missing, damaged, or not those of the card.
-        """
-        card = read_card(store, prefix)
-        weights = FileWeights(store.path(f"{prefix}/{WEIGHTS}"))
-        if not verified and digest_tensors(weights) != card.weights_sha256:
-            raise StoreError(f"{store.name(prefix)}/{WEIGHTS} is not what its card says", _FIX)
-        config = read_config(store, prefix, card)
-        return cls(config, card.family, card.prediction, card.schedule, weights, card)
-
-    @classmethod
     def of(cls, expert: Expert) -> "StoredExpert":
         """An expert whose network is in memory; the weights are shared with it, not copied."""
         weights = {name: value.detach() for name, value in expert.network.state_dict().items()}
@@ -167,60 +154,17 @@ class StoredExpert:
         """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
         shapes = self.weights.specs if isinstance(self.weights, FileWeights) else self.weights
         where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
-        return built(family(self.family).load, self.config, shapes, where)
+        return build_network(family(self.family).load, self.config, shapes, where)
 
     def expert(self) -> Expert:
         """The same with a network of its own in memory."""
         return Expert(
-            filled(self.network(), dict(self.weights)), self.family, self.prediction, self.schedule, self.card
+            fill_network(self.network(), dict(self.weights)),
+            self.family,
+            self.prediction,
+            self.schedule,
+            self.card,
         )
-
-
-class Layout:
-    """Where the tensors of one architecture lie in one flat block of memory.
-
-    Args:
-        specs: the tensors.
-    """
-
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
-        self.specs, self.starts, self.nbytes = dict(specs), dict[str, int](), 0
-        for name, spec in self.specs.items():
-            self.starts[name] = self.nbytes
-            self.nbytes += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
-
-    def views(self, block: Tensor) -> dict[str, Tensor]:
-        """The tensors within a block of at least `nbytes` bytes (uint8)."""
-        tensors = {}
-        for name, spec in self.specs.items():
-            part = block[self.starts[name] : self.starts[name] + spec.nbytes]
-            tensors[name] = part.view(spec.dtype).view(spec.shape)
-        return tensors
-
-    def check(self, expert: StoredExpert, name: str) -> None:
-        """Refuse weights that are not those of this architecture, in name or shape."""
-        there = expert.weights.keys()
-        for missing in self.specs.keys() - there:
-            raise StoreError(f"{name} has no tensor {missing}", _FIX)
-        for unknown in there - self.specs.keys():
-            raise StoreError(f"{name} has a tensor {unknown} that its network lacks", _FIX)
-        for key, spec in self.specs.items():
-            shape = _shape(expert.weights, key)
-            if shape != spec.shape:
-                raise StoreError(f"{key} of {name} has shape {shape}, its network {spec.shape}", _FIX)
-
-    def read(self, expert: StoredExpert, block: Tensor) -> None:
-        """Fill a block of the CPU with an expert's weights, converted where dtypes differ."""
-        weights = expert.weights
-        for key, view in self.views(block).items():
-            if isinstance(weights, FileWeights):
-                weights.read(key, view)
-            else:
-                view.copy_(weights[key])
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    return weights.specs[name].shape if isinstance(weights, FileWeights) else tuple(weights[name].shape)
 
 
 def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
@@ -231,7 +175,7 @@ def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-        raise StoreError(f"{path} is damaged, or no safetensors", _FIX)
+        raise StoreError(f"{path} is damaged, or no safetensors", REMEDY)
     specs, starts = {}, {}
     try:
         tree = read_json(os.pread(file, length, 8))
@@ -243,8 +187,71 @@ def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
                 raise ValueError(name)
             specs[name], starts[name] = spec, 8 + length + begin
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise StoreError(f"{path} is damaged, or no safetensors", _FIX) from None
+        raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
     expected = max((starts[name] + specs[name].nbytes for name in specs), default=8 + length)
     if size != expected:
-        raise StoreError(f"{path} has {size} bytes instead of {expected}", _FIX)
+        raise StoreError(f"{path} has {size} bytes instead of {expected}", REMEDY)
     return specs, starts
+
+
+def build_network(
+    load: Callable[[Mapping[str, Any]], nn.Module],
+    config: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    where: str,
+) -> nn.Module:
+    """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
+
+    A config may ask for more than any machine has, so first the network is built without memory.
+
+    Args:
+        load: builds the network of a config.
+        config: from outside.
+        weights: what has a `shape`, by name.
+        where: the part, for messages.
+
+    Raises:
+        StoreError: the config makes no network, or another one than the weights are of.
+    """
+    try:
+        for key, value in config.items():
+            if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
+                raise ValueError(f"{key} is {value}")
+        with torch.device("meta"):
+            network = load(config)
+        _check_types(network, config)
+        shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+        for name in shapes.keys() ^ weights.keys():
+            raise ValueError(f"{'no' if name in shapes else 'a'} tensor {name}")
+        for name, shape in shapes.items():
+            if shape != tuple(weights[name].shape):
+                raise ValueError(f"{name} has shape {tuple(weights[name].shape)} instead of {shape}")
+        return load(config)
+    except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
+        what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"
+        raise StoreError(what, "restore it, or make it again") from None
+
+
+def _check_types(network: nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse a setting of another type than the class's default: some are not looked at before their use."""
+    for name, parameter in inspect.signature(type(network).__init__).parameters.items():
+        value, kind = config.get(name), type(parameter.default)
+        kinds = (int, float) if kind is float else (kind,)
+        if value is not None and kind in (bool, int, float, str) and type(value) not in kinds:
+            raise ValueError(f"{name} is {value!r}")
+
+
+def fill_network(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The network with these weights, in their own type of numbers, frozen."""
+    kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
+    if len(kinds) == 1:
+        # Not the class's own `to`, which warns of every change of type.
+        nn.Module.to(network, dtype=kinds.pop())
+    network.load_state_dict(weights)
+    return network.eval().requires_grad_(False)
+
+
+def settings_of(network: nn.Module) -> dict[str, Any]:
+    """Class and arguments of a network, as diffusers writes them into `config.json`."""
+    config = dict(network.config)  # type: ignore[arg-type]
+    return {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}

@@ -19,7 +19,7 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import BESIDE
-from atoll.model.expert import published
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.opened import is_hub_name
@@ -108,7 +108,7 @@ def models_in(
         return {ENSEMBLE: partial(load, source)}
     store = Store.open(source)
     names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
-    names += [name for name in BESIDE if published(store, f"{name}/expert")]
+    names += [name for name in BESIDE if Checkpoint(store, f"{name}/expert").published]
     if not names:
         raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
     return {name: partial(load, store, name) for name in names}

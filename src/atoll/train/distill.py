@@ -22,13 +22,13 @@ from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.model.bank import Bank
 from atoll.model.card import Card, check_place, check_together
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks
-from atoll.model.expert import RouterModel, published, read_card, read_part
 from atoll.model.initial import lay_initial
 from atoll.model.model import load_experts
 from atoll.model.route import route
 from atoll.model.routing import Routing
-from atoll.networks.checkpoint import compare
+from atoll.networks.diffusers_checkpoint import compare
 from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows
@@ -151,23 +151,23 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     experts = experts_of(config.partition.k)
     # A part of the experts will not do: the student would learn a part of the data, and which part would
     # depend on when it was started.
-    missing = [str(run.expert) for run in experts if not published(store, run.network)]
+    missing = [str(run.expert) for run in experts if not Checkpoint(store, run.network).published]
     if missing:
         raise PartitionError(
             f"the student learns from all experts, and of {len(experts)} in {store.location} these are not "
             f"published: {', '.join(missing)}",
             "train them first: atoll launch",
         )
-    cards = {run.folder: read_card(store, run.network) for run in experts}
+    cards = {run.folder: Checkpoint(store, run.network).card for run in experts}
     for run in experts:
         check_place(cards[run.folder], run.name, run.folder)
     if "router" in Run("student").kind.needs(config):
-        if not published(store, "router/expert"):
+        if not Checkpoint(store, "router/expert").published:
             raise PartitionError(
                 f"the student's teachers are routed, and {store.location} has no router yet",
                 "train it first: atoll train router",
             )
-        cards["router"] = read_card(store, "router/expert")
+        cards["router"] = Checkpoint(store, "router/expert").card
     check_together(list(cards.values()))
     if cards[experts[0].folder].partition != plan.partition:
         raise PartitionError(
@@ -181,12 +181,11 @@ def load_teacher(campaign: Campaign, device: torch.device) -> Teacher:
     """Load what `teachers` found, on the device as far as `student.residency` allows."""
     settings, store, k = campaign.config.student, campaign.store, campaign.config.partition.k
     assert settings is not None
-    places = {number: run.network for number, run in enumerate(experts_of(k))}
-    experts = load_experts(store, k, places, settings.residency, device, verified=False)
+    parts = {number: Checkpoint(store, run.network) for number, run in enumerate(experts_of(k))}
+    experts = load_experts(parts, k, settings.residency, device)
     if settings.teacher == "cluster":
         return ClusterTeacher(experts)
-    router = RouterModel.load(store, "router/expert")
-    router.network.to(device)
+    router = Checkpoint(store, "router/expert").router(device)
     return RoutedTeacher(Bank(experts, router), settings.routing)
 
 
@@ -213,7 +212,7 @@ def write_initial_weights(
     def average() -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for source in sources:  # one is read at a time: K of them may be more than the memory
-            weights = read_part(campaign.store, source.network)[2]
+            weights = Checkpoint(campaign.store, source.network).read()[1]
             fit = compare(network, weights)
             if fit.drawn or fit.unused:
                 name = next(iter((*fit.drawn, *fit.unused)))

@@ -18,7 +18,7 @@ from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
 from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.loggers import TrackingConfig
-from atoll.model.expert import write_part
+from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
@@ -196,8 +196,8 @@ class _Run:
         weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
 
         def write(store: Store, prefix: str) -> None:
-            card = self.task.rows.card(network, weights, state.seconds)
-            write_part(store, prefix, network, weights, card)
+            card = self.task.rows.card(network, state.seconds)
+            Checkpoint(store, prefix).write(network, weights, card)
 
         def publish() -> None:
             announce(self.run, self.log, state.step, write)

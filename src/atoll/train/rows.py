@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.hashing import digest_tensors
 from atoll.base.rng import normals, uniforms
 from atoll.base.version import code_version
 from atoll.campaign.runs import Recipe
@@ -141,7 +140,7 @@ class TrainingRows:
     def _clusters(self, samples: Samples, index: NDArray[np.int64]) -> Tensor | None:
         return None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
 
-    def card(self, network: nn.Module, weights: dict[str, Tensor], seconds: float) -> Card:
+    def card(self, network: nn.Module, seconds: float) -> Card:
         """What the finished network says of itself; a student also says who its teachers were."""
         plan, objective, settings = self.recipe.plan, self.recipe.objective, self.recipe.network
         return Card(
@@ -161,7 +160,6 @@ class TrainingRows:
             batch=plan.batch,
             train_flops=plan.train_flops,
             forward_flops=plan.forward_flops,
-            weights_sha256=digest_tensors(weights),
             provenance={
                 "atoll": code_version(),
                 "torch": torch.__version__,

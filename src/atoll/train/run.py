@@ -21,7 +21,7 @@ from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig
 from atoll.model.card import Card
-from atoll.model.expert import published, read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.networks.router import Router
 from atoll.store.signatures import public_key
 from atoll.store.store import Store
@@ -73,7 +73,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         dataset = DataSet.open(store, "data")
     else:
         dataset = DataSet.open(root, f"{run.folder}/data")
-    if published(store, "expert"):
+    if Checkpoint(store, "expert").published:
         tidy(store)
         say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
     else:
@@ -88,7 +88,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         train(_task(campaign, plan, dataset, store, run.name), store, run.name, wait=wait, tracking=tracking)
     if role == "pretrain":
         copy_initial_weights(campaign)
-    return read_card(store, "expert")
+    return Checkpoint(store, "expert").card
 
 
 def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> Task:

@@ -38,7 +38,7 @@ from atoll.measure.diagnosis.usage import switches, usage
 from atoll.measure.models import Candidate, RowConditions, published, samples_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.expert import read_card
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import read_manifest
 from atoll.model.generate import Sampling, generate
 from atoll.model.routing import Routing
@@ -55,7 +55,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     """Measure and write; what was measured of the same parts with the same settings is not measured again."""
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
     content = read_manifest(store)
-    router = read_card(store, "ensemble/router")
+    router = Checkpoint(store, "ensemble/router").card
     baseline = single_cards(campaign, router, ("monolith",))
     parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, partition = _data(campaign)

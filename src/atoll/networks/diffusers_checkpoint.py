@@ -25,7 +25,7 @@ _SHOWN = 3  # names of tensors in a message; the manifest has all
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class DiffusersCheckpoint:
     """A checkpoint that was found, not read yet.
 
     Attributes:
@@ -101,7 +101,7 @@ class Fit:
         return lines
 
 
-def find(name: str, beside: Path) -> Checkpoint:
+def find(name: str, beside: Path) -> DiffusersCheckpoint:
     """Find a checkpoint; its weights are not read yet.
 
     Args:
@@ -121,7 +121,7 @@ def find(name: str, beside: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise _refusal(name, "it has no config.json")
     settings = _json(name, folder / "config.json")
-    return Checkpoint(name, folder, _class_name(settings), settings, _files(name, folder))
+    return DiffusersCheckpoint(name, folder, _class_name(settings), settings, _files(name, folder))
 
 
 def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
@@ -162,7 +162,7 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     return fit
 
 
-def whole(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def whole(network: nn.Module, checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
     """All weights of a checkpoint for the network of its own settings, in float32.
 
     Raises:

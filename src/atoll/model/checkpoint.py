@@ -1,0 +1,231 @@
+"""A checkpoint: a network in a folder, with `config.json`, weights as safetensors, and `card.json`.
+
+Expert, router, shared pretraining, monolith, student, and every part of an ensemble are this. The card is
+written last and names both other files by hash, so what has no card does not exist, and what is read is what
+was published. Each read hashes the weights' file once.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from atoll.base.errors import AtollError, StoreError
+from atoll.base.hashing import digest, sha256
+from atoll.model.card import Card
+from atoll.model.expert import Expert, RouterModel
+from atoll.model.stored import REMEDY, FileWeights, StoredExpert, build_network, fill_network, settings_of
+from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.networks.families import family
+from atoll.networks.router import Router
+from atoll.store.signatures import SUFFIX
+from atoll.store.store import Store
+from atoll.store.tensors import read_tensors
+
+CARD, CONFIG = "card.json", "config.json"
+FILES = (CONFIG, WEIGHTS, CARD)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network in a folder of a store; nothing is read before it is asked for."""
+
+    store: Store
+    prefix: str = "."
+
+    @property
+    def name(self) -> str:
+        """The folder, for messages."""
+        return self.store.name(self.prefix)
+
+    @property
+    def published(self) -> bool:
+        """Whether its card is there."""
+        return self.store.exists(f"{self.prefix}/{CARD}")
+
+    @cached_property
+    def card(self) -> Card:
+        """What the network is; `StoreError` if there is none, or of another version."""
+        return Card.read(self.store, f"{self.prefix}/{CARD}")
+
+    def config(self) -> dict[str, Any]:
+        """Class and arguments of the network; `StoreError` if they are not those of the card."""
+        config: dict[str, Any] = self.store.get_json(f"{self.prefix}/{CONFIG}")
+        if digest(config) != self.card.config_sha256:
+            raise self._foreign(CONFIG)
+        return config
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Settings and weights; `StoreError` if they are not those of the card."""
+        return self.config(), read_tensors(self._weights(), f"{self.name}/{WEIGHTS}")
+
+    def network(self) -> nn.Module:
+        """The network with its weights, frozen."""
+        config, weights = self.read()
+        load = Router.from_config if self.card.role == "router" else family(self.card.family).load
+        return fill_network(build_network(load, config, weights, self.name), weights)
+
+    def expert(self, device: torch.device | str = "cpu") -> Expert:
+        """The network as a denoiser."""
+        card = self.card
+        return Expert(self.network().to(device), card.family, card.prediction, card.schedule, card)
+
+    def router(self, device: torch.device | str = "cpu") -> RouterModel:
+        """The network as a router."""
+        return RouterModel(cast(Router, self.network().to(device)), self.card)
+
+    def open_lazily(self) -> StoredExpert:
+        """An expert whose weights are hashed now and read when they are wanted.
+
+        Raises:
+            StoreError: card, config or weights are missing, damaged, or not those of the card.
+        """
+        card, key = self.card, f"{self.prefix}/{WEIGHTS}"
+        path = self.store.path(key)
+        weights = FileWeights(path)
+        if (hashed := weights.sha256()) != card.weights_sha256 and self.store.local is None:
+            path.unlink(missing_ok=True)  # the copy here may be damaged where the object is not
+            weights = FileWeights(self.store.path(key))
+            hashed = weights.sha256()
+        if hashed != card.weights_sha256:
+            raise self._foreign(WEIGHTS)
+        return StoredExpert(self.config(), card.family, card.prediction, card.schedule, weights, card)
+
+    def write(self, network: nn.Module, weights: Mapping[str, Tensor], card: Card) -> Card:
+        """Publish a network: settings and weights first, read back, then `card.json` if-absent.
+
+        Args:
+            network: of these settings.
+            weights: by name; they need not be the network's own (the average, say).
+            card: its digests are set here.
+
+        Raises:
+            Conflict: a card is there already.
+            StoreError: what was written reads back differently.
+        """
+        return self._write(settings_of(network), _serialised(weights), card)
+
+    def save(self, network: nn.Module, card: Card) -> Card:
+        """Write a network over an earlier one; the same one that lies there is left alone.
+
+        Returns:
+            The card as written: weights that were changed since (another type of numbers, say) have another
+            digest.
+        """
+        weights, settings = network.state_dict(), settings_of(network)
+        data = _serialised(weights)
+        digests = {"config_sha256": digest(settings), "weights_sha256": sha256(data)}
+        if card.weights_sha256 not in ("", digests["weights_sha256"]):
+            kinds = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()})
+            card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
+        card = card.model_copy(update=digests)
+        if not self.holds(card):
+            self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{CARD}{SUFFIX}")
+            self._write(settings, data, card)
+        return card
+
+    def copy(self, target: "Checkpoint") -> Card:
+        """Copy the folder, its card last; the same network that lies there is left alone.
+
+        Raises:
+            StoreError: a file is missing, or not what the card says.
+        """
+        card = self.card
+        if not target.holds(card):
+            # Weights that are damaged are told here, and not when somebody samples.
+            blobs = {WEIGHTS: self._weights()}
+            self.config()
+            target._forget_card()
+            target.store.delete(f"{target.prefix}/{CARD}")
+            for file in FILES:
+                data = blobs.get(file) or self.store.get(f"{self.prefix}/{file}")
+                target.store.put(f"{target.prefix}/{file}", data)
+        # A signature is of the card's bytes, which are the same there; one of an earlier card must not stay.
+        mine, other = f"{self.prefix}/{CARD}{SUFFIX}", f"{target.prefix}/{CARD}{SUFFIX}"
+        signature = self.store.get(mine) if self.store.exists(mine) else None
+        if signature is None:
+            target.store.delete(other)
+        elif not target.store.exists(other) or target.store.get(other) != signature:
+            target.store.put(other, signature)
+        return card
+
+    def holds(self, card: Card) -> bool:
+        """Whether the network of this very card lies here, whole."""
+        try:
+            return self.card == card and self.open_lazily().card == card
+        except AtollError:
+            return False
+
+    def check(self) -> Card:
+        """Refuse a local folder from outside by what names and headers tell; the weights are not read.
+
+        Raises:
+            StoreError: a file is missing, the weights are pickle or torn, or the card is of another version.
+        """
+        assert self.store.local is not None
+        folder = self.store.local / self.prefix
+        if not folder.is_dir():
+            raise StoreError(f"{folder} is missing", REMEDY)
+        for path in sorted(folder.iterdir()):
+            if path.suffix in PICKLES:
+                raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
+        for name in FILES:
+            if not (folder / name).is_file():
+                raise StoreError(f"{folder / name} is missing", REMEDY)
+        check_safetensors(folder / WEIGHTS)
+        return self.card
+
+    def _weights(self) -> bytes:
+        # The bytes that are hashed are those that are used: a file that is replaced meanwhile does no harm,
+        # and networks of many gigabytes are read once.
+        data = self.store.get(f"{self.prefix}/{WEIGHTS}")
+        if sha256(data) != self.card.weights_sha256:
+            raise self._foreign(WEIGHTS)
+        return data
+
+    def _write(self, settings: dict[str, Any], data: bytes, card: Card) -> Card:
+        self._forget_card()
+        card = card.model_copy(update={"config_sha256": digest(settings), "weights_sha256": sha256(data)})
+        self.store.put_json(f"{self.prefix}/{CONFIG}", settings)
+        self.store.put(f"{self.prefix}/{WEIGHTS}", data)
+        if self.store.get(f"{self.prefix}/{WEIGHTS}") != data:
+            raise StoreError(f"{self.name}/{WEIGHTS} reads back differently", "check the disk")
+        self.store.create_json(f"{self.prefix}/{CARD}", card.to_json())
+        return card
+
+    def _forget_card(self) -> None:
+        self.__dict__.pop("card", None)  # the one that was read before this write
+
+    def _foreign(self, file: str) -> StoreError:
+        return StoreError(f"{self.name}/{file} is not what its card says", REMEDY)
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse a file that is no safetensors or has not the size of its header; reads the header only."""
+    with path.open("rb") as file:
+        if file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            raise StoreError(f"{path} is pickle, not safetensors", "convert the weights to safetensors")
+    FileWeights(path)
+
+
+def use_default_permissions(folder: Path) -> None:
+    """Give all files the permissions of a new file; safetensors' own can be read by nobody else."""
+    with tempfile.TemporaryDirectory() as scratch:
+        like = Path(scratch) / "file"
+        like.touch()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                shutil.copymode(like, path)
+
+
+def _serialised(weights: Mapping[str, Tensor]) -> bytes:
+    on_host = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    return save_tensors(on_host, metadata={"format": "pt"})
