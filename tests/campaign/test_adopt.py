@@ -103,7 +103,7 @@ def test_it_joins_a_trained_expert(
     text = (folder / "ensemble/README.md").read_text()
     assert "| 1 | dit | eps, ddpm-linear |" in text and "| adopted |" in text
     assert command(capsys, "sample", folder, "0", "1", "--out", tmp_path / "a.png", "--steps", "3").code == 0
-    run = next(run for run in Observer(campaign).look().runs if run.island == 1)
+    run = next(run for run in Observer(campaign).read().runs if run.island == 1)
     assert run.state == "published" and run.error is None and run.step == 0 == run.done_flops
     assert command(capsys, "report", folder).code == 0
     shutil.rmtree(folder / "islands/0/expert")

@@ -37,7 +37,7 @@ def copy(untouched: Path, tmp_path: Path) -> Path:
 
 
 def look(folder: Path | str) -> dict[str, RunStatus]:
-    return {run.name: run for run in Observer(Campaign.open(folder)).look().runs}
+    return {run.name: run for run in Observer(Campaign.open(folder)).read().runs}
 
 
 def files(folder: Path) -> set[str]:
@@ -79,7 +79,7 @@ def test_nothing_has_started(copy: Path, run: Run) -> None:
 
 def test_a_finished_run(copy: Path) -> None:
     train_run(Campaign.open(copy), "expert", 0)
-    found = Observer(Campaign.open(copy)).look()
+    found = Observer(Campaign.open(copy)).read()
     one, other, *_ = found.runs
     assert (one.state, one.step, one.restarts, one.lost) == ("published", one.steps, 0, 0)
     assert other.state == "waiting" and not found.finished and not found.bad
@@ -91,7 +91,7 @@ def test_a_finished_run(copy: Path) -> None:
         for path in (copy / f"islands/{island}/data").rglob("*")
         if path.is_file() and path.name not in ("manifest.json", "column.json", "ingest.json")
     )
-    sent = found.exchanged
+    sent = found.transfer
     assert (sent.data_out, sent.islands) == (data, 2)
     assert (sent.networks_in, sent.networks, sent.between_islands) == (one.published_bytes, 1, 0)
     total = sum(json.loads(p.read_text())["train_flops"] for p in copy.rglob("island.json"))
@@ -109,7 +109,7 @@ def test_bytes_of_another_island_are_counted(copy: Path) -> None:
     (entry,) = manifest["shards"][0]["files"].values()
     entry["path"] = "../../1/data/" + entry["path"]
     path.write_text(json.dumps(manifest))
-    assert Observer(Campaign.open(copy)).look().exchanged.between_islands == entry["bytes"] > 0
+    assert Observer(Campaign.open(copy)).read().transfer.between_islands == entry["bytes"] > 0
 
 
 def test_a_living_run(copy: Path) -> None:
@@ -188,7 +188,7 @@ def test_restarts_and_what_they_cost(copy: Path, run: Run) -> None:
             )
     found = look(copy)["expert 0"]
     assert (found.restarts, found.lost, found.set_aside, found.committed) == (2, 12, 1, 29)
-    text = "\n".join(lines(Observer(Campaign.open(copy)).look()))
+    text = "\n".join(lines(Observer(Campaign.open(copy)).read()))
     assert "2 (-12)" in text
     assert "expert 0: 12 steps done again after 2 restarts" in text
     assert "expert 0: 1 damaged checkpoint set aside" in text and "2x far" in text
@@ -276,8 +276,8 @@ def test_many_islands_are_quick_and_fit_on_the_screen() -> None:
         lost=123_456,
         train_flops=1e21,
     )
-    exchanged = module.Exchanged(123_456_789_012, 64, 99_456_789_012, 65, 0)
-    told = lines(CampaignStatus("/a", True, "local", [run], in_common(0.5, False), exchanged))
+    transfer = module.TransferBytes(123_456_789_012, 64, 99_456_789_012, 65, 0)
+    told = lines(CampaignStatus("/a", True, "local", [run], in_common(0.5, False), transfer))
     assert max(map(len, told)) <= WIDTH
     assert "64x a-v" in told[1] and told[1].endswith("…")
     assert any("this machine's clock" in line for line in told)
@@ -297,7 +297,7 @@ def test_a_store_that_can_only_be_read(copy: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Store, "_put", refuse)
     monkeypatch.setattr(local, "now", unable)
-    found = Observer(campaign).look()
+    found = Observer(campaign).read()
     assert found.clock == "local" and found.runs[0].step == 2
     assert found.runs[0].heartbeat_age is not None and found.runs[0].heartbeat_age < 20
     assert files(copy) == before

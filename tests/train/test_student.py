@@ -49,7 +49,7 @@ def test_a_routed_student_waits_for_the_router_too(tmp_path: Path) -> None:
 
 
 def test_status_and_plan_show_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = Observer(Campaign.open(copy)).look()
+    status = Observer(Campaign.open(copy)).read()
     (student,) = [run for run in status.runs if run.role == "student"]
     assert student.state == "waiting" and student.steps == 40 and student.batch == 4
     answer = command(capsys, "plan", copy, "--json")
@@ -120,5 +120,5 @@ def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (folder / "reports/compare/student/00.png").exists()
     assert command(capsys, "compare", folder).out.startswith("compare: finished already")
     assert command(capsys, "report", folder).code == 0
-    status = Observer(Campaign.open(folder)).look()
+    status = Observer(Campaign.open(folder)).read()
     assert status.finished and len(status.runs) == 5

@@ -6,6 +6,7 @@ the store gave, as in `store/lease.py`.
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -97,7 +98,7 @@ class RunStatus:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class TransferBytes:
     """Bytes that cross between places over the whole campaign.
 
     Attributes:
@@ -125,7 +126,7 @@ class CampaignStatus:
         clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
         runs: pretrain, experts, router, monolith, student.
         in_common: what the experts have in common, as a sentence.
-        exchanged: bytes.
+        transfer: bytes.
     """
 
     location: str
@@ -133,7 +134,7 @@ class CampaignStatus:
     clock: Literal["store", "local"]
     runs: list[RunStatus]
     in_common: str
-    exchanged: Exchanged
+    transfer: TransferBytes
 
     @property
     def bad(self) -> list[RunStatus]:
@@ -158,13 +159,13 @@ class CampaignStatus:
                 "done": sum(run.done_flops for run in self.runs),
                 "all": sum(run.train_flops for run in self.runs),
             },
-            "bytes": asdict(self.exchanged),
+            "bytes": asdict(self.transfer),
             "attention": [run.name for run in self.bad],
         }
 
 
 class Observer:
-    """Looks at a campaign, once or again and again; what cannot change is read once.
+    """Reads how a campaign stands, once or again and again; what cannot change is read once.
 
     Args:
         campaign: at any stage.
@@ -172,86 +173,73 @@ class Observer:
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
-        self._runs = [_Observed(campaign, run) for run in runs_of(campaign.config)]
+        self._runs = [_ObservedRun(campaign, run) for run in runs_of(campaign.config)]
         self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
         self._clock: Literal["store", "local"] = "store"
 
-    def look(self) -> CampaignStatus:
-        """How it stands now; a run that cannot be read is told and hides no other."""
-        store = self.campaign.store
+    def read(self) -> CampaignStatus:
+        """How it stands now; a run that cannot be read says so and hides no other."""
+        store, config = self.campaign.store, self.campaign.config
         partitioned = self.campaign.is_partitioned
         if self._ahead is None:
-            self._ahead = self._set_clock()
+            # Ages are differences of the store's own times: clocks of islands may be hours apart. A file
+            # beside `campaign.json`, gone at once, tells its time; a read-only store cannot.
+            try:
+                self._ahead = store_time(store) - time.time()
+            except StoreError:
+                self._ahead, self._clock = 0.0, "local"
         now = time.time() + self._ahead
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            runs = list(pool.map(lambda run: run.look(now), self._runs))
+            runs = list(pool.map(lambda run: run.read(now), self._runs))
             sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
-        counted = [both for both in sent if both is not None]
+        counted = [sizes for sizes in sent if sizes is not None]
         back = [run.published_bytes for run in runs if RUNS[run.role].assembled]
         published = [size for size in back if size is not None]
-        data_out, between = (sum(both[part] for both in counted) for part in (0, 1))
-        exchanged = Exchanged(data_out, len(counted), sum(published), len(published), between)
-        config = self.campaign.config
+        data_out, between = (sum(sizes[part] for sizes in counted) for part in (0, 1))
+        transfer = TransferBytes(data_out, len(counted), sum(published), len(published), between)
         common = in_common(config.budget.pretrain, config.network.init != "scratch")
-        return CampaignStatus(store.location, partitioned, self._clock, runs, common, exchanged)
-
-    def _set_clock(self) -> float:
-        """A file beside `campaign.json`, gone at once, tells the store's time; a read-only store cannot."""
-        try:
-            return store_time(self.campaign.store) - time.time()
-        except StoreError:
-            self._clock = "local"
-            return 0.0
+        return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
 
-class _Observed:
-    """One run, and what was read of it."""
-
+class _ObservedRun:
     def __init__(self, campaign: Campaign, run: Run) -> None:
         self.campaign, self.run, self.folder = campaign, run, run.folder
         self.history = History(campaign.store, f"{run.folder}/run")
         self.plan: RunPlan | None = None
         self._bytes_out: tuple[int, int] | None = None
 
-    def look(self, now: float) -> RunStatus:
-        status = RunStatus(self.run.name, *self.run)
-        try:
-            self._fill(status, now)
-        except AtollError as error:
-            return RunStatus(self.run.name, *self.run, state="unreadable", error=str(error))
-        return status
-
     def bytes_out(self) -> tuple[int, int] | None:
         """Bytes that an island was sent, and those that it reads from elsewhere while it trains.
 
         None for other runs, or if its data set is not there.
         """
-        if self.run.expert is not None and self._bytes_out is None:
-            data = stored_bytes(self.campaign.store, self.run.expert)
-            self._bytes_out = None if data is None else (data[0] + self._initial_bytes(), data[1])
+        if self.run.expert is None or self._bytes_out is not None:
+            return self._bytes_out
+        data, initial = stored_bytes(self.campaign.store, self.run.expert), 0
+        with suppress(StoreError, KeyError, TypeError, ValueError):  # weights that are drawn are not sent
+            files = self.campaign.store.get_json(f"{self.folder}/init/init.json")["files"]
+            initial = sum(int(file["bytes"]) for file in files)
+        self._bytes_out = None if data is None else (data[0] + initial, data[1])
         return self._bytes_out
 
-    def _initial_bytes(self) -> int:
+    def read(self, now: float) -> RunStatus:
+        status, store = RunStatus(self.run.name, *self.run), self.campaign.store
         try:
-            files = self.campaign.store.get_json(f"{self.folder}/init/init.json")["files"]
-            return sum(int(file["bytes"]) for file in files)
-        except (StoreError, KeyError, TypeError, ValueError):
-            return 0  # weights that are drawn are not sent
-
-    def _fill(self, status: RunStatus, now: float) -> None:
-        store = self.campaign.store
-        if self.plan is None and store.exists(self.run.plan):
-            self.plan = RunPlan.read(store, self.run.plan)
-        if self.plan is not None:
-            status.steps, status.batch = self.plan.steps, self.plan.batch
-            status.train_flops = self.plan.train_flops
-        self.history.refresh()
-        self._read_log(status, now)
-        self._read_heartbeat(status, now)
-        if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
-            status.state = "published"  # trained in a copy of the island
-        if status.state == "published":
-            self._read_publication(status)
+            if self.plan is None and store.exists(self.run.plan):
+                self.plan = RunPlan.read(store, self.run.plan)
+            if self.plan is not None:
+                status.steps, status.batch = self.plan.steps, self.plan.batch
+                status.train_flops = self.plan.train_flops
+            self.history.refresh()
+            self._read_log(status, now)
+            self._read_heartbeat(status, now)
+            if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
+                status.state = "published"  # trained in a copy of the island
+            if status.state == "published":
+                self._read_publication(status)
+        except AtollError as error:
+            return RunStatus(self.run.name, *self.run, state="unreadable", error=str(error))
+        return status
 
     def _read_log(self, status: RunStatus, now: float) -> None:
         entries, history = self.history.entries(), self.history
@@ -278,12 +266,12 @@ class _Observed:
             status.commit_age = max(0.0, now - history.store.modified(key))
 
     def _read_heartbeat(self, status: RunStatus, now: float) -> None:
-        """What the process last said of itself, and whether it still lives."""
         acquired = self.history.last("acquire", "damaged")
         if acquired is None:
             return
         folder, store = f"{self.folder}/run", self.campaign.store
         beat = read_heartbeat(store, folder)
+        # An earlier holder's heartbeat says nothing about this one, which may not have had time for its own.
         if beat is None or beat.holder != status.holder:
             beat = Heartbeat(holder="")
         status.step, status.ranks = _latest(status.step, beat.step), beat.ranks or status.ranks

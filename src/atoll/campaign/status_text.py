@@ -8,7 +8,7 @@ import time
 
 from atoll.base.console import say
 from atoll.base.errors import StoreError
-from atoll.base.text import columns, size
+from atoll.base.text import columns, printable, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import BAD, CampaignStatus, Observer, RunStatus
 from atoll.store.signatures import UNSIGNED
@@ -20,7 +20,7 @@ _HEAD = ("  run", "state", "step", "done", "loss", "img/s", "left", "saved", "ag
 
 def show(campaign: Campaign, as_json: bool) -> CampaignStatus:
     """Print how a campaign stands."""
-    status = Observer(campaign).look()
+    status = Observer(campaign).read()
     say(json.dumps(status.to_json(), indent=2) if as_json else "\n".join(lines(status)))
     return status
 
@@ -30,18 +30,20 @@ def watch(campaign: Campaign, every: float, as_json: bool) -> CampaignStatus | N
 
     Args:
         campaign: the campaign.
-        every: seconds between looks.
-        as_json: one line of JSON for each look.
+        every: seconds in between.
+        as_json: one line of JSON each time.
 
     Returns:
-        The last look; None if there was none.
+        The last status; None if there was none.
     """
     observer, status = Observer(campaign), None
+    head = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
     try:
         while True:
             try:
-                status = observer.look()
-                _print(status, as_json)
+                status = observer.read()
+                text = [*lines(status), "", time.strftime("%H:%M:%S"), ""]
+                say(json.dumps(status.to_json()) if as_json else head + "\n".join(text))
                 if status.finished:
                     return status
             except StoreError as error:  # it may come back
@@ -51,50 +53,78 @@ def watch(campaign: Campaign, every: float, as_json: bool) -> CampaignStatus | N
         return status
 
 
-def _print(status: CampaignStatus, as_json: bool) -> None:
-    if as_json:
-        say(json.dumps(status.to_json()))
-        return
-    head = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-    say(head + "\n".join([*lines(status), "", time.strftime("%H:%M:%S"), ""]))
-
-
 def lines(status: CampaignStatus) -> list[str]:
-    """The state in lines, none of which holds a control character."""
-    text = _table(status.runs)
-    text += [""] if any(_notes(run) for run in status.runs) else []
-    for run in status.runs:
-        text += [f"  {run.name}: {note}" for note in _notes(run)]
-    text += ["", *_totals(status)]
+    """The state in lines, none of which holds a control character: hosts and errors come from elsewhere."""
+    runs, sent = status.runs, status.transfer
+    rows = columns([_HEAD, *map(_row, runs)], left=(0, 1))
+    room = max(_HOST, WIDTH - len(rows[0]) - 2)
+    hosts = ["host"]
+    for run in runs:
+        ranks = f"{run.ranks}x " if run.host is not None and (run.ranks or 1) > 1 else ""
+        hosts.append(printable(f"{ranks}{run.host or '-'}"))
+    hosts = [host if len(host) <= room else host[: room - 1] + "…" for host in hosts]
+    text = [f"{row}  {host}" for row, host in zip(rows, hosts, strict=True)]
+
+    # What happened to a run that was made up for, and is worth knowing.
+    notes: list[str] = []
+    for run in runs:
+        again = f"steps done again after {_times(run.restarts, 'restart')}"
+        notes += [f"  {run.name}: {run.lost:,} {again}"] if run.lost else []
+        notes += [f"  {run.name}: {_times(run.skipped, 'step')} left out by the guard"] if run.skipped else []
+        aside = _times(run.set_aside, "damaged checkpoint")
+        notes += [f"  {run.name}: {aside} set aside"] if run.set_aside else []
+        notes += [f"  {run.name}: {run.damaged} damaged log entries"] if run.damaged else []
+    text += [*([""] if notes else []), *notes]
+
+    # Totals.
+    done, whole = sum(run.done_flops for run in runs), sum(run.train_flops for run in runs)
+    islands = sum(run.island is not None for run in runs)
+    published = sum(run.state == "published" for run in runs)
+    share = f"{int(100 * done / whole)}% of {whole:.3g} training FLOPs; " if whole else ""
+    out, back = size(sent.data_out), size(sent.networks_in)
+    text += [
+        "",
+        f"Done: {share}{published} of {len(runs)} runs published.",
+        f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
+        f"networks in {back};",
+        f"  between islands while they train {size(sent.between_islands)}.",
+        *textwrap.wrap(status.in_common, WIDTH),
+    ]
+
+    # Who signed what is published.
+    signed: dict[str, list[str]] = {}
+    for run in runs:
+        if run.signer is not None:
+            signed.setdefault(run.signer, []).append(run.name)
+    unsigned = signed.pop(UNSIGNED, [])
+    text += [f"Signed by {key}: {', '.join(names)}." for key, names in signed.items()]
+    if unsigned:
+        only = "Nothing that is published is signed."
+        text.append(f"Unsigned: {', '.join(unsigned)}." if signed else only)
     if status.clock == "local":
         text.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
+
+    # What to do about it.
     text += [""] if status.bad or not status.partitioned else []
     for run in status.bad:
         text += textwrap.wrap(f"! {run.name} {trouble(run)}", WIDTH, subsequent_indent="    ")
-    text += _advice(status)
-    return [plain(line) for line in text]
-
-
-def plain(text: str) -> str:
-    """The text without anything that a terminal would obey: hosts and errors come from other machines."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _table(runs: list[RunStatus]) -> list[str]:
-    rows = columns([_HEAD, *map(_row, runs)], left=(0, 1))
-    room = max(_HOST, WIDTH - len(rows[0]) - 2)
-    hosts = [plain(host) for host in ("host", *map(_host, runs))]
-    cut = (host if len(host) <= room else host[: room - 1] + "…" for host in hosts)
-    return [f"{row}  {host}" for row, host in zip(rows, cut, strict=True)]
+    launch = f"atoll launch {shlex.quote(status.location)}"
+    idle = [run for run in runs if run.state in ("left", "waiting")]
+    if not status.partitioned:
+        text.append(f"Not partitioned yet. Start: {launch}")
+    elif any(run.state in ("stale", "failed") for run in status.bad):
+        text.append(f"Go on from what is saved: {launch}")
+    elif idle and not status.bad and not any(run.state == "training" for run in runs):
+        text += ["", f"{_times(len(idle), 'run')} to do: {launch}"]
+    return [printable(line) for line in text]
 
 
 def _row(run: RunStatus) -> tuple[str, ...]:
-    step = "-" if run.steps is None else f"{short(run.step or 0)}/{short(run.steps)}"
     part = (run.step or 0) / run.steps if run.steps else 0.0
     return (
         f"{'!' if run.state in BAD else ' '} {run.name}",
         run.state,
-        step,
+        "-" if run.steps is None else f"{short(run.step or 0)}/{short(run.steps)}",
         f"{int(100 * part)}%",
         "-" if run.loss is None else f"{run.loss:.3g}",
         "-" if run.speed is None else short(run.speed),
@@ -106,52 +136,8 @@ def _row(run: RunStatus) -> tuple[str, ...]:
     )
 
 
-def _host(run: RunStatus) -> str:
-    if run.host is None:
-        return "-"
-    return f"{run.ranks}x {run.host}" if (run.ranks or 1) > 1 else run.host
-
-
-def _notes(run: RunStatus) -> list[str]:
-    """What happened to a run that was made up for, and is worth knowing."""
-    notes = [f"{run.lost:,} steps done again after {_times(run.restarts, 'restart')}"] if run.lost else []
-    notes += [f"{_times(run.skipped, 'step')} left out by the guard"] if run.skipped else []
-    notes += [f"{_times(run.set_aside, 'damaged checkpoint')} set aside"] if run.set_aside else []
-    return notes + ([f"{run.damaged} damaged log entries"] if run.damaged else [])
-
-
 def _times(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def _totals(status: CampaignStatus) -> list[str]:
-    sent, runs = status.exchanged, status.runs
-    done, whole = sum(run.done_flops for run in runs), sum(run.train_flops for run in runs)
-    islands = sum(run.role == "expert" for run in runs)
-    published = sum(run.state == "published" for run in runs)
-    share = f"{int(100 * done / whole)}% of {whole:.3g} training FLOPs; " if whole else ""
-    out, back = size(sent.data_out), size(sent.networks_in)
-    return [
-        f"Done: {share}{published} of {len(runs)} runs published.",
-        f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
-        f"networks in {back};",
-        f"  between islands while they train {size(sent.between_islands)}.",
-        *textwrap.wrap(status.in_common, WIDTH),
-        *_signatures(status),
-    ]
-
-
-def _signatures(status: CampaignStatus) -> list[str]:
-    """Who signed what is published."""
-    names: dict[str, list[str]] = {}
-    for run in status.runs:
-        if run.signer is not None:
-            names.setdefault(run.signer, []).append(run.name)
-    if set(names) <= {UNSIGNED}:
-        return ["Nothing that is published is signed."] if names else []
-    unsigned = names.pop(UNSIGNED, [])
-    text = [f"Signed by {key}: {', '.join(runs)}." for key, runs in names.items()]
-    return text + ([f"Unsigned: {', '.join(unsigned)}."] if unsigned else [])
 
 
 def trouble(run: RunStatus) -> str:
@@ -163,18 +149,6 @@ def trouble(run: RunStatus) -> str:
     saved = "nothing is saved" if run.committed is None else f"saved at step {run.committed:,}"
     why = "its process has ended" if run.ended else f"no sign of life for {_age(run.heartbeat_age)}"
     return f"is stale: {why} ({run.holder}); {saved}"
-
-
-def _advice(status: CampaignStatus) -> list[str]:
-    again = f"atoll launch {shlex.quote(status.location)}"
-    if not status.partitioned:
-        return [f"Not partitioned yet. Start: {again}"]
-    if any(run.state in ("stale", "failed") for run in status.bad):
-        return [f"Go on from what is saved: {again}"]
-    idle = [run for run in status.runs if run.state in ("left", "waiting")]
-    if idle and not any(run.state == "training" for run in status.runs) and not status.bad:
-        return ["", f"{_times(len(idle), 'run')} to do: {again}"]
-    return []
 
 
 def short(number: float) -> str:

@@ -33,7 +33,7 @@ class Dashboard:
             StoreError: the store does not answer.
             DataError: a file of the campaign is not what Atoll writes.
         """
-        status, store = self._observer.look(), self.campaign.store
+        status, store = self._observer.read(), self.campaign.store
         facts = Facts(store) if status.partitioned else None
         folders = {run.name: run.folder for run in runs_of(self.campaign.config)}
         done, whole = (

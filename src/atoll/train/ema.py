@@ -35,6 +35,8 @@ class Ema:
     @torch.no_grad()
     def update(self, samples: int, batch: int) -> None:
         """Move the average towards the weights after a step of `batch` samples that ends at `samples`."""
+        # One fused kernel over all tensors; one call a tensor would take longer than the step of a small
+        # network.
         average, weights = ([*map(local, them.values())] for them in (self.weights, self.parameters))
         torch._foreach_lerp_(average, weights, 1.0 - self.decay(samples, batch))
 

@@ -130,15 +130,24 @@ class _Run:
             try:
                 self._hold(stop_requested, tracking)
             except Fenced:
+                # The run is another's by now: a release of ours would stand in the log after its acquire, and
+                # look as if that one had left.
                 raise
             except BaseException as error:
                 if self.group.first:
-                    self._release(error)
+                    left = isinstance(error, Interrupted)
+                    why = {} if left else {"error": str(error) or type(error).__name__}
+                    reason = "left" if left else "failed"
+                    try:
+                        self.log.append("release", reason=reason, step=self.state.step, **why)
+                    except StoreError as unsaid:  # the lease runs out by itself; the first error is the news
+                        say(f"warning: {unsaid}")
                 raise
 
     def _hold(self, stop_requested: list[int], tracking: TrackingConfig) -> None:
-        """What is done as the holder."""
         with ExitStack() as stack:
+            # Closed last: a write that is under way when the run ends, whatever ended it, is a checkpoint
+            # that the next process goes on from.
             stack.callback(self.saver.close)
             self.heart = Heart(self.log, self.settings.lease, self._signs)
             if self.group.first:
@@ -162,6 +171,7 @@ class _Run:
             if stop_requested:
                 raise Interrupted(f"{self.name} was told to leave while it waited", "run it again to go on")
 
+        # The first start named the run for trackers; a restart under another name would be another curve.
         first = next((e for e in self.log.entries() if e.tracker), None)
         self.state.tracker = first.tracker if first else uuid.uuid4().hex[:8]
         about = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
@@ -177,12 +187,15 @@ class _Run:
             return newest and newest[:2]
 
         newest = self.group.once(find)
+        # Every rank restores the whole checkpoint and keeps its part: what is saved knows no number of
+        # processes, so a run goes on with more or fewer of them.
         if newest is not None:
             content = loaded[0] if loaded else checkpoint.load(self.run, *newest)
             checkpoint.restore(state, newest[0], content, self.learned)
             self.saver.committed = state.step
             self._say(f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
         if self.group.first:
+            # The heartbeat tells how far the process before came, its last commit what of that is left.
             reached = (before.step or 0) if before else 0
             if reached or newest:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
@@ -191,6 +204,8 @@ class _Run:
     def _publish(self) -> None:
         self.phase = "publishing"
         state, network = self.state, self.task.network
+        # The average is what is published. Gathering is a collective: every rank takes part, tensor by
+        # tensor, so that no GPU ever holds the whole network twice, and rank 0 alone keeps the result.
         kept = {**state.ema.weights, **kept_buffers(network)}
         gathered = ((name, whole(tensor)) for name, tensor in kept.items())
         weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
@@ -205,14 +220,6 @@ class _Run:
 
         self.group.once(publish)
         self._say(f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
-
-    def _release(self, error: BaseException) -> None:
-        left = isinstance(error, Interrupted)
-        why = {} if left else {"error": str(error) or type(error).__name__}
-        try:
-            self.log.append("release", reason="left" if left else "failed", step=self.state.step, **why)
-        except StoreError as unsaid:
-            say(f"warning: {unsaid}")
 
     def _signs(self) -> dict[str, Any]:
         """What the heartbeat says."""
@@ -241,6 +248,9 @@ class _Run:
         first, start, saved = state.samples, time.monotonic(), time.monotonic()
         self.task.network.train()
 
+        # A step's data follow from its position alone (row, noise, time, dropout). That is why batches can
+        # be made ahead in a thread, why a resumed run is the same to the bit, and why the number of
+        # processes does not show in what the network sees.
         def make(begin: int) -> list[Any]:
             return [self.task.batch(part) for part in sharding.parts(begin)] if begin < plan.samples else []
 
@@ -250,7 +260,9 @@ class _Run:
                 started = time.monotonic()
                 batches = prefetcher.next(stop_requested)
 
-                # All ranks agree whether to leave or save; a rank without data has been told to leave.
+                # All ranks agree, by one sum before the step, whether to leave or save: both are collectives,
+                # which one rank alone would wait in for ever. A signal may reach one rank only, and a rank
+                # without data has been told to leave while it waited.
                 due = self.group.first and time.monotonic() - saved > settings.checkpoint_every_s
                 leave, save = self.group.sum([float(batches is None or bool(stop_requested)), float(due)])
                 if leave:
@@ -258,7 +270,9 @@ class _Run:
                 if save:
                     self._save()
                     saved = time.monotonic()
-                if self.group.first:  # still ours?
+                # Still ours? A process that was held up for longer than its lease has been taken over; it
+                # must stop before it spends another step, though the log would refuse its commits anyway.
+                if self.group.first:
                     self.heart.check()
                     self.saver.poll()
 
@@ -271,9 +285,11 @@ class _Run:
                     self._note(**metrics)
                     if self.group.first:
                         progress(state.samples, note=f"loss {self.loss:.4f}")
-                self._look()
+                self._validate()
                 if _due(state.step, plan.steps, settings.milestones):
                     self._save(milestone=True)
+            # The last commit must be there before anything is published: a kill in between then costs
+            # nothing.
             self._save()
             self.saver.settle(fatal=True)
 
@@ -292,19 +308,30 @@ class _Run:
             with self.sharding.accumulating(self.forward, part is parts[-1]):
                 with self._precision(), self.attention:
                     loss, metrics = self.forward(batch)
+                # Micro-batches may differ in size by one, so each counts by its samples. A multiplication by
+                # 1 would be exact too, but is one more kernel in every plain run.
                 (loss if weight == 1 else loss * weight).backward()
             values: dict[str, Any] = {"loss": loss.detach(), **metrics}
             for key, value in values.items():
                 sums[key] = sums.get(key, 0.0) + float(value) * weight / self.group.size
         means = dict(zip(sums, self.group.sum(list(sums.values())), strict=True))
         norm = clip(self.parameters, settings.clip)
+        # The cursor moves whether the step is admitted or not: a batch that does harm is left behind, and a
+        # resumed run meets the same ones.
         state.samples, state.step = begin + plan.batch, state.step + 1
         self.loss = means["loss"]
         if state.guard.admits(self.loss, norm):
             state.optimizer.step()
             state.ema.update(state.samples, plan.batch)
         else:
-            self._skip(norm)
+            what = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {state.step:,}"
+            bound = f"(bound {state.guard.bound():.3g})"
+            if state.guard.exhausted:
+                raise AtollError(
+                    f"{what}: the last {state.guard.in_a_row} steps were skipped {bound}",
+                    "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
+                )
+            self._say(f"warning: {what}: skipped {bound}")
         line = {**means, "lr": lr, "grad_norm": norm, "skipped": state.guard.skipped}
         line["seconds"] = round(state.seconds, 3)
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
@@ -312,17 +339,7 @@ class _Run:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
-    def _skip(self, norm: float) -> None:
-        guard, step = self.state.guard, self.state.step
-        what = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {step:,}"
-        if guard.exhausted:
-            raise AtollError(
-                f"{what}: the last {guard.in_a_row} steps were skipped (bound {guard.bound():.3g})",
-                "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
-            )
-        self._say(f"warning: {what}: skipped (bound {guard.bound():.3g})")
-
-    def _look(self) -> None:
+    def _validate(self) -> None:
         """Validate and draw with the averaged weights where it is time to."""
         state, network = self.state, self.task.network
         validate, draw = (
@@ -332,6 +349,8 @@ class _Run:
         if not validate and not draw:
             return
         self.phase = "validating"
+        # All ranks validate, though rank 0 alone writes it down: of sharded weights every forward pass is a
+        # collective.
         network.eval()
         with state.ema.in_place(), torch.no_grad(), self._precision(), self.attention:
             if validate:
@@ -349,6 +368,7 @@ class _Run:
     # Saving and leaving.
 
     def _save(self, milestone: bool = False) -> None:
+        # A milestone is committed even where this step has been: the log's entry is what keeps it for good.
         if not milestone and not self.group.once(lambda: self.saver.lacks(self.state.step)):
             return
         self.phase = "saving"
@@ -359,7 +379,8 @@ class _Run:
 
     def _leave(self) -> None:
         self._save()
-        # Whoever leaves earlier takes the others along.
+        # The others wait for rank 0 here: `torchrun` ends all processes of a run as soon as one of them is
+        # gone, and a write of rank 0 with them.
         self.group.once(lambda: self.saver.settle(fatal=True))
         where = f"step {self.state.step:,} of {self.plan.steps:,}"
         if self.group.first:

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT are noted, not obeyed at once: the loop saves and leaves between two steps."""
+"""SIGTERM and SIGINT are noted, not obeyed at once: the loop saves and leaves between two steps.
+
+Periodic commits are the guarantee, since a kill gives no warning; this saves what came after the last one.
+"""
 
 import os
 import signal
@@ -33,6 +36,8 @@ def ends_with_run() -> None:
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
     """Signals that came so far; more of them change nothing."""
+    # A list, because a handler may interrupt any line of Python: to append is one operation, and nothing
+    # else is safe there. An exception raised here could hit the optimizer between two weights.
     stop_requested: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -42,6 +47,8 @@ def catch_signals() -> Iterator[list[int]]:
     try:
         yield stop_requested
     finally:
+        # Schedulers send TERM again and again. Once the run is over a late one must not turn "saved, go on
+        # later" into "died of a signal"; where the process has other work, handlers are put back.
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if stop_requested and _process["ends"] else handler)
 
@@ -52,11 +59,10 @@ def leak_thread(thread: threading.Thread) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process with a code.
-
-    Python does not take itself down below threads that may come back into it, which aborts the process: a
-    leaked one that still works, and in a process of several those in which gloo gives tensors back.
-    """
+    """End this process with a code."""
+    # Python cannot be taken down below threads that may come back into it: the process would abort, with the
+    # code of that. Such are a leaked thread that still works, and where there are several processes the
+    # threads in which gloo gives tensors back.
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone and not any(thread.is_alive() for thread in _leaked):
         sys.exit(code)

@@ -27,6 +27,8 @@ class Prefetcher:
 
     def __init__(self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float) -> None:
         self.make, self.begin, self.batch, self.limit = make, begin, batch, limit
+        # One step ahead and no more: a batch of latents may be gigabytes, and data that lag behind lag
+        # anyway.
         self._made: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
         # A daemon: one that hangs in a dead file system must not keep the process from leaving.
@@ -67,13 +69,15 @@ class Prefetcher:
             return batch
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # here; a team of its own would wait beside that of the step
+        # Here, since the number is the thread's own: a second team of OpenMP threads would spin beside that
+        # of the step, on the same cores.
+        torch.set_num_threads(1)
         begin = self.begin
         while not self._stopped.is_set():
             batch: list[Any] | BaseException
             try:
                 batch = self.make(begin)
-            except BaseException as error:  # raised where the data is taken
+            except BaseException as error:  # `next` raises it: an exception in a thread would be lost
                 batch = error
             while not self._stopped.is_set():
                 try:

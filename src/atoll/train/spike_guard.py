@@ -36,6 +36,8 @@ class Guard:
 
     def admits(self, loss: float, norm: float) -> bool:
         """Whether a step of this loss and gradient norm may change the weights; counts it if not."""
+        # Skipped losses stay out of the window: a burst of them would raise the bound until it lets them
+        # through.
         if math.isfinite(loss) and math.isfinite(norm) and loss <= self.bound():
             self.window.append(loss)
             self.in_a_row = 0

@@ -90,7 +90,9 @@ class TrainState:
         for full_name, value in tensors.items():
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
-            moment = value.clone()  # mapped bytes may be unaligned, which changes how kernels sum
+            # Mapped bytes may be unaligned, and kernels then sum in another order: the same numbers, other
+            # last bits two steps later. A copy is aligned as a fresh tensor is.
+            moment = value.clone()
             if value.shape == parameter.shape and value.ndim:
                 moment = torch.empty_like(parameter, dtype=value.dtype)
                 fill(moment, value)
@@ -123,6 +125,8 @@ class Saver:
 
     def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
+        # At most one write at a time: memory holds two states, the living one and its copy, and never a
+        # third.
         self.settle()
         commit = Commit(
             samples=state.samples,
@@ -161,6 +165,7 @@ class Saver:
         name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
         if self.committed == commit.step:
             return
+        # A milestone may follow a commit of the same step: its blobs are there already.
         if not self.store.exists(f"{name}/{COMMIT}"):
             blobs = {file: save_tensors(parts) for file, parts in tensors.items()}
             publish(self.store, name, blobs, COMMIT, commit)
@@ -177,6 +182,7 @@ def _prune(store: Store, log: Log, keep: int) -> None:
     What later holders wrote is never touched: this process may have been overtaken without knowing it yet.
     What was set aside stays for whoever wants to know why.
     """
+    # Only now, with the newer commit in the log: a kill at any line leaves one whole checkpoint at least.
     entries, commits = log.entries(), log.commits()
     aside = {entry.checkpoint for entry in entries if entry.kind == "set_aside"}
     kept = {e.checkpoint for e in commits[-keep:]} | {e.checkpoint for e in commits if e.milestone}
