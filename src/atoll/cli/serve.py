@@ -1,7 +1,6 @@
 """The commands that put a folder behind HTTP."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -49,9 +48,9 @@ def dashboard(campaign: str, once: Path | None, keyring: Path | None, sets: tupl
 
 def size_up(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """What `atoll plan DIR --serve` does: memory and speed by the number of experts on the device."""
+    from atoll.base.table import text
     from atoll.serve.settings import ServeSettings
-    from atoll.serve.sizing import lines, sizes
+    from atoll.serve.sizing import sizes
 
-    settings = ServeSettings.of(sets)
-    found = list(sizes(source, settings))
-    say(json.dumps([asdict(one) for one in found], indent=2) if as_json else "\n".join(lines(found)))
+    table = sizes(source, ServeSettings.of(sets))
+    say(json.dumps(table.records, indent=2) if as_json else "\n".join(text(table)))

@@ -23,19 +23,18 @@ from atoll.serve.engine import FAILED, READY, Engine, Refused
 from atoll.serve.guard import Keys, new_app
 from atoll.serve.job import Event, Failed, Finished, Job, Partial
 from atoll.serve.pages import OPEN_PAGES, add_pages
-from atoll.serve.request import (
-    ApiError,
-    ImageRequest,
-    checked_size,
-    listed,
-    of_config,
-    parse,
-    split_model,
-)
+from atoll.serve.request import ApiError, ImageRequest, listed, parse, split_model
 from atoll.serve.settings import ServeSettings
 
 STATUS = {"invalid_request": 400, "deadline_exceeded": 504, "server_stopped": 503}
 """Of a failure's code; 500 of others."""
+USAGE = {
+    "input_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+    "output_tokens": 0,
+    "total_tokens": 0,
+}
+"""Pictures cost no tokens here, but OpenAI's client reads them of a stream."""
 OPEN = ("/health", "/ready", "/version")
 """What answers without a key."""
 
@@ -138,26 +137,29 @@ def _submit(
     if engine.state != READY:
         raise ApiError(503, f"the server is {engine.state}", engine.state, after=5)
     name, routing = split_model(asked.model, engine.names)
-    checked_size(asked.size, engine.sizes[name])
-    count, model = asked.n or 1, engine.opened[name]
-    if count > settings.pictures:
-        raise ApiError(400, f"n: at most {settings.pictures} pictures a request", "invalid_value", "n")
-    if (asked.steps or 1) > settings.steps:
-        raise ApiError(400, f"steps: at most {settings.steps}", "invalid_value", "steps")
-    if asked.partial_images and not asked.stream:
-        raise ApiError(
-            400, "partial_images: they come with stream=true only", "invalid_value", "partial_images"
-        )
-    if asked.stream and asked.response_format == "url":
-        raise ApiError(400, "response_format: streams bring b64_json", "invalid_value", "response_format")
-    if asked.routing and name != "ensemble":
-        raise ApiError(400, f"routing: {name} is one network", "invalid_value", "routing")
+    model, (width, height) = engine.opened[name], engine.sizes[name]
+    count, size = asked.n or 1, asked.size
+    if size not in (None, "auto", f"{width}x{height}"):
+        what = f"this model draws no pictures of {size[:40]!r}: valid: auto, {width}x{height}"
+        raise ApiError(400, what, "invalid_size", "size")
+    for param, refused, what in (
+        ("n", count > settings.pictures, f"at most {settings.pictures} pictures a request"),
+        ("steps", (asked.steps or 1) > settings.steps, f"at most {settings.steps}"),
+        ("partial_images", asked.partial_images and not asked.stream, "they come with stream=true only"),
+        ("response_format", asked.stream and asked.response_format == "url", "streams bring b64_json"),
+        ("routing", asked.routing and model.bank.router is None, f"{name} is one network"),
+    ):
+        if refused:
+            raise ApiError(400, f"{param}: {what}", "invalid_value", param)
+    how = asked.model_dump(include={"seed", "steps", "guidance", "shift"}, exclude_none=True)
     try:
-        generation = asked.generation(model.generation, secrets.randbits(31), routing)
+        how = {"seed": secrets.randbits(31), "routing": asked.routing or routing, **how}
+        generation = model.generation.with_(**how)
         if generation.routing.needs_labels:
             raise ConfigError("routing 'oracle' needs known clusters", "use another strategy")
     except ConfigError as error:
-        raise of_config(error, "routing" if asked.routing or routing else None) from None
+        wrong = "routing" if asked.routing or routing else None
+        raise ApiError(400, str(error), "invalid_value", wrong) from None
     events: asyncio.Queue[Event] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -181,7 +183,7 @@ def _submit(
         status = 429 if refused.code == "queue_full" else 503
         raise ApiError(status, refused.message, refused.code, after=refused.after) from None
     except ConfigError as error:
-        raise of_config(error) from None
+        raise ApiError(400, str(error), "invalid_value") from None
     return job, events
 
 
@@ -226,7 +228,7 @@ async def _stream(
                 about |= {"partial_image_index": event.index, "number": event.number}
             else:
                 name = "image_generation.completed"
-                about |= _facts(job, event) | {"usage": _usage()}
+                about |= _facts(job, event) | {"usage": USAGE}
                 left -= 1
             yield f"event: {name}\ndata: {json.dumps({'type': name, **about})}\n\n".encode()
         yield b"data: [DONE]\n\n"
@@ -241,11 +243,6 @@ def _facts(job: Job, one: Finished) -> dict[str, Any]:
     if one.routing is not None:
         facts["routing"] = {"strategy": str(how.routing), "steps": one.routing}
     return facts | {"guidance": how.guidance}
-
-
-def _usage() -> dict[str, Any]:
-    none = {"image_tokens": 0, "text_tokens": 0}
-    return {"input_tokens": 0, "input_tokens_details": none, "output_tokens": 0, "total_tokens": 0}
 
 
 def _failure(event: Failed) -> ApiError:

@@ -1,7 +1,7 @@
-"""The engine: one thread that owns the models and torch, and batches rows of all requests step by step.
+"""The engine: one thread that owns the models and torch, and steps the pictures of all requests together.
 
-Between two steps rows that are done leave, rows of cancelled requests are dropped, and new ones join. Nothing
-else in `serve/` touches torch.
+It is a queue in front of one `Sampler` a model. Between two steps pictures that are done leave, those of
+cancelled requests are dropped, and new ones join. Nothing else in `serve/` touches torch.
 """
 
 import queue
@@ -31,12 +31,7 @@ SLICE = 8
 
 
 class Refused(Exception):
-    """A request that is not accepted now.
-
-    Attributes:
-        code: `queue_full`, or why the engine is not ready.
-        after: seconds after which to try again.
-    """
+    """A request that is not accepted now, and the seconds after which to try again."""
 
     def __init__(self, code: str, message: str, after: float) -> None:
         self.code, self.message, self.after = code, message, after
@@ -52,7 +47,6 @@ class Engine:
         metrics: what it counts in.
 
     Attributes:
-        state: `loading`, `warming`, `ready`, `draining` or `failed`.
         opened: the models, once they are loaded.
         sizes: width and height of a picture of each model.
         error: why it failed.
@@ -69,12 +63,11 @@ class Engine:
         self._models = models
         self._arrivals: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._pending: deque[Sampler] = deque()
-        self._lanes: dict[str, Sampler] = {}
+        self._running: dict[str, Sampler] = {}
         self._turns: dict[str, int] = {}
         self._batch = settings.batch
-        self._lock = threading.Lock()
-        self._outstanding = 0.0
-        self._rate = 0.0
+        # Work is pixels x steps; other threads add to what is outstanding, the engine takes from it.
+        self._lock, self._outstanding, self._rate = threading.Lock(), 0.0, 0.0
         self._stop = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -97,15 +90,11 @@ class Engine:
         width, height = self.sizes[name]
         model = self.opened[name]
         how = model.generation.for_condition(model.card.condition)
-        facts = {
-            "size": f"{width}x{height}",
-            "condition": model.card.condition,
-            "steps": how.steps,
-            "guidance": how.guidance,
-        }
-        if model.bank.router is None:
-            return facts
-        return {**facts, "routing": routing or str(how.routing), "experts": model.bank.k}
+        facts: dict[str, Any] = {"size": f"{width}x{height}", "condition": model.card.condition}
+        facts |= {"steps": how.steps, "guidance": how.guidance}
+        if model.bank.router is not None:
+            facts |= {"routing": routing or str(how.routing), "experts": model.bank.k}
+        return facts
 
     @property
     def capacity(self) -> float:
@@ -129,10 +118,11 @@ class Engine:
                 "the request is more than this server ever accepts", "ask for fewer steps or pictures"
             )
         with self._lock:
-            if self._outstanding + job.work > capacity:
+            over = self._outstanding + job.work - capacity
+            if over > 0:
                 self.metrics.rejected.labels("queue_full").inc()
-                over = self._outstanding + job.work - capacity
-                raise Refused("queue_full", "as much as this server accepts is waiting", self._seconds(over))
+                seconds = min(120.0, max(1.0, over / self._rate)) if self._rate else 1.0
+                raise Refused("queue_full", "as much as this server accepts is waiting", seconds)
             self._outstanding += job.work
         self.metrics.waiting.inc(job.count)
         self._arrivals.put(job)
@@ -148,15 +138,19 @@ class Engine:
         self._done.wait(5)
         return done
 
-    def _seconds(self, work: float) -> float:
-        return min(120.0, max(1.0, work / self._rate)) if self._rate else 1.0
-
     # What only the engine's thread calls.
 
     def _run(self) -> None:
         try:
             with using_threads(self.settings.threads):
-                self._load()
+                for name, load in self._models.items():
+                    self.opened[name] = load()
+                # One picture of each in one step: what is loaded at first use is there, and sizes are known.
+                self.state = WARMING
+                for name, model in self.opened.items():
+                    prompt = {"text": ("a",), "class": ("0",), "none": ()}[model.card.condition]
+                    job = Job(name, prompt, model.generation.with_(steps=1), tell=lambda event: None)
+                    self.sizes[name] = model.pictures(_begin(job, model).run())[0].size
                 self.state = READY
                 while not self._stop.is_set():
                     self._turn()
@@ -164,70 +158,64 @@ class Engine:
             self.error, self.state = error, FAILED
             say(f"the engine failed: {first_line(error)}")
         finally:
-            for lane in [*self._lanes.values(), *self._pending]:
-                for job in {row.owner.job for row in lane.rows}:
-                    self._fail(job, Failed("server_stopped", "the server stopped", repeats=False))
+            jobs = {row.owner.job for sampler in self._samplers() for row in sampler.rows}
             while not self._arrivals.empty():
-                self._fail(
-                    self._arrivals.get(), Failed("server_stopped", "the server stopped", repeats=False)
-                )
+                jobs.add(self._arrivals.get())
+            for job in jobs:
+                self._fail(job, Failed("server_stopped", "the server stopped", repeats=False))
             self._done.set()
 
-    def _load(self) -> None:
-        """Open every model, and draw one picture of each in one step."""
-        for name, load in self._models.items():
-            self.opened[name] = load()
-        self.state = WARMING
-        for name, model in self.opened.items():
-            prompt = {"text": ("a",), "class": ("0",), "none": ()}[model.card.condition]
-            job = Job(name, prompt, model.generation.with_(steps=1), tell=lambda event: None)
-            self.sizes[name] = model.pictures(_begin(job, model).run())[0].size
+    def _samplers(self) -> list[Sampler]:
+        return [*self._running.values(), *self._pending]
 
     def _turn(self) -> None:
         """Take arrivals, then one step for all rows."""
-        busy = bool(self._lanes or self._pending)
+        busy = bool(self._samplers())
         try:
             while True:
                 self._receive(self._arrivals.get(timeout=0 if busy else IDLE))
                 busy = True
         except queue.Empty:
             pass
-        self._drop()
+        # Rows that nobody waits for any more go before a step is spent on them.
+        for name, sampler in list(self._running.items()):
+            self._keep(name, [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)])
+        pending, self._pending = self._pending, deque()
+        for sampler in pending:
+            kept = [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
+            if kept:
+                self._pending.append(sampler if len(kept) == len(sampler.rows) else sampler.take(kept))
         self._join()
-        for name in list(self._lanes):
-            started = time.monotonic()
-            rows = len(self._lanes[name].rows)
-            work = sum(
-                row.owner.job.work / row.owner.job.count / row.generation.steps
-                for row in self._lanes[name].rows
-            )
+        for name, sampler in list(self._running.items()):
+            started, rows = time.monotonic(), len(sampler.rows)
+            jobs = [(row.owner.job, row.generation.steps) for row in sampler.rows]
             self._advance(name)
-            self._measure(time.monotonic() - started, rows, work)
+            seconds = time.monotonic() - started
+            rate = sum(job.work / job.count / steps for job, steps in jobs) / max(seconds, 1e-9)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+            self.metrics.steps.observe(seconds)
+            self.metrics.batch.observe(rows)
+            banks = [model.bank.experts for model in self.opened.values()]
+            self.metrics.moved(*(sum(getattr(b, of, 0) for b in banks) for of in ("loads", "loaded_bytes")))
 
     def _receive(self, job: Job) -> None:
         """Encode a request's texts and set its rows up."""
         if self._gone(job):
             return
         try:
-            lane = _begin(job, self.opened[job.model])
+            sampler = _begin(job, self.opened[job.model])
         except AtollError as error:
             self._fail(job, Failed("invalid_request", str(error)))
         except Exception as error:
             self._fail(job, Failed("internal_error", f"the request cannot be set up: {first_line(error)}"))
         else:
-            count = len(lane.rows)
-            chunks = [range(n, min(n + self._batch, count)) for n in range(0, count, self._batch)]
-            self._pending += [lane] if len(chunks) == 1 else [lane.take(list(chunk)) for chunk in chunks]
+            self._pending += self._cut(sampler)
 
-    def _drop(self) -> None:
-        """Let go of rows that nobody waits for any more."""
-        for name, lane in list(self._lanes.items()):
-            self._keep(name, [n for n, row in enumerate(lane.rows) if not self._gone(row.owner.job)])
-        pending, self._pending = self._pending, deque()
-        for lane in pending:
-            kept = [n for n, row in enumerate(lane.rows) if not self._gone(row.owner.job)]
-            if kept:
-                self._pending.append(lane if len(kept) == len(lane.rows) else lane.take(kept))
+    def _cut(self, sampler: Sampler) -> list[Sampler]:
+        """The rows in parts that fit a batch."""
+        count = len(sampler.rows)
+        parts = [range(n, min(n + self._batch, count)) for n in range(0, count, self._batch)]
+        return [sampler] if len(parts) == 1 else [sampler.take(part) for part in parts]
 
     def _gone(self, job: Job) -> bool:
         if not job.waiting:
@@ -235,122 +223,116 @@ class Engine:
         if job.cancelled:
             self.metrics.cancelled.labels("queue" if job.started is None else "step").inc()
             self._release(job)
-            return True
-        if time.monotonic() > job.deadline:
+        elif time.monotonic() > job.deadline:
             self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
-            return True
-        return False
+        return not job.waiting
 
     def _join(self) -> None:
         """Let what waits longest join the rows of its model, as far as there is room."""
         waiting: deque[Sampler] = deque()
         full = set[str]()
-        for lane in self._pending:
-            name = lane.rows[0].owner.job.model
-            there = self._lanes.get(name)
-            if name in full or (there is not None and len(there.rows) + len(lane.rows) > self._batch):
+        for sampler in self._pending:
+            name = sampler.rows[0].owner.job.model
+            there = self._running.get(name)
+            # Where one has no room, none after it has: a large request would else wait for ever.
+            if name in full or (there is not None and len(there.rows) + len(sampler.rows) > self._batch):
                 full.add(name)
-                waiting.append(lane)
+                waiting.append(sampler)
                 continue
-            if there is not None and not there.can_join(lane, self.opened[name].bank.capacity):
-                waiting.append(lane)
+            if there is not None and not there.can_join(sampler, sampler.bank.capacity):
+                waiting.append(sampler)
                 continue
-            for job in {row.owner.job for row in lane.rows if row.owner.job.started is None}:
+            for job in {row.owner.job for row in sampler.rows if row.owner.job.started is None}:
                 job.started = time.monotonic()
                 self.metrics.queue_wait.observe(job.started - job.accepted)
-            self._lanes[name] = lane if there is None else Sampler.merge([there, lane])
+            self._running[name] = sampler if there is None else Sampler.merge([there, sampler])
         self._pending = waiting
 
     def _advance(self, name: str) -> None:
-        """One step of a model's rows; if it fails, of each row alone, so that only the guilty one falls."""
-        lane = self._lanes[name]
-        turn = lane.experts  # of the rows that were there before: those that begin have none yet
+        """One step of a model's rows."""
+        sampler = self._running[name]
+        turn = sampler.experts  # of the rows that were there before: those that begin have none yet
         try:
-            _step(lane)
+            _step(sampler)
         except torch.OutOfMemoryError as error:
-            self._halve(name, error)
+            # Fewer rows from now on; those that have no room wait for it, before everybody else.
+            del self._running[name]
+            count = len(sampler.rows)
+            if count == 1:
+                reason = "there is not enough memory for this request"
+                self._fail(sampler.rows[0].owner.job, Failed("out_of_memory", reason))
+                return
+            self._batch = max(1, min(self._batch, count) // 2)
+            say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
+            self._pending.extendleft(reversed(self._cut(sampler)))
             return
         except Exception:
+            # Each row alone, so that only the request falls whose row cannot be evaluated.
             self.metrics.failed_batches.inc()
-            survivors = self._alone(name)
-            if survivors is None:
+            del self._running[name]
+            whole = []
+            for n, row in enumerate(sampler.rows):
+                if not row.owner.job.waiting:
+                    continue
+                alone = sampler.take([n])
+                try:
+                    _step(alone)
+                except Exception as error:
+                    reason = f"the request failed at step {row.step}: {first_line(error)}"
+                    self._fail(row.owner.job, Failed("internal_error", reason))
+                else:
+                    whole.append(alone)
+            whole = [alone for alone in whole if alone.rows[0].owner.job.waiting]
+            if not whole:
                 return
-            lane = survivors
-        self.metrics.count(lane)
-        self._finish(name, lane)
+            self._running[name] = sampler = Sampler.merge(whole)
+        self.metrics.count(sampler)
+
+        # Partial and finished pictures are handed out; rows that are done leave.
+        model = self.opened[name]
+        for n, row in enumerate(sampler.rows):
+            if row.step == row.generation.steps:
+                self._give(model, row, sampler.x[n : n + 1], None)
+                continue
+            for index, step in enumerate(row.owner.partial):
+                if step == row.step - 1:
+                    self._give(model, row, sampler.estimates([n]), index)
+        self._keep(
+            name,
+            [
+                n
+                for n, row in enumerate(sampler.rows)
+                if row.step < row.generation.steps and row.owner.job.waiting
+            ],
+        )
         self._share(name, turn)
 
     def _share(self, name: str, turn: frozenset[int]) -> None:
-        """Where not all experts stay on the device: rows of the same ones step, others wait their turn."""
-        lane = self._lanes.get(name)
-        if lane is None or lane.bank.capacity >= lane.bank.k:
+        """Where not all experts stay on the device: rows of the same ones step, others wait their turn.
+
+        Every row would else want its own expert at each step, and experts would be brought at each.
+        """
+        sampler = self._running.get(name)
+        if sampler is None or sampler.bank.capacity >= sampler.bank.k:
             return
-        stay, leave = lane.split(lane.bank.capacity, turn)
+        stay, leave = sampler.split(sampler.bank.capacity, turn)
         waiting = any(one.experts for one in self._pending if one.rows[0].owner.job.model == name)
         self._turns[name] = self._turns.get(name, 0) + 1
         if self._turns[name] >= SLICE and (waiting or leave):
             stay, leave, self._turns[name] = [], [*leave, stay], 0
         if leave:
             # Rows under way go on before new ones begin, those that have waited longest first.
-            order = [*self._pending, *(lane.take(group) for group in leave)]
+            order = [*self._pending, *(sampler.take(group) for group in leave)]
             self._pending = deque(sorted(order, key=lambda one: not one.experts))
             self._keep(name, stay)
 
-    def _halve(self, name: str, error: Exception) -> None:
-        """Memory ran out: fewer rows from now on; those that have no room wait for it."""
-        lane = self._lanes.pop(name)
-        count = len(lane.rows)
-        if count == 1:
-            reason = "there is not enough memory for this request"
-            self._fail(lane.rows[0].owner.job, Failed("out_of_memory", reason))
-            return
-        self._batch = max(1, min(self._batch, count) // 2)
-        say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
-        self._pending.extendleft(
-            reversed(
-                [lane.take(list(range(n, min(n + self._batch, count)))) for n in range(0, count, self._batch)]
-            )
-        )
-
-    def _alone(self, name: str) -> Sampler | None:
-        lane, whole = self._lanes.pop(name), list[Sampler]()
-        for n, row in enumerate(lane.rows):
-            if not row.owner.job.waiting:
-                continue
-            one = lane.take([n])
-            try:
-                _step(one)
-            except Exception as error:
-                reason = f"the request failed at step {row.step}: {first_line(error)}"
-                self._fail(row.owner.job, Failed("internal_error", reason))
-            else:
-                whole.append(one)
-        whole = [one for one in whole if one.rows[0].owner.job.waiting]
-        if not whole:
-            return None
-        self._lanes[name] = joined = Sampler.merge(whole)
-        return joined
-
-    def _finish(self, name: str, lane: Sampler) -> None:
-        """Hand out partial and finished pictures; rows that are done leave."""
-        model, stay = self.opened[name], list[int]()
-        for n, row in enumerate(lane.rows):
-            done = row.step == row.generation.steps
-            for index, step in enumerate(row.owner.partial):
-                if step == row.step - 1 and not done:
-                    self._give(model, row, lane.estimates([n]), index)
-            if done:
-                self._give(model, row, lane.x[n : n + 1], None)
-            else:
-                stay.append(n)
-        self._keep(name, [n for n in stay if lane.rows[n].owner.job.waiting])
-
     def _give(self, model: Model, row: Row, latent: torch.Tensor, index: int | None) -> None:
-        job = row.owner.job
+        """Hand a picture to who asked for it; with an index, a partial one."""
+        job, number = row.owner.job, row.owner.number
         if not job.waiting or job.cancelled:
             return
         try:
-            image = model.pictures(latent, [row.owner.number])[0]
+            image = model.pictures(latent, [number])[0]
         except AtollError as error:
             self._fail(job, Failed("broken_picture", str(error)))
             return
@@ -358,21 +340,21 @@ class Engine:
             self._fail(job, Failed("internal_error", f"the picture cannot be decoded: {first_line(error)}"))
             return
         if index is not None:
-            job.tell(Partial(row.owner.number, index, image))
+            job.tell(Partial(number, index, image))
             return
         job.waiting -= 1
         self.metrics.images.labels(job.model).inc()
         if not job.waiting:
             self.metrics.latency.observe(time.monotonic() - job.accepted)
             self._release(job)
-        job.tell(Finished(row.owner.number, image, row.owner.routing))
+        job.tell(Finished(number, image, row.owner.routing))
 
     def _keep(self, name: str, kept: list[int]) -> None:
-        lane = self._lanes[name]
+        sampler = self._running[name]
         if not kept:
-            del self._lanes[name]
-        elif len(kept) < len(lane.rows):
-            self._lanes[name] = lane.take(kept)
+            del self._running[name]
+        elif len(kept) < len(sampler.rows):
+            self._running[name] = sampler.take(kept)
 
     def _fail(self, job: Job, failure: Failed) -> None:
         if job.waiting:
@@ -386,15 +368,6 @@ class Engine:
         job.waiting = 0
         with self._lock:
             self._outstanding = max(0.0, self._outstanding - job.work)
-
-    def _measure(self, seconds: float, rows: int, work: float) -> None:
-        rate = work / max(seconds, 1e-9)
-        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        self.metrics.steps.observe(seconds)
-        self.metrics.batch.observe(rows)
-        banks = [model.bank.experts for model in self.opened.values()]
-        loads, moved = (sum(getattr(bank, name, 0) for bank in banks) for name in ("loads", "loaded_bytes"))
-        self.metrics.moved(loads, moved)
 
 
 def _begin(job: Job, model: Model) -> Sampler:

@@ -54,21 +54,17 @@ def new_app(keys: Keys) -> FastAPI:
     """An application without routes that lets in whom the keys let in, and whose errors are OpenAI's."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(keys)])
 
-    @app.exception_handler(ApiError)
-    async def told(request: Request, error: ApiError) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+            error = ApiError(error.status_code, what, "not_found")
+        elif not isinstance(error, ApiError):
+            # What an unforeseen error says may name files or hosts, which are nobody's business out there.
+            error = ApiError(500, "the server failed to answer; its log says why", "internal_error")
         return JSONResponse(error.body, error.status, error.headers)
 
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        one = ApiError(error.status_code, what, "not_found")
-        return JSONResponse(one.body, one.status, one.headers)
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        one = ApiError(500, "the server failed to answer; its log says why", "internal_error")
-        return JSONResponse(one.body, one.status, one.headers)
-
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
     return app
 
 

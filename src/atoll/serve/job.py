@@ -12,13 +12,7 @@ from atoll.model.generation import Generation
 
 @dataclass(frozen=True)
 class Partial:
-    """A picture on its way: what the model takes it to be at a step.
-
-    Attributes:
-        number: of the picture in its request.
-        index: of the partial picture.
-        image: the estimate.
-    """
+    """What the model takes a picture to be at a step; `index` is the partial picture's."""
 
     number: int
     index: int
@@ -30,8 +24,6 @@ class Finished:
     """A picture that is done.
 
     Attributes:
-        number: of the picture in its request.
-        image: the picture.
         routing: where the router was asked or an expert changed, from then on; None for a single network.
     """
 
@@ -59,38 +51,18 @@ Event = Partial | Finished | Failed
 
 
 @dataclass(eq=False)
-class Picture:
-    """A picture of a request in flight.
-
-    Attributes:
-        job: the request.
-        number: of the picture in it, and its place in the random streams.
-        partial: steps after which a partial picture is wanted.
-        routing: what `Finished.routing` tells, so far.
-    """
-
-    job: "Job"
-    number: int
-    partial: tuple[int, ...]
-    routing: list[dict[str, Any]] | None = None
-
-
-@dataclass(eq=False)
 class Job:
     """One request.
 
     Attributes:
-        model: name of the model that draws it.
         prompts: one text or label, or none for an unconditional model.
-        negative: what guidance leads away from.
-        generation: how it is drawn.
-        count: pictures.
-        partial: partial pictures of each.
-        work: pixels x steps.
         tell: takes events, on the engine's thread; it must not wait.
-        deadline: when it is given up, by `time.monotonic`.
+        partial: partial pictures of each.
+        deadline: when it is given up, by `time.monotonic`, as all its times.
         cancelled: set by whoever no longer wants it.
-        started: when its first step was about to be taken, by `time.monotonic`.
+        work: pixels x steps.
+        started: when its first step was about to be taken.
+        waiting: pictures that are still to come.
     """
 
     model: str
@@ -108,5 +80,20 @@ class Job:
     accepted: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
-        """All its pictures are waited for."""
         self.waiting = self.count
+
+
+@dataclass(eq=False)
+class Picture:
+    """A picture of a request in flight, the owner of a sampler's row.
+
+    Attributes:
+        number: of the picture in its request, and its place in the random streams.
+        partial: steps after which a partial picture is wanted.
+        routing: what `Finished.routing` tells, so far.
+    """
+
+    job: Job
+    number: int
+    partial: tuple[int, ...]
+    routing: list[dict[str, Any]] | None = None

@@ -4,8 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atoll.base.errors import ConfigError, nearest
-from atoll.model.generation import Generation
+from atoll.base.errors import nearest
 
 LONGEST = 32_000
 """Characters of a prompt, as OpenAI allows."""
@@ -38,25 +37,6 @@ class ImageRequest(BaseModel):
     background: Literal["auto", "opaque"] | None = None
     moderation: str | None = None
     user: str | None = None
-
-    def generation(self, default: Generation, seed: int, routing: str | None) -> Generation:
-        """How it is drawn.
-
-        Args:
-            default: the model's own.
-            seed: where the request has none.
-            routing: of the model's name, where the request has none.
-
-        Raises:
-            ConfigError: a value that there is not.
-        """
-        return default.with_(
-            seed=seed if self.seed is None else self.seed,
-            steps=self.steps,
-            guidance=self.guidance,
-            shift=self.shift,
-            routing=self.routing or routing,
-        )
 
 
 class ApiError(Exception):
@@ -125,16 +105,3 @@ def listed(models: list[str]) -> list[str]:
     """Names under which the models can be asked for."""
     strategies = [f"ensemble:{one}" for one in EVERY_STRATEGY] if "ensemble" in models else []
     return [*models, *strategies]
-
-
-def checked_size(size: str | None, own: tuple[int, int]) -> None:
-    """Refuse a size that is not the model's own."""
-    width, height = own
-    if size not in (None, "auto", f"{width}x{height}"):
-        valid = f"valid: auto, {width}x{height}"
-        raise ApiError(400, f"this model draws no pictures of {size[:40]!r}: {valid}", "invalid_size", "size")
-
-
-def of_config(error: ConfigError, param: str | None = None) -> ApiError:
-    """A mistake in the request that Atoll's own settings found."""
-    return ApiError(400, str(error), "invalid_value", param)

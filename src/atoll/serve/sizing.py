@@ -3,14 +3,13 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
+from atoll.base.config import Config
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
-from atoll.base.text import columns, significant, size
+from atoll.base.table import Table, measured
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
@@ -19,41 +18,29 @@ from atoll.serve.job import Event, Failed, Job
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 
-PROMPTS = (
-    "a cat",
-    "a red flower",
-    "the letter A",
-    "a house by the sea",
-    "a smiling face",
-    "a car",
-    "food",
-    "a map",
-)
+PROMPTS = ["a cat", "a red flower", "the letter A", "a house by the sea", "a smiling face", "a car"]
+PROMPTS += ["food", "a map"]
 """What is drawn, so that more than one expert is wanted."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """What a server with some experts on the device needs and does.
-
-    Attributes:
-        experts: on the device, the place that the next is brought into not counted.
-        weights: bytes of all experts' places there.
-        peak: most bytes of the device that were in use, or of the process where the device is the CPU.
-        rows: steps of pictures a second at full batches.
-        pictures: pictures a second.
-        swaps: experts brought for each picture.
-    """
+class Size(Config):
+    """What a server with some experts on the device needs and does."""
 
     experts: int
-    weights: int
-    peak: int
-    rows: float
-    pictures: float
-    swaps: float
+    """Experts on the device, the place that the next is brought into not counted."""
+    weights: int = measured(unit="bytes")
+    """All experts' places there."""
+    peak: int = measured(unit="bytes")
+    """Most of the device's memory that was in use, or of the process where the device is the CPU."""
+    rows: float = measured(digits=3)
+    """Steps of pictures a second at full batches."""
+    pictures: float = measured(digits=3)
+    """Pictures a second."""
+    swaps: float = measured(digits=3)
+    """Experts brought for each picture."""
 
 
-def sizes(source: str, settings: ServeSettings) -> Iterator[Size]:
+def sizes(source: str, settings: ServeSettings) -> Table:
     """Serve a full batch with 1, 2, 4 and so on experts on this machine's device, and with all.
 
     Args:
@@ -64,6 +51,7 @@ def sizes(source: str, settings: ServeSettings) -> Iterator[Size]:
         StoreError: there is no ensemble.
         ConfigError: a picture cannot be drawn.
     """
+    rows: list[Size] = []
     resident, available = 1, sys.maxsize
     while resident < 2 * available:
         how = Residency(experts=min(resident, available))
@@ -71,8 +59,9 @@ def sizes(source: str, settings: ServeSettings) -> Iterator[Size]:
         experts = model.bank.experts
         assert isinstance(experts, ResidentExperts)
         available = len(experts) - len(experts.missing)
-        yield _measured(model, experts, settings, min(resident, available))
+        rows.append(_measured(model, experts, settings, min(resident, available)))
         resident *= 2
+    return Table.of(Size, rows, "sizes", "A server by the number of experts on the device")
 
 
 def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, resident: int) -> Size:
@@ -91,12 +80,23 @@ def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, r
         before, start = experts.loads, time.monotonic()
         _draw(engine, settings.batch)
         seconds = time.monotonic() - start
-        peak = torch.cuda.max_memory_allocated(model.device) if cuda else _process_peak()
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(model.device)
+        else:  # getrusage counts KiB on Linux, and bytes on macOS
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     finally:
         engine.drain(0)
     pictures = settings.batch / seconds
     swaps = (experts.loads - before) / settings.batch
-    return Size(resident, experts.device_bytes, peak, pictures * model.generation.steps, pictures, swaps)
+    return Size(
+        experts=resident,
+        weights=experts.device_bytes,
+        peak=peak,
+        rows=pictures * model.generation.steps,
+        pictures=pictures,
+        swaps=swaps,
+    )
 
 
 def _draw(engine: Engine, count: int) -> None:
@@ -116,24 +116,3 @@ def _draw(engine: Engine, count: int) -> None:
     for event in told:
         if isinstance(event, Failed):
             raise ConfigError(event.message, "ask for a smaller one: --set batch=8")
-
-
-def _process_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def lines(measured: list[Size]) -> list[str]:
-    """The sizes as a table."""
-    head = ("experts there", "their weights", "peak memory", "rows/s", "pictures/s", "brought a picture")
-    rows = [
-        (
-            str(one.experts),
-            size(one.weights),
-            size(one.peak),
-            significant(one.rows),
-            significant(one.pictures),
-            significant(one.swaps),
-        )
-        for one in measured
-    ]
-    return columns([head, *rows])
