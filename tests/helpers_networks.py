@@ -2,7 +2,7 @@
 
 import torch
 
-from atoll.base.alike import rows_alike
+from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
 from atoll.model.card import Card
 from atoll.model.expert import Expert
@@ -61,7 +61,7 @@ class Logits:
 
     def __init__(self, network: Router) -> None:
         self.network, self.calls = network, 0
-        rows_alike(network)
+        make_batch_invariant(network)
 
     def logits(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
         self.calls += 1

@@ -150,7 +150,6 @@ def _is_campaign(source: str | Path) -> bool:
 
 
 def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with some of them replaced."""
     merged = dict(tree)
     for name, change in changes.items():
         both = isinstance(change, Mapping) and isinstance(merged.get(name), Mapping)

@@ -14,9 +14,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.status import CampaignStatus, Observer, RunStatus
 from atoll.campaign.status_text import WIDTH, lines
 from atoll.store import local
-from atoll.store.history import History
 from atoll.store.lease import Heartbeat, LeaseConfig, acquire, process
-from atoll.store.log import Log
+from atoll.store.log import History, Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import Run, partitioned, start

@@ -16,7 +16,7 @@ from atoll.flow.schedule import (
     VPCosine,
     expand,
     schedule,
-    spelled,
+    schedule_name,
 )
 
 SCHEDULES = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMScaledLinear(), DDPMCosine()]
@@ -91,7 +91,7 @@ def test_at_every_level_alpha_is_that_of_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*BETAS, "rectified-flow", "vp-cosine"])
 def test_a_name_with_numbers_leads_back(name: str) -> None:
-    assert spelled(schedule(name)) == name and schedule(spelled(schedule(name))) == schedule(name)
+    assert schedule_name(schedule(name)) == name and schedule(schedule_name(schedule(name))) == schedule(name)
 
 
 @pytest.mark.parametrize(

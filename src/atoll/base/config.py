@@ -81,7 +81,7 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
 
 
 def _key_in(tree: dict[Any, Any], name: str) -> Any:
-    """The key of this name, which YAML may have read as a number (`islands: {0: ...}`)."""
+    # The key of this name, which YAML may have read as a number (`islands: {0: ...}`).
     return next((key for key in tree if str(key) == name), name)
 
 
@@ -99,7 +99,6 @@ def _explain(model: type[BaseModel], error: ValidationError, where: str) -> Conf
 
 
 def _groups_along(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
-    """The group of settings that each name of a path is looked up in."""
     groups = [root]
     for part in path[:-1]:
         here = groups[-1]

@@ -74,7 +74,6 @@ def grid(
 
 
 def _cut(label: str, width: int) -> str:
-    """As much of a label as fits, on one line, with an ellipsis where something is missing."""
     text = "".join(c if c.isprintable() else " " for c in label[: width + 1])
     text = " ".join(text.split())
     if len(label) <= width and _font().getlength(text) <= width:
@@ -86,7 +85,7 @@ def _cut(label: str, width: int) -> str:
 
 @lru_cache(maxsize=1)
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """DejaVu Sans, which knows most alphabets, out of matplotlib's folder; else Pillow's own."""
+    # DejaVu Sans, which knows most alphabets, out of matplotlib's folder; else Pillow's own.
     spec = find_spec("matplotlib")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"

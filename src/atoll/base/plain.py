@@ -56,7 +56,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _must_be_small(tree: Any) -> None:
-    """Refuse aliases that make a few lines billions of values, or a value that holds itself."""
+    # Refuse aliases that make a few lines billions of values, or a value that holds itself.
     rest, count = [tree], 0
     while rest:
         value, count = rest.pop(), count + 1
@@ -66,8 +66,6 @@ def _must_be_small(tree: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Bounded in depth."""
-
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:

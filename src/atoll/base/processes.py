@@ -81,7 +81,7 @@ class ProcessGroup:
                     dist.send(tensor, 0)
 
     def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
-        """Do it on rank 0; however long that takes, the others hear in time that it is under way."""
+        # Do it on rank 0; however long that takes, the others hear in time that it is under way.
         done, lost = threading.Event(), []
 
         def reassure() -> None:
@@ -107,7 +107,6 @@ class ProcessGroup:
         return answer
 
     def _broadcast(self, message: Any) -> Any:
-        """What rank 0 says."""
         box = [message]
         with named("a message of rank 0"):
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

@@ -18,7 +18,7 @@ from atoll.campaign.publication import announce, settle
 from atoll.campaign.runs import Run, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.flow.published import trained_on
-from atoll.flow.schedule import schedule, spelled
+from atoll.flow.schedule import schedule, schedule_name
 from atoll.flow.settings import Prediction
 from atoll.model.card import Card, check_producers
 from atoll.model.checkpoint import Checkpoint
@@ -131,7 +131,7 @@ def _family(checkpoint: DiffusersCheckpoint, condition: str) -> Family:
 def _objective(checkpoint: DiffusersCheckpoint, wanted: Adoption) -> tuple[Prediction, str]:
     """What the user says, and else what the checkpoint says."""
     if wanted.prediction is not None and wanted.schedule is not None:
-        return wanted.prediction, spelled(schedule(wanted.schedule))
+        return wanted.prediction, schedule_name(schedule(wanted.schedule))
     settings = checkpoint.beside("scheduler", "scheduler_config.json")
     if settings is None:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _objective(checkpoint: DiffusersCheckpoint, wanted: Adoption) -> tuple[Predi
         )
     prediction, curve = trained_on(settings)
     named = prediction if wanted.prediction is None else wanted.prediction
-    return named, curve if wanted.schedule is None else spelled(schedule(wanted.schedule))
+    return named, curve if wanted.schedule is None else schedule_name(schedule(wanted.schedule))
 
 
 def _check_shape(checkpoint: DiffusersCheckpoint, adapter: Family, shape: DataShape) -> None:

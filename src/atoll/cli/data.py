@@ -72,8 +72,6 @@ def audit(campaign: str) -> None:
 
 
 def _shared(name: str, stage: str, text: str) -> None:
-    """Add the command of a stage that several processes may do together."""
-
     @data.command(name, help=text)
     @CAMPAIGN
     @WORKERS

@@ -428,7 +428,7 @@ def unexpected(error: Exception) -> str:
 
 
 def _kept_traceback() -> str:
-    """Path of a file that holds the traceback; where none can be written, it is printed instead."""
+    # Path of a file that holds the traceback; where none can be written, it is printed instead.
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from atoll.base.alike import rows_alike
+from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.errors import ConfigError
 from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
 
@@ -26,7 +26,7 @@ class TextEncoder:
 
     def __post_init__(self) -> None:
         # A caption's states must not depend on its batch, or a column and serving would differ.
-        rows_alike(self.network)
+        make_batch_invariant(self.network)
 
     def producer(self) -> dict[str, Any]:
         """What made a column of text states: name, weights' hash and settings."""

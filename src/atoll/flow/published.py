@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.base.errors import ConfigError
-from atoll.flow.schedule import DDPMCosine, DDPMLinear, DDPMScaledLinear, Schedule, spelled
+from atoll.flow.schedule import DDPMCosine, DDPMLinear, DDPMScaledLinear, Schedule, schedule_name
 from atoll.flow.settings import Prediction
 
 # What every scheduler class of diffusers takes where its file says nothing.
@@ -36,7 +36,7 @@ def trained_on(settings: Mapping[str, Any]) -> tuple[Prediction, str]:
     for key in ("trained_betas", "rescale_betas_zero_snr"):
         if config.get(key):
             raise ConfigError(f"a schedule with {key} is not converted", _FIX)
-    return _PREDICTIONS[config["prediction_type"]], spelled(_schedule(config))
+    return _PREDICTIONS[config["prediction_type"]], schedule_name(_schedule(config))
 
 
 def _schedule(config: Mapping[str, Any]) -> Schedule:

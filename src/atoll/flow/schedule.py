@@ -254,7 +254,7 @@ def schedule(name: str) -> Schedule:
     return discrete
 
 
-def spelled(curve: Schedule) -> str:
+def schedule_name(curve: Schedule) -> str:
     """What `schedule` makes this very schedule of: its name, and its numbers where they are not the usual."""
     if curve == _SCHEDULES[curve.name]:
         return curve.name

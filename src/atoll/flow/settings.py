@@ -43,9 +43,12 @@ class ObjectiveConfig(Config):
     def _known(cls, name: str) -> str:
         if name in SCHEDULES:
             return name
-        from atoll.flow.schedule import schedule, spelled  # its numbers are looked at, which takes torch
+        from atoll.flow.schedule import (  # its numbers are looked at, which takes torch
+            schedule,
+            schedule_name,
+        )
 
         try:
-            return spelled(schedule(name))
+            return schedule_name(schedule(name))
         except ConfigError as error:
             raise ValueError(str(error)) from None  # so that the message names the setting

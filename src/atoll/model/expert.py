@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from atoll.base.alike import rows_alike
+from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
@@ -28,7 +28,7 @@ class Expert:
         schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
         bound: largest absolute value of its data, if there is one. A card tells it better.
-        learning: the network is still trained, so its layers stay as they are (`rows_alike`).
+        learning: the network is still trained, so its layers stay as they are (`make_batch_invariant`).
     """
 
     network: nn.Module
@@ -42,7 +42,7 @@ class Expert:
     def __post_init__(self) -> None:
         """See to it that a sample does not depend on its batch."""
         if not self.learning:
-            rows_alike(self.network)
+            make_batch_invariant(self.network)
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
@@ -73,7 +73,7 @@ class RouterModel:
 
     def __post_init__(self) -> None:
         """As an expert's."""
-        rows_alike(self.network)
+        make_batch_invariant(self.network)
 
     def logits(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition

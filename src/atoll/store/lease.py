@@ -111,6 +111,7 @@ def acquire(
     Raises:
         Held: a living process holds it; says which and how to go on.
     """
+    # A bucket that ignores If-None-Match would let two processes train one run: find out before, not after.
     check_conditional_create(log.store, "log")
     announced = ""
     while True:
@@ -118,6 +119,8 @@ def acquire(
         if log.publication() is not None:
             return False
         holding = log.holding()
+        # Patience is no safety: a holder that only slept (a laptop, a stalled disk) may come back after this.
+        # Its next append then collides with our acquire, and it leaves.
         if holding is None or (silence := _silence(log.store, *holding)) > lease.expiry_seconds:
             try:
                 log.acquire(host=socket.gethostname(), process=process(), **fields)
@@ -136,15 +139,17 @@ def acquire(
 
 
 def _silence(store: Store, holder: Entry, key: str) -> float:
-    """Seconds since a holder's last sign of life; infinite if its process is known to have ended."""
     if has_ended(holder.process):
         return float("inf")
+    # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90 seconds.
+    # The clock is asked last: asked first, a beat that comes in between would lie in the future.
     sign = last_sign(store, holder, key)
     return max(0.0, store_time(store) - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
     """When a holder last gave a sign of life, by the store's clock."""
+    # A heartbeat may be that of the holder before, who was fenced while it wrote: the acquire counts too.
     signs, beat = [store.modified(key)], read_heartbeat(store, folder)
     if beat is not None and beat.holder == holder.holder:
         signs.append(store.modified(join(folder, HEARTBEAT)))
@@ -179,6 +184,7 @@ def has_ended(known: Process | None) -> bool:
     """Whether a process of this machine is gone for sure; False where that cannot be known."""
     if known is None or not known.machine or known.machine != _machine():
         return False
+    # Process numbers are used again; with the time of the start they are not.
     return _started(known.pid) != known.started
 
 
@@ -190,6 +196,7 @@ class Heart:
         self.fenced: Fenced | None = None
         self._stop = threading.Event()
         self._beats = 0
+        # A thread, since a step may take longer than a lease; a daemon, since a run that fails must end.
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Heart":
@@ -213,6 +220,7 @@ class Heart:
 
     def _beat(self) -> None:
         try:
+            # First the log: a holder that was fenced must not overwrite its successor's sign of life.
             self.log.check()
             self._beats += 1
             beat = Heartbeat(

@@ -40,6 +40,8 @@ def write(path: Path, data: bytes | Path, *, replace: bool) -> bool:
         if replace:
             part.replace(path)
         else:
+            # Unlike a file opened with O_EXCL, a link appears with all its bytes; unlike a rename, it refuses
+            # to replace. It is atomic on NFS too.
             try:
                 path.hardlink_to(part)
             except FileExistsError:
@@ -93,7 +95,6 @@ def _passing(folder: Path) -> Path:
 
 @cache
 def _writer(pid: int) -> str:
-    """Beginning of the passing names of a process."""
     return f"#{_machine_number():010d}{pid:010d}{started(pid) or 0:014d}"
 
 

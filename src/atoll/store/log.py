@@ -117,6 +117,7 @@ class Log:
         """All entries in order."""
         with self._lock:
             keys = [key for key in self.store.list("log") if key.endswith(".json")]
+            # A gap would let a fenced holder append there without a collision, as if it still held the run.
             for number, key in enumerate(keys):
                 if key != _key(number):
                     where = self.store.name(_key(number))
@@ -124,6 +125,8 @@ class Log:
                     raise StoreError(f"{where} is missing, but later entries are there", fix)
             for key in keys[len(self._read) :]:
                 entry = read_entry(self.store, key)
+                # A torn entry must not end the run, nor may its number be used again: whoever wrote it
+                # believes that it stands.
                 if entry.kind == "damaged":
                     say(f"warning: {key} is damaged; it counts as an entry that says nothing")
                 self._read.append(entry)
@@ -144,7 +147,9 @@ class Log:
         entries = self.entries()
         for number in range(len(entries) - 1, -1, -1):
             entry = entries[number]
-            if entry.kind == "damaged":  # it may be an acquire: the last known writer gets the doubt
+            # What cannot be read may be an acquire. To take it for nothing could put two holders to work, so
+            # the last known writer gets the doubt, and has to fall silent first.
+            if entry.kind == "damaged":
                 known = [earlier.holder for earlier in entries[:number] if earlier.kind != "damaged"]
                 entry = entry.model_copy(update={"holder": known[-1] if known else "?"})
             if entry.kind in ("acquire", "damaged"):
@@ -170,6 +175,8 @@ class Log:
 
     def check(self) -> None:
         """`Fenced` if somebody else acquired the run: to be asked before a file that all holders share."""
+        # Appending fences by collision, but an overwrite (of a heartbeat, of metrics) collides with nothing.
+        # This look leaves a window of one request; what must never be mixed lies under a holder's own prefix.
         with self._lock:
             while self.store.exists(_key(self._next)):
                 if not self._passes_own():
@@ -187,8 +194,11 @@ class Log:
     def _append(self, kind: EntryKind, fields: dict[str, Any]) -> None:
         entry = Entry(kind=kind, holder=self.holder, time=round(time.time(), 3), **fields)
         content = {**entry.header(), **entry.model_dump(mode="json", exclude_unset=True)}
+        # A store without atomic writes (NFS, a full disk) may keep a part that is still JSON.
         content["digest"] = digest(content)
         with self._lock:
+            # Create-if-absent is the whole lock. `_next` moves on success only: never re-read it from the
+            # listing here, or a holder that was fenced would simply write after its successor.
             while True:
                 try:
                     self.store.create_json(_key(self._next), content)
@@ -199,11 +209,63 @@ class Log:
             self._next += 1
 
     def _passes_own(self) -> bool:
-        """Pass over the next number if it holds an entry of ours whose answer was lost."""
+        # The store may have written our entry and lost its answer: the retry then collides with ourselves.
         if read_entry(self.store, _key(self._next)).holder != self.holder:
             return False
         self._next += 1
         return True
+
+
+class History:
+    """A run's log as somebody else reads it: few reads however long it is, and nothing written."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.store, self.folder = store, folder
+        self._keys: list[str] = []
+        self._read: dict[int, Entry] = {}  # entries never change, so each is fetched once
+
+    def refresh(self) -> None:
+        """Take notice of what was added."""
+        seen = max(0, len(self._keys) - 1)
+        self._keys = [key for key in self.store.list(f"{self.folder}/log") if key.endswith(".json")]
+        if self._keys:
+            self._fill(seen, len(self._keys) - 1)
+
+    def entries(self) -> list[Entry]:
+        """The entries in order; commits between commits are left out."""
+        return [self._read[number] for number in sorted(self._read)]
+
+    def last(self, *kinds: EntryKind) -> tuple[Entry, str] | None:
+        """The last entry of these kinds (not of commits) and its key."""
+        for number in sorted(self._read, reverse=True):
+            if self._read[number].kind in kinds:
+                return self._read[number], self._keys[number]
+        return None
+
+    def last_commit(self) -> tuple[Entry, str] | None:
+        """The newest commit that was not set aside, and its key; whether it is whole is not looked at."""
+        aside = {entry.checkpoint for entry in self.entries() if entry.kind == "set_aside"}
+        for number in range(len(self._keys) - 1, -1, -1):
+            entry = self._entry(number)
+            if entry.kind == "commit" and entry.checkpoint not in aside:
+                return entry, self._keys[number]
+        return None
+
+    def _fill(self, low: int, high: int) -> None:
+        # Entries of one holder lie side by side: an acquire, what it did before its first step, its commits,
+        # and how it ended. So between two commits of one holder there are only commits, and a run of weeks
+        # is looked at with some dozens of reads: halve a stretch until its ends say what is inside.
+        first, last = self._entry(low), self._entry(high)
+        if high - low < 2 or (first.kind == "commit" and first.holder == last.holder):
+            return
+        middle = (low + high) // 2
+        self._fill(low, middle)
+        self._fill(middle, high)
+
+    def _entry(self, number: int) -> Entry:
+        if number not in self._read:
+            self._read[number] = read_entry(self.store, self._keys[number])
+        return self._read[number]
 
 
 def read_entry(store: Store, key: str) -> Entry:

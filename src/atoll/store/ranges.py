@@ -14,8 +14,6 @@ BUFFER = 4 * 2**20
 
 
 class _Ranges(io.RawIOBase):
-    """The bytes behind `fetch(start, stop)`."""
-
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
         self._fetch, self._size, self._place = fetch, size, 0
 

@@ -168,7 +168,6 @@ def _private(path: Path) -> Any:
 
 
 def _public(text: str) -> Any:
-    """`ValueError` if it is no key."""
     ed25519, _ = _cryptography()
     if not text.startswith(PREFIX):
         raise ValueError(text)

@@ -153,14 +153,13 @@ class Store:
                 raise
 
     def _holds(self, key: str, data: bytes) -> bool:
-        """Whether an object has these bytes; False where that cannot be found out."""
         try:
             return self.get(key) == data
         except StoreError:
             return False
 
     def _check_links(self, key: str) -> None:
-        """Refuse to write or remove an object by way of a linked folder that leads out of the store."""
+        # Refuse to write or remove an object by way of a linked folder that leads out of the store.
         if self.local is not None:
             root, folder = os.path.realpath(self.local), os.path.realpath((self.local / key).parent)
             if os.path.commonpath((root, folder)) != root:
@@ -238,7 +237,8 @@ class Store:
     def states(self, prefix: str = "") -> dict[str, tuple[int, str]]:
         """Bytes and entity tag (or time of change) of all objects below a folder, by key, sorted."""
         full, cut = self._full(prefix), len(self._prefix) + 1 if self._prefix else 0
-        for pause in (*ranges.PAUSES, None):  # obstore asks again for what was refused, not for half a list
+        # obstore asks again for what was refused, but not for a list of which half arrived.
+        for pause in (*ranges.PAUSES, None):
             try:
                 items = [item for chunk in obstore.list(self._objects, full or None) for item in chunk]
                 break
@@ -334,7 +334,6 @@ class Store:
         return "" if clean == "." else clean
 
     def _full(self, key: str) -> str:
-        """The key as the obstore store knows it."""
         if self.local is None and os.getpid() != _PROCESS:
             fix = "read local copies, which `DataSet.localise` fetches before the fork"
             raise StoreError(f"a forked process cannot reach {self.location}", fix)
@@ -388,12 +387,11 @@ def regular(path: Path) -> Path:
 
 
 def _is_absent(error: BaseException) -> bool:
-    """Whether there is no such object: no such file, or a file where a folder would have to be."""
+    # Whether there is no such object: no such file, or a file where a folder would have to be.
     return isinstance(error, FileNotFoundError | NotADirectoryError) or "os error 20" in str(error)
 
 
 def _failed(what: str, error: BaseException, fix: str = "check its permissions") -> StoreError:
-    """One line for what obstore says in many."""
     if isinstance(error, NotSupportedError | NotImplementedError) or "501 Not Implemented" in str(error):
         return Unsupported(f"{what}: it does not support this", "use another store")
     why, remedy = explain(error) or (getattr(error, "strerror", None) or first_line(error), fix)

@@ -61,7 +61,6 @@ class DataConfig(Config):
     @field_validator("source", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """Say of several sources which key of which one is wrong."""
         if not isinstance(value, Mapping):
             return value
         trees = {
@@ -180,7 +179,7 @@ class CampaignConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _router_times(cls, tree: Any) -> Any:
-        """The router is asked where the experts are, so it learns at their times unless it is set apart."""
+        # The router is asked where the experts are, so it learns at their times unless it is set apart.
         if not isinstance(tree, Mapping):
             return tree
         objective, router = tree.get("objective"), tree.get("router") or {}
@@ -190,7 +189,6 @@ class CampaignConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Tell now what would otherwise be found out after minutes of work."""
         for group, numbers in (("islands", self.islands), ("launch.islands", self.launch.islands)):
             for number in numbers:
                 if not 0 <= number < self.partition.k:

@@ -150,7 +150,6 @@ _SPREAD = ("gpus", "processes", "nodes")
 
 
 def _over(common: dict[str, Any], placement: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings with those of `own` in place of the common ones."""
     result = dict(common)
     for key, value in placement.items():
         below = result.get(key)

@@ -24,5 +24,5 @@ class TrackingConfig(Config):
     @field_validator("wandb", mode="before")
     @classmethod
     def _switch(cls, value: Any) -> Any:
-        """YAML reads a bare `off` as false."""
+        # YAML reads a bare `off` as false.
         return "off" if value is False else value

@@ -65,7 +65,7 @@ class CompareConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _sized(cls, tree: Any) -> Any:
-        """The size that these see by default is known by their name, and decides what a comparison is."""
+        # The size that these see by default is known by their name, and decides what a comparison is.
         if not isinstance(tree, dict) or tree.get("extractor_size") is not None:
             return tree
         lite = str(tree.get("extractor", LITE)).startswith("efficientnet")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 FILLED, LEAST = 4, 16
 
 
-def rows_alike(network: nn.Module) -> None:
+def make_batch_invariant(network: nn.Module) -> None:
     """Let a network's layers fill up their rows, where nobody trains them."""
     for module in network.modules():
         if type(module) in _ALIKE:
