@@ -10,7 +10,7 @@ from atoll.base.errors import DataError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
-from atoll.campaign.sample import Request, sample_campaign
+from atoll.campaign.sample import sample_campaign
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
@@ -41,16 +41,16 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     assemble(campaign)
     ensemble = Model.load(campaign.store).bank
     assert [parameter_count(e.network) for e in ensemble.experts] == [c.parameters for c in cards]  # type: ignore[union-attr]
-    sample_campaign(campaign, Request(("0", "1"), tmp_path / "a.png", routing="full", steps=4))
+    sample_campaign(campaign, ("0", "1"), tmp_path / "a.png", routing="full", steps=4)
     assert (tmp_path / "a.png").stat().st_size > 500
 
     # The same from one place, which the experts take turns in.
     write_campaign(tmp_path / "c", {**changes, "sampling": {"residency": {"experts": 1, "prefetch": False}}})
     offloaded = Campaign.open(tmp_path / "c")
-    sample_campaign(offloaded, Request(("0", "1"), tmp_path / "b.png", routing="full", steps=4))
+    sample_campaign(offloaded, ("0", "1"), tmp_path / "b.png", routing="full", steps=4)
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
     for where, out in ((campaign, "c.png"), (offloaded, "d.png")):
-        sample_campaign(where, Request(("0", "1"), tmp_path / out, routing="once", steps=4))
+        sample_campaign(where, ("0", "1"), tmp_path / out, routing="once", steps=4)
     pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
     assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
 

@@ -1,8 +1,9 @@
 """The sample stage: prompts in, one PNG out."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from atoll.base.console import say
 from atoll.base.device import own_device
@@ -13,68 +14,51 @@ from atoll.campaign.folder import Campaign
 from atoll.model.model import Model, Pictures
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to sample; None takes the campaign's own `sampling`.
+def sample_campaign(
+    campaign: Campaign,
+    prompts: Sequence[str],
+    out: Path,
+    name: str = "ensemble",
+    count: int = 4,
+    **generation: Any,
+) -> Pictures:
+    """Sample and write one PNG, a row of pictures for each prompt.
 
-    Attributes:
+    Args:
+        campaign: whose model draws.
         prompts: texts, or class labels as numbers; none for an unconditional model.
         out: PNG to write.
-        model: `ensemble`, `monolith`, `student` or `pretrain`.
-        routing: strategy.
-        guidance: scale.
-        steps: of the scheduler.
+        name: `ensemble`, `monolith`, `student` or `pretrain`.
         count: pictures of each prompt.
-        seed: of noise and routing.
-        size: width x height in pixels.
-    """
-
-    prompts: tuple[str, ...]
-    out: Path
-    model: str = "ensemble"
-    routing: str | None = None
-    guidance: float | None = None
-    steps: int | None = None
-    count: int = 4
-    seed: int | None = None
-    size: str | None = None
-
-
-def sample_campaign(campaign: Campaign, request: Request) -> Pictures:
-    """Sample and write one PNG, a row of pictures for each prompt.
+        generation: values of `Generation` in place of the campaign's `sampling`; None leaves one as it is.
 
     Raises:
         ConfigError: prompts that do not fit the model's condition, an unknown strategy.
     """
     settings = campaign.config.sampling
-    asked = ("routing", "guidance", "steps", "seed", "size")
-    generation = settings.with_(**{name: getattr(request, name) for name in asked})
-    generation.routing.check(campaign.config.partition.k)
-    _writable(request.out)
+    chosen = settings.with_(**generation)
+    chosen.routing.check(campaign.config.partition.k)
+    # Say before the work, not after it, that the result cannot be written.
+    if out.is_dir():
+        raise AtollError(f"{out} is a folder", "give a file name such as samples.png")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise AtollError(f"{out.parent} is no folder that can be written to", "give another --out")
     place = settings.residency, own_device()
-    model = Model.load(campaign.store, request.model, *place, settings, campaign.config.encoders)
+    model = Model.load(campaign.store, name, *place, settings, campaign.config.encoders)
     with using_threads(0):
-        drawn = model(request.prompts, request.count, generation)
+        drawn = model(prompts, count, chosen)
     sheet = grid(
         drawn.images,
-        columns=request.count,
+        columns=count,
         scale=max(1, 64 // drawn.images[0].width),
-        labels=[text for text in request.prompts or ("",) for _ in range(request.count)],
+        labels=[text for text in prompts or ("",) for _ in range(count)],
     )
     try:
-        request.out.write_bytes(png(sheet))
+        out.write_bytes(png(sheet))
     except OSError as error:
-        raise AtollError(f"cannot write {request.out}: {error.strerror}", "give another --out") from None
+        raise AtollError(f"cannot write {out}: {error.strerror}", "give another --out") from None
     say(
-        f"wrote {request.out}: {len(drawn.images)} pictures, {generation.steps} steps, guidance"
-        f" {drawn.generation.guidance:g}, {request.model if drawn.routing is None else generation.routing}"
+        f"wrote {out}: {len(drawn.images)} pictures, {chosen.steps} steps, guidance"
+        f" {drawn.generation.guidance:g}, {name if drawn.routing is None else chosen.routing}"
     )
     return drawn
-
-
-def _writable(path: Path) -> None:
-    """Say before the work, not after it, that the result cannot be written."""
-    if path.is_dir():
-        raise AtollError(f"{path} is a folder", "give a file name such as samples.png")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise AtollError(f"{path.parent} is no folder that can be written to", "give another --out")

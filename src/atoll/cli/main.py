@@ -231,11 +231,11 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 @click.option("--size", metavar="WxH", help="Width x height in pixels; by default sampling.size.")
-def sample(campaign: str, prompts: tuple[str, ...], out: Path, **options: Any) -> None:
+def sample(campaign: str, prompts: tuple[str, ...], out: Path, model: str, **options: Any) -> None:
     """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
-    from atoll.campaign.sample import Request, sample_campaign
+    from atoll.campaign.sample import sample_campaign
 
-    sample_campaign(open_campaign(campaign), Request(prompts=prompts, out=out, **options))
+    sample_campaign(open_campaign(campaign), prompts, out, model, **options)
 
 
 @atoll.command("compare")
