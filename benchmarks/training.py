@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from atoll.base.device import own_device
 from atoll.campaign.budget import denoiser_flops
-from atoll.campaign.partition import initial_network
+from atoll.campaign.initial import initial_network
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import ROWS, DataSet, to_parquet

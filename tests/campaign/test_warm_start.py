@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.partition import initial_network, make_islands
+from atoll.campaign.initial import copy_initial_weights, initial_network
+from atoll.campaign.partition import make_islands
 from atoll.campaign.prepare import prepare
-from atoll.campaign.pretrain import copy_initial_weights
 from atoll.campaign.runs import RunPlan
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs

@@ -21,7 +21,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
-from atoll.campaign.partition import initial_network
+from atoll.campaign.initial import initial_network
 from atoll.campaign.runs import RunPlan
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder

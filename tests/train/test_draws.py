@@ -85,7 +85,7 @@ def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
 
 
 def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
-    from atoll.campaign.partition import initial_router
+    from atoll.campaign.initial import initial_router
 
     rows = rows_of(campaign, "router")
     return RouterTask(initial_router(campaign, rows.recipe.plan.shape), rows, pure_noise)
@@ -127,7 +127,7 @@ def test_a_router_without_knowledge_is_at_the_entropy(campaign: Campaign) -> Non
 
 
 def denoiser_task(campaign: Campaign) -> DenoiserTask:
-    from atoll.campaign.partition import initial_network
+    from atoll.campaign.initial import initial_network
 
     rows = rows_of(campaign)
     return DenoiserTask(initial_network(campaign.config.network, rows.recipe.plan.shape, 0), rows)

@@ -1,49 +1,186 @@
-"""Where the weights of a run start: drawn, from a published checkpoint, or from shared pretraining."""
+"""Where the weights of a run start: drawn, or in its `init/` from a checkpoint, pretraining or experts.
 
-from collections.abc import Iterator
+`init/` holds the network as it starts. In place of a card, `init.json` names the origin, and the partition
+and network that the weights were made for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, PartitionError
-from atoll.base.hashing import digest_tensors
-from atoll.campaign.runs import RUNS, Init, Run, RunPlan
+from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.base.hashing import digest, digest_tensors
+from atoll.campaign.budget import router_arguments
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import RUNS, Init, Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
-from atoll.model.initial import lay_initial, read_initial, read_manifest
-from atoll.networks.diffusers_checkpoint import DiffusersCheckpoint, find
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.stored import settings_of
+from atoll.networks.diffusers_checkpoint import WEIGHTS, DiffusersCheckpoint, Fit, find, take_over
 from atoll.networks.families import family
-from atoll.networks.settings import NetworkConfig
-from atoll.store.store import Store
+from atoll.networks.init import initialise
+from atoll.networks.router import Router
+from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.store.manifest import Published, publish, read_published
+from atoll.store.store import Conflict, Store, to_json
+from atoll.store.tensors import read_tensors
 
 SCRATCH = "scratch"
+FOLDER, MANIFEST = "init", "init.json"
+Kind = Literal["checkpoint", "pretrain", "experts"]
+_ORIGINS = {"pretrain": "shared pretraining", "checkpoint": "checkpoint", "experts": "choice of experts"}
+_MISSING = {
+    "pretrain": (
+        "this run starts from shared pretraining, which has not handed its weights over",
+        "run shared pretraining first: atoll train pretrain, then atoll launch",
+    ),
+    "checkpoint": (
+        "this run starts from a checkpoint, which the partition laid there",
+        "copy the folder from where the partition was made",
+    ),
+    "experts": (
+        "this run starts from the experts, which are not all finished",
+        "train the experts first: atoll launch",
+    ),
+}
+_FIELDS = {"kind": "start", "partition": "partition", "network": "network"}
+_OTHER = "put back the one that was made with this island.json"
 
 
-def start_of(config: CampaignConfig, run: Run) -> Init:
+def init_source(config: CampaignConfig, run: Run) -> Init:
     """Where a run's weights come from. The monolith's never from shared pretraining."""
     named = "scratch" if config.denoiser(*run)[0].init == SCRATCH else "checkpoint"
     return run.kind.init(config) or named  # type: ignore[return-value]
 
 
+def initial_network(config: NetworkConfig, shape: DataShape, seed: int) -> nn.Module:
+    """A denoiser with its published initialisation."""
+    network = family(config.family).build(config, shape)
+    initialise(network, seed)
+    return network
+
+
+def initial_router(campaign: Campaign, shape: DataShape) -> Router:
+    """The router with its initialisation."""
+    network: Router = Router(**router_arguments(campaign.config, shape))
+    initialise(network, campaign.config.seed)
+    return network
+
+
+class InitialWeights(Published):
+    """`init/init.json`: where the initial weights come from and what they are for."""
+
+    FORMAT, VERSION, PLACE = "atoll/initial-weights", 2, "ROLE/init/init.json"
+    REMEDY = "put back the one that the partition or shared pretraining laid there"
+    kind: Kind
+    """`checkpoint`, `pretrain` or `experts`."""
+    origin: dict[str, Any]
+    """Which checkpoint, which shared pretraining, or which experts."""
+    partition: str
+    """Hash of the partition that they were made for."""
+    network: str
+    """Digest of the `config.json` of the network that they were made for."""
+    kept: int
+    """Number of tensors that come from the origin."""
+    drawn: dict[str, str]
+    """Names of the others, which were drawn, and why."""
+    unused: list[str]
+    """Names of the origin's tensors that have no place in the network."""
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the weights' file."""
+        hashes = [file.sha256 for file in self.files if file.path == WEIGHTS]
+        if not hashes:
+            raise StoreError(f"{MANIFEST} names no {WEIGHTS}", self.REMEDY)
+        return hashes[0]
+
+
+def publish_initial(
+    store: Store,
+    network: nn.Module,
+    kind: Kind,
+    origin: dict[str, Any],
+    partition: str,
+    weights: Callable[[], Mapping[str, Tensor]],
+    whose: str,
+) -> Fit | None:
+    """Give a network what fits of its origin's weights, and publish that as `init/` of a run's folder.
+
+    Weights first, verified, then `init.json` if-absent. The same origin again does nothing.
+
+    Args:
+        store: narrowed to the run's folder.
+        network: initialised from scratch; changed in place.
+        kind: what the origin is.
+        origin: plain data that names it.
+        partition: hash of the run's partition.
+        weights: reads the origin's by name, which may be many gigabytes; called if they are needed.
+        whose: what the weights are of, for messages.
+
+    Returns:
+        What was taken over; None if it lies there already.
+
+    Raises:
+        PartitionError: there lie initial weights of another origin.
+        StoreError: what was written reads back differently.
+    """
+    if store.exists(f"{FOLDER}/{MANIFEST}"):
+        _check_origin(store, kind, origin)
+        return None
+    fit = take_over(network, weights(), whose)
+    tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
+    initial = InitialWeights(
+        kind=kind,
+        origin=origin,
+        partition=partition,
+        network=digest(settings_of(network)),
+        kept=len(fit.kept),
+        drawn=dict(fit.drawn),
+        unused=list(fit.unused),
+    )
+    blobs = {
+        "config.json": to_json(settings_of(network)),
+        WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
+    }
+    try:
+        publish(store, FOLDER, blobs, MANIFEST, initial)
+    except Conflict:  # two that finish pretraining at once lay the same weights
+        _check_origin(store, kind, origin)
+    return fit
+
+
+def _check_origin(store: Store, kind: Kind, origin: dict[str, Any]) -> None:
+    initial = InitialWeights.read(store, f"{FOLDER}/{MANIFEST}")
+    if (initial.kind, initial.origin) != (kind, origin):
+        raise PartitionError(
+            f"{store.name(FOLDER)} holds initial weights of another {_ORIGINS[kind]}",
+            "remove it, and run/ and expert/ beside it, to start the run anew",
+        )
+
+
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
     """Refuse a checkpoint that is not there or is of another class, before any work is done.
 
-    Args:
-        config: of the campaign.
-        beside: the campaign's folder, from which paths start.
+    Relative paths start from `beside`, the campaign's folder.
     """
     warned = set()
+    # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
         network, objective = config.denoiser(*run)[0], config.objective_of(run.expert)
         if network.init == SCRATCH or (network, objective) in warned:
             continue
         warned.add((network, objective))
-        origin = _found(network, beside)
+        origin = _find(network, beside)
         with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
             settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
@@ -66,7 +203,7 @@ class Checkpoints:
     _read: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
-    def start(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
+    def publish(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
         """Give a network what fits of its checkpoint, and publish that as the run's `init/`.
 
         Args:
@@ -80,16 +217,16 @@ class Checkpoints:
         """
         origin, weights = self._weights(settings)
         whose = repr(settings.init)
-        fit = lay_initial(run, network, "checkpoint", origin, partition, lambda: weights, whose)
+        fit = publish_initial(run, network, "checkpoint", origin, partition, lambda: weights, whose)
         for line in fit.lines(whose) if fit is not None else ():
             if line not in self._told:
                 say(line)
                 self._told.add(line)
-        return read_manifest(run).weights_sha256
+        return InitialWeights.read(run, f"{FOLDER}/{MANIFEST}").weights_sha256
 
     def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         if settings.init not in self._read:
-            checkpoint = _found(settings, self.beside)
+            checkpoint = _find(settings, self.beside)
             with _setting():
                 weights = checkpoint.weights()
             origin = {
@@ -101,7 +238,7 @@ class Checkpoints:
         return self._read[settings.init]
 
 
-def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
+def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     """Check a freshly drawn network, or give it the weights of the run's own `init/`.
 
     Args:
@@ -115,21 +252,72 @@ def start(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
 
     Raises:
         PartitionError: the run needs an `init/` that is missing or was made for another run.
+        StoreError: a file is damaged.
     """
     if plan.init == "scratch":
         if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
             whose = "than the one that made the partition"
             say(f"{name}: warning: this machine draws other initial weights {whose}")
         return plan
-    initial = read_initial(run, network, plan.init, plan.partition)
+    # Nothing but the run's own folder is read: an island has no other.
+    where = run.name(FOLDER)
+    if not run.exists(f"{FOLDER}/{MANIFEST}"):
+        missing, fix = _MISSING[plan.init]
+        raise PartitionError(f"{where} has no {MANIFEST}: {missing}", fix)
+    initial = InitialWeights.read(run, f"{FOLDER}/{MANIFEST}")
+    wanted = {"kind": plan.init, "partition": plan.partition, "network": digest(settings_of(network))}
+    for name, value in wanted.items():
+        if getattr(initial, name) != value:
+            raise PartitionError(f"{where} was made for another {_FIELDS[name]} than this run's", _OTHER)
+    # Shared pretraining ends after the plan is written, so a plan may not know the weights yet.
     if plan.init_sha256 not in (None, initial.weights_sha256):
         raise PartitionError(
-            f"{run.name('init')} holds other initial weights than island.json names", "put its own back"
+            f"{where} holds other initial weights than island.json names", "put its own back"
         )
+    data = read_published(run, FOLDER, MANIFEST, InitialWeights)[1][WEIGHTS]
+    take_over(network, read_tensors(data, f"{where}/{WEIGHTS}"), str(where))
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 
 
-def _found(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
+def copy_initial_weights(campaign: Campaign) -> None:
+    """Write the pretrained, averaged weights into `islands/K/init/` of every expert that has none.
+
+    An expert of another size than shared pretraining takes over what fits; the rest is drawn.
+
+    Raises:
+        PartitionError: shared pretraining is of another partition than an island.
+        StoreError: shared pretraining has not published, is damaged, or an expert's are of another one.
+    """
+    store = campaign.store
+    pretrained = Checkpoint(store, "pretrain/expert")
+    card = pretrained.card
+    origin = {name: getattr(card, name) for name in ("weights_sha256", "samples", "train_flops")}
+    weights, count = cache(lambda: pretrained.read()[1]), 0
+    for number, run in enumerate(experts_of(campaign.config.partition.k)):
+        plan = RunPlan.read(store, run.plan)
+        if plan.partition != card.partition:
+            raise PartitionError(
+                f"pretrain/ in {store.location} is of another partition than expert {number}",
+                "put its own back",
+            )
+        network = initial_network(campaign.config.island(number)[0], plan.shape, plan.init_seed)
+        island, whose = store.sub(run.folder), "shared pretraining"
+        fit = publish_initial(island, network, "pretrain", origin, plan.partition, weights, whose)
+        if fit is None:
+            continue
+        count += 1
+        for line in fit.lines(f"{whose} for {run.name}") if fit.drawn or fit.unused else ():
+            say(line)
+    if count:
+        say(f"shared pretraining: its weights lie in {FOLDER}/ of {count} islands")
+
+
+def pretrain_finished(campaign: Campaign) -> bool:
+    """Whether there is shared pretraining and it has published."""
+    return bool(campaign.config.budget.pretrain) and Checkpoint(campaign.store, "pretrain/expert").published
+
+
+def _find(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
     with _setting():
         checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
@@ -143,7 +331,6 @@ def _found(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
 
 @contextmanager
 def _setting() -> Iterator[None]:
-    """Name the setting in what is wrong with its checkpoint."""
     try:
         yield
     except ConfigError as error:

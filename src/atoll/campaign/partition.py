@@ -8,9 +8,9 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
 from atoll.base.text import few
-from atoll.campaign.budget import Budget, divide, flops_ratio, router_arguments
+from atoll.campaign.budget import Budget, divide, flops_ratio
 from atoll.campaign.folder import Campaign
-from atoll.campaign.initial import Checkpoints, start_of
+from atoll.campaign.initial import Checkpoints, init_source, initial_network, initial_router
 from atoll.campaign.runs import Run, RunPlan, experts_of, made_by, runs_of, training_columns, wanted_columns
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
@@ -24,10 +24,8 @@ from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
 from atoll.networks.diffusers_checkpoint import compare
 from atoll.networks.families import family, parameter_count
-from atoll.networks.init import initialise
 from atoll.networks.pipelines import check_data
-from atoll.networks.router import Router
-from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.networks.settings import DataShape
 
 
 def make_islands(campaign: Campaign) -> Partition:
@@ -103,7 +101,7 @@ def _write_runs(
             write_clusters(whole, parts, partition)
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
-        settings, start = config.denoiser(*run)[0], start_of(config, run)
+        settings, start = config.denoiser(*run)[0], init_source(config, run)
         initial: torch.nn.Module
         if role.task == "route":
             initial = initial_router(campaign, shape)
@@ -119,7 +117,7 @@ def _write_runs(
                     "give it the campaign's heads and head_width, or set budget.pretrain=0",
                 )
         if start == "checkpoint":
-            weights = checkpoints.start(store.sub(run.folder), initial, settings, partition.hash)
+            weights = checkpoints.publish(store.sub(run.folder), initial, settings, partition.hash)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(
@@ -147,20 +145,6 @@ def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
     config = campaign.config.partition
     name = features_column(config.encoder)
     return dataset.column(name) if config.method == "kmeans" or dataset.has_column(name) else None
-
-
-def initial_network(config: NetworkConfig, shape: DataShape, seed: int) -> torch.nn.Module:
-    """A denoiser with its published initialisation."""
-    network = family(config.family).build(config, shape)
-    initialise(network, seed)
-    return network
-
-
-def initial_router(campaign: Campaign, shape: DataShape) -> Router:
-    """The router with its initialisation."""
-    network: Router = Router(**router_arguments(campaign.config, shape))
-    initialise(network, campaign.config.seed)
-    return network
 
 
 def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:

@@ -20,7 +20,7 @@ from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.baselines import single_cards
 from atoll.campaign.folder import Campaign
-from atoll.campaign.pretrain import pretrain_finished
+from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.results import ComparedModel, Comparison, Table
 from atoll.campaign.runs import RUNS
 from atoll.campaign.settings.measure import BEYOND, CompareConfig

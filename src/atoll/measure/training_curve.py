@@ -15,8 +15,8 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.milestones import Milestone, Origin
-from atoll.campaign.pretrain import pretrain_finished
 from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
 from atoll.measure.comparison import BASE, Bench

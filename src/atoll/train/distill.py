@@ -17,6 +17,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.rng import uniforms
 from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import publish_initial
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.flow.objective import noisy, per_sample_loss, target
@@ -24,7 +25,6 @@ from atoll.model.bank import Bank
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks
-from atoll.model.initial import lay_initial
 from atoll.model.model import load_experts
 from atoll.model.route import route
 from atoll.model.routing import Routing
@@ -227,6 +227,6 @@ def write_initial_weights(
 
     hashes = {source.folder: cards[source.folder].weights_sha256 for source in sources}
     origin: dict[str, Any] = {"start": start, "experts": hashes}
-    if lay_initial(run, network, "experts", origin, plan.partition, average, "the experts") is not None:
+    if publish_initial(run, network, "experts", origin, plan.partition, average, "the experts") is not None:
         source = "the average of the experts" if start == "average" else sources[0].folder
         say(f"student: starts from {source}")

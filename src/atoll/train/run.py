@@ -12,9 +12,7 @@ from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.campaign.folder import Campaign
-from atoll.campaign.initial import start
-from atoll.campaign.partition import initial_network, initial_router
-from atoll.campaign.pretrain import copy_initial_weights
+from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
 from atoll.campaign.publication import KEY, tidy
 from atoll.campaign.runs import RUNS, Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
@@ -114,7 +112,7 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         tree["student"] = {**lesson, "teachers": hashes}
         if plan.init == "experts":
             write_initial_weights(campaign, store, plan, network, cards)
-    plan = start(network, plan, store, name)
+    plan = with_initial_weights(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
     encoder, labelled = token_encoder(campaign, dataset), learns != "denoise"
     rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoder=encoder)
