@@ -15,11 +15,8 @@ from atoll.campaign.newcomers import assign_stage
 from atoll.campaign.opt_out import opt_out_stage
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
-from atoll.data.dataset import DataSet
-from atoll.data.formats import PartitionFile
-from atoll.data.samples import WEIGHTS
-from atoll.data.settings import IngestConfig
-from atoll.data.split import write_split
+from atoll.data.dataset import WEIGHTS, DataSet
+from atoll.data.weights import DUPLICATES, leave_duplicates_out, out_for_good
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import command, partitioned
@@ -34,7 +31,7 @@ def digests(folder: Path) -> dict[str, str]:
 def listed(campaign: Campaign, folder: Path, island: int) -> tuple[Path, list[int]]:
     """A list of two rows of an island, one by its id and one by the digest of its source."""
     dataset, partition = campaign.clustered()
-    rows = [int(row) for row in partition.rows(island)[:2]]
+    rows = [int(row) for row in partition.rows(island, dataset)[:2]]
     names = [dataset.ids[rows[0]], dataset.take([rows[1]])["sha256"][0].as_py(), "nobody", ""]
     path = folder / "leaving.txt"
     path.write_text("\n".join(names))
@@ -51,22 +48,25 @@ def test_only_the_islands_of_rows_that_leave_are_written_again(
     assert "1 of 3 lines name no row: nobody" in capsys.readouterr().out
     after, new = digests(tmp_path / "c"), partitions.load(campaign.store)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert not any(name.startswith(("islands/0", "data/")) for name in changed)
+    columns = ("data/columns/weights/", "data/columns/opted_out/")
+    assert not any(
+        name.startswith(("islands/0", "data/")) for name in changed if not name.startswith(columns)
+    )
     assert {"islands/1/data/manifest.json", "islands/1/island.json", "router/island.json"} <= changed
     assert new.hash == old.hash and new.about.revision != old.about.revision is None
-    assert new.about.opted_out == rows and not set(rows) & set(new.rows(1).tolist())
     assert sum(new.sizes) + sum(new.about.heldout) == new.about.rows - 2
     assert read_partition(campaign.store).sizes == new.sizes  # the runs' plans agree
     island = DataSet.open(campaign.store, "islands/1/data")
     dataset = Campaign.open(tmp_path / "c").dataset()
+    assert np.flatnonzero(dataset.weights == 0).tolist() == rows and not {*rows} & {*new.rows(1, dataset)}
     assert not {dataset.ids[row] for row in rows} & set(island.ids)
     assert not set(rows) & {int(row) for name in ("train", "heldout") for row in dataset.split(name)}
     assert opt_out_stage(campaign, path) == [] and digests(tmp_path / "c") == after
     train_run(Campaign.open(tmp_path / "c"), "expert", 1)
-    fields = campaign.store.get_json(PartitionFile.PLACE)
-    campaign.store.put_json(PartitionFile.PLACE, {**fields, "opted_out": rows[:1]})
-    with pytest.raises(PartitionError, match="not what Atoll writes"):
-        partitions.load(campaign.store)
+    path.write_text(dataset.ids[int(new.rows(0, dataset)[0])])
+    assert opt_out_stage(campaign, path) == [0]  # joins with the island that was written before
+    told = command(capsys, "data", "filter", tmp_path / "c", "--keep", "width >= 1")
+    assert told.code == 0 and (Campaign.open(tmp_path / "c").dataset().weights == 0).sum() == 3
 
 
 def test_what_was_trained_on_them_goes_only_when_asked(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_opting_out_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyt
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("write_subset", "union", "cluster_map"):
+    for place in ("write_subset", "union", "cluster_map", "_tell", "write_weights"):
         with monkeypatch.context() as patch:
             patch.setattr(opt_out, place, die)
             with pytest.raises(KeyboardInterrupt):
@@ -121,22 +121,27 @@ def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_a_duplicate_that_opts_out_changes_no_island(tmp_path: Path) -> None:
     dataset = partitioned(tmp_path / "c").dataset()
-    kept = np.ones(len(dataset), dtype=bool)
-    kept[5] = kept[6] = False
-    write_split(dataset, IngestConfig.parse(dataset.manifest.config, "it"), kept=kept)
+    of = np.arange(len(dataset))
+    of[5:7] = 4
+    leave_duplicates_out(dataset, of != np.arange(len(dataset)))
+    dataset.write_values(DUPLICATES, {"name": "dedupe"}, of)
     campaign = partitioned(tmp_path / "d", {"data": {"path": "../c/data"}})
-    assert partitions.load(campaign.store).clusters[5] == -1
+    cut = partitions.load(campaign.store)
+    assert not {5, 6} & {row for k in range(2) for row in cut.rows(k, dataset)} and cut.about.weights
     train_run(campaign, "monolith")
     path, rows = listed(campaign, tmp_path, 1)
     before = digests(tmp_path / "d/islands"), digests(tmp_path / "d/monolith")
     path.write_text(dataset.ids[5])
     assert opt_out_stage(campaign, path) == []
     assert (digests(tmp_path / "d/islands"), digests(tmp_path / "d/monolith")) == before
-    assert partitions.load(campaign.store).about.opted_out == [5]
+    dataset.write_values(DUPLICATES, {"name": "none"}, np.arange(len(dataset)))
+    assert np.flatnonzero(out_for_good(Campaign.open(tmp_path / "d").dataset())).tolist() == [5]
+    dataset.write_values(DUPLICATES, {"name": "dedupe"}, of)
     path.write_text(f"{dataset.ids[5]}\n{dataset.ids[rows[0]]}")
     assert opt_out_stage(Campaign.open(tmp_path / "d"), path, retrain=True) == [1]
 
-    write_split(dataset, IngestConfig.parse(dataset.manifest.config, "it"))
+    sides = dataset.column("split").read(np.arange(len(dataset))).numpy()
+    dataset.write_values("split", {"name": "other"}, np.where(sides == 1, 0, sides).astype(np.int8))
     with pytest.raises(PartitionError, match="was split again after the partition"):
         Campaign.open(tmp_path / "d").clustered()
 
@@ -156,7 +161,9 @@ def test_weights_that_changed_since_are_told_and_nothing_is_lost(
     told = command(capsys, "data", "filter", tmp_path / "w", "--keep", "width >= 1")
     assert told.code == 0 and "weights by sources are replaced" in told.out
     before = digests(tmp_path / "w")
-    path.write_text(campaign.dataset().ids[int(partitions.load(campaign.store).rows(0)[0])])
+    path.write_text(
+        campaign.dataset().ids[int(partitions.load(campaign.store).rows(0, campaign.dataset())[0])]
+    )
     with pytest.raises(PartitionError, match=r"weights .* are no longer those"):
         opt_out_stage(Campaign.open(tmp_path / "w"), path, retrain=True)
     told = command(capsys, "partition", tmp_path / "w")

@@ -15,7 +15,7 @@ from atoll.cli import main as cli
 from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
-from atoll.data.samples import weights_of
+from atoll.data.weights import candidates
 from helpers import command, partitioned, refused
 
 
@@ -45,8 +45,8 @@ def campaign(made: Path, tmp_path: Path) -> Path:
 def shares(folder: Path) -> tuple[float, list[float], float]:
     """Kept share of the training rows, and of each cluster's; a row's share of the smallest cluster."""
     dataset, partition = Campaign.open(folder).clustered()
-    train = dataset.split("train")
-    kept, homes = weights_of(dataset)[train], partition.clusters[train]
+    train = candidates(dataset)
+    kept, homes = dataset.weights[train], partition.clusters[train]
     each = [float(kept[homes == number].mean()) for number in range(partition.k)]
     return float(kept.mean()), each, 1 / min(partition.sizes)
 
@@ -71,7 +71,7 @@ def test_what_is_kept_is_told_and_drawn(campaign: Path, capsys: pytest.CaptureFi
     real = command(capsys, "data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
     assert dry.out.splitlines() == real.out.splitlines()[:-1]
     dataset = Campaign.open(campaign).dataset()
-    weights, train = weights_of(dataset), dataset.split("train")
+    weights, train = dataset.weights, candidates(dataset)
     kept = (campaign / "reports" / "kept.txt").read_text().split("\n")[:-1]
     assert kept == [dataset.ids[row] for row in train if weights[row] == 1]
     assert set(weights.tolist()) == {0.0, 1.0} and weights[dataset.split("heldout")].min() == 1
@@ -94,21 +94,21 @@ def test_protected_concepts_are_whole(campaign: Path, capsys: pytest.CaptureFixt
     argv = ["data", "filter", campaign, "--keep", "score > 0.9"]
     assert command(capsys, *argv, "--protect", campaign / "tail.txt").code == 0
     opened = Campaign.open(campaign)
-    dataset, train = opened.dataset(), opened.dataset().split("train")
+    dataset, train = opened.dataset(), candidates(opened.dataset())
     finder = Finder(Vocabulary.read(opened.store, Vocabulary.PLACE))
     texts = dataset.table(["caption"])["caption"].to_pylist()
     scores = dataset.column(COLUMN).read(train)[:, 0].numpy()
     safe = np.array([bool({2, 3} & set(finder(texts[row]))) for row in train])
     assert safe.any()
-    assert (weights_of(dataset)[train] == (safe | (scores > 0.9))).all()
+    assert (dataset.weights[train] == (safe | (scores > 0.9))).all()
 
 
 def test_weights_are_multiplied_if_so_asked(campaign: Path, capsys: pytest.CaptureFixture[str]):
     command(capsys, "concepts", "rebalance", campaign, "--t", "5")
-    before = weights_of(Campaign.open(campaign).dataset())
+    before = Campaign.open(campaign).dataset().weights
     command(capsys, "data", "filter", campaign, "--keep", "score >= q0.5", "--times")
     dataset = Campaign.open(campaign).dataset()
-    after, train = weights_of(dataset), dataset.split("train")
+    after, train = dataset.weights, candidates(dataset)
     assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}
     assert len(np.unique(before)) > 2
 
@@ -172,11 +172,9 @@ def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, capsys: pytest.Captur
     chosen = [groups[row] in (one, other) for row in train]
     argv = ["data", "filter", campaign, "--keep"]
     assert command(capsys, *argv, f"group in ({one}, {other})").code == 0
-    assert weights_of(Campaign.open(campaign).dataset())[train].astype(bool).tolist() == chosen
+    assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == chosen
     assert command(capsys, *argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
-    assert weights_of(Campaign.open(campaign).dataset())[train].astype(bool).tolist() == [
-        not c for c in chosen
-    ]
+    assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == [not c for c in chosen]
     refused(command(capsys, *argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
     refused(command(capsys, *argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
     refused(command(capsys, *argv, "group in ()"), "is no condition")

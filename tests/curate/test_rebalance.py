@@ -13,7 +13,6 @@ from atoll.campaign.runs import RunPlan
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.partition import load
-from atoll.data.samples import weights_of
 from atoll.train.run import train_run
 from helpers import command, partitioned, refused, write_campaign
 
@@ -64,7 +63,7 @@ def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(
     assert answer.code == 0
     dataset = Campaign.open(campaign).dataset()
     wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
-    weights = weights_of(dataset)
+    weights = dataset.weights
     assert weights.tolist() == pytest.approx(wanted, abs=1e-6) and weights.min() < 0.5 < weights.max()
     kept = weights[dataset.split("train")].sum()
     assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
@@ -79,7 +78,7 @@ def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(
     assert not Campaign.open(campaign).dataset().has_column("weights")
     assert command(capsys, *argv).code == 0
     dataset = Campaign.open(campaign).dataset()
-    assert 29 < weights_of(dataset)[dataset.split("train")].sum() <= 30
+    assert 29 < dataset.weights[dataset.split("train")].sum() <= 30
     refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
     refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
     refused(command(capsys, "concepts", "rebalance", campaign), "--t or --target-size")
@@ -98,7 +97,7 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
     plain, drawn = (load(Campaign.open(folder).store) for folder in (campaign, weighted))
     assert np.array_equal(plain.clusters, drawn.clusters) and plain.hash != drawn.hash
     dataset = Campaign.open(weighted).dataset()
-    weights, train = weights_of(dataset), dataset.split("train")
+    weights, train = dataset.weights, dataset.split("train")
     masses = np.bincount(drawn.clusters[train], weights[train], 2)
     assert drawn.masses == pytest.approx(masses.tolist()) and plain.masses == plain.sizes
     store = Campaign.open(weighted).store
@@ -111,7 +110,7 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
     for run in ("islands/0", "islands/1", "router"):
         own = DataSet.open(store, f"{run}/data")
         rows = own.split("train")
-        order = Order.weighted(weights_of(own)[rows], 0, own.id_hash)
+        order = Order.weighted(own.weights[rows], 0, own.id_hash)
         seen = np.bincount(order.at(range(400 * order.rows)), minlength=len(rows)) / 400
         assert seen == pytest.approx([ids[own.ids[row]] for row in rows], abs=0.1)
         assert RunPlan.read(store, f"{run}/island.json").weighted

@@ -61,7 +61,7 @@ def test_everything_is_counted(folder: Path) -> None:
     dedupe(DataSet.open(store), DedupeConfig(), "none")
     found = contents(store)
     assert found.duplicates is not None
-    assert found.splits["left out as duplicates"] == found.duplicates[0] >= 1
+    assert found.splits["of weight 0"] == found.duplicates[0] >= 1
     told = "\n".join(lines(found))
     for part in (
         "41 rows of folder pictures, 8 px rgb",

@@ -118,7 +118,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     found = dedupe(dataset, DedupeConfig(), "none")
     sides = dataset.column("split").read(np.arange(len(dataset))).numpy()
     kept = found.of == np.arange(len(dataset))
-    assert (sides[~kept] == 3).all() and (sides[kept] < 3).all()
+    assert (dataset.weights == kept).all() and {*sides} == {0, 1, 2}
     assert {name: dataset.split(name).tolist() for name in before} != before
     names = dataset.table(["caption"])["caption"].to_pylist()
     groups = {found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}
@@ -217,9 +217,9 @@ def test_a_campaign_leaves_them_out_and_shows_the_doubtful(
     assert partitions.load(opened.store).hash == partition.hash
     islands = [DataSet.open(opened.store, f"islands/{k}/data") for k in range(2)]
     shown = {name for island in islands for name in island.ids}
-    assert shown == {dataset.ids[n] for n in range(len(dataset)) if n not in dataset.left_out()}
+    assert shown == {dataset.ids[n] for n in range(len(dataset)) if dataset.weights[n]}
     shown = command(capsys, "data", "show", made)
-    assert "7 left out as duplicates" in shown.out
+    assert "7 of weight 0" in shown.out
     with Image.open(made / "reports/duplicates.png") as sheet:
         assert sheet.width > 12 * 64 * 0.9
     refused(command(capsys, "data", "dedupe", made), "partitioned already")

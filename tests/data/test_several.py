@@ -14,13 +14,13 @@ import pytest
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.data.dataset import OPTIONAL, ROWS, DataSet
+from atoll.data.dataset import OPTIONAL, ROWS, WEIGHTS, DataSet
 from atoll.data.ingest import ingest
 from atoll.data.records import Record
-from atoll.data.samples import WEIGHTS, weigh_sources, weights_of
 from atoll.data.settings import IngestConfig, SourceConfig, SourceOptions
 from atoll.data.sources import open_source, open_sources
 from atoll.data.subsets import union, write_subset
+from atoll.data.weights import weigh_sources
 from atoll.store.store import Store
 from helpers import Answer, command, refused
 from helpers_data import encoded
@@ -173,10 +173,10 @@ def test_several_sources_tell_source_and_licence(tmp_path: Path, store: Store) -
     assert about["name"] == "tars, web" and about["licence"] == "tars: CC0; web: CC-BY"
     assert set(about["sources"]) == {"tars", "web"}
     weigh_sources(dataset, {"tars": 3, "web": 1})
-    assert weights_of(dataset).tolist() == [3] * count + [1] * count
+    assert dataset.weights.tolist() == [3] * count + [1] * count
     dataset.write_values(WEIGHTS, {"name": "filter"}, np.ones(len(dataset), dtype=np.float32))
     weigh_sources(dataset, {"tars": 3, "web": 1})  # what came later is not written over
-    assert weights_of(dataset).tolist() == [1] * 2 * count
+    assert dataset.weights.tolist() == [1] * 2 * count
     rows = np.array([0, count, count + 1])
     part = write_subset(dataset, rows, store, "p", [WEIGHTS])
     assert part.table(["source", "licence"]).to_pylist()[2] == {"source": "web", "licence": "MIT"}
@@ -334,7 +334,7 @@ def test_several_sources_from_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert ingested().out == answer.out  # finished: found
     plain["tars"]["weight"] = 5
     assert ingested().code == 0
-    weights = weights_of(DataSet.open(Store.open(campaign / "data")))
+    weights = DataSet.open(Store.open(campaign / "data")).weights
     assert set(weights.tolist()) == {5, 1}
     plain["tars"]["labl"] = "n"
     refused(ingested(), "labl", "did you mean 'label'?")

@@ -8,8 +8,7 @@ from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import Comparison
 from atoll.campaign.runs import BESIDE, SINGLE, experts_of, read_partition
-from atoll.data.dataset import MANIFEST, DataSet
-from atoll.data.samples import WEIGHTS
+from atoll.data.dataset import MANIFEST, WEIGHTS, DataSet
 from atoll.model.checkpoint import Checkpoint
 
 COMPARISON = Comparison.PLACE

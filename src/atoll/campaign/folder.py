@@ -116,13 +116,10 @@ class Campaign:
         return self.store.exists(PartitionFile.PLACE)
 
     def dataset(self) -> "DataSet":
-        """The campaign's data set, its splits without rows that have left; `DataError` if there is none."""
+        """The campaign's data set; `DataError` if there is none."""
         from atoll.data.dataset import DataSet
 
-        dataset = DataSet.open(self.data_store())
-        if self.is_partitioned:
-            dataset.opted_out = PartitionFile.read(self.store, PartitionFile.PLACE).opted_out
-        return dataset
+        return DataSet.open(self.data_store())
 
     def data_store(self) -> Store:
         """Where the campaign's data set is, or is being made; `DataError` if there is nothing."""
@@ -134,6 +131,8 @@ class Campaign:
 
     def clustered(self) -> "tuple[DataSet, Partition]":
         """Data set and partition; `PartitionError` if they do not belong together."""
+        import numpy as np
+
         from atoll.data import partition as partitions
 
         dataset, clusters = self.dataset(), partitions.load(self.store)
@@ -141,7 +140,9 @@ class Campaign:
             raise PartitionError(
                 f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
             )
-        if (clusters.clusters[dataset.split("train")] < 0).any():
+        # Where the weights are others by now, so are the sizes; what that means is for the stages to say.
+        sizes = np.bincount(clusters.clusters[dataset.split("train")], minlength=clusters.k)
+        if clusters.weighs_as(dataset) and sizes.tolist() != clusters.sizes:
             what = f"{dataset.store.location} was split again after the partition of this campaign"
             raise PartitionError(what, "start a new campaign with it")
         return dataset, clusters

@@ -21,17 +21,17 @@ from atoll.data.cluster_map import cluster_map
 from atoll.data.dataset import DataSet
 from atoll.data.formats import ClusterMap, PartitionFile
 from atoll.data.partition import Partition
-from atoll.data.samples import weights_of
 from atoll.data.subsets import union, write_subset
+from atoll.data.weights import OPTED_OUT, producer_of, write_weights
 
 I64 = NDArray[np.int64]
 
 
 def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list[int]:
-    """Take rows out of their islands' data, for good.
+    """Take rows out for good: they get the weight 0, and their islands' data are written again without them.
 
     The cut and its hash stay, so that the experts of other islands stay what they are; `revision` tells that
-    rows left. The data set itself is not changed. Killed and called again with the same list it goes on.
+    rows left. Killed and called again with the same list it goes on.
 
     Args:
         campaign: partitioned.
@@ -48,32 +48,51 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     """
     store = campaign.store
     dataset, partition = campaign.clustered()
-    if not partition.weighs_as(dataset):
+    named = _named(dataset, {line.strip() for line in read_lines(path)} - {""}, path)
+    before, by = dataset.weights, producer_of(dataset) or {"name": "opt-out"}
+    leaving = named[before[named] > 0]
+    known, after = partition.weighs_as(dataset), before.copy()
+    after[named] = 0
+    dataset.weights = after
+    # The weights are written last. Where an earlier call with this list was killed right before that, the
+    # partition is already revised, and these weights are what it says.
+    if not (known or partition.weighs_as(dataset)):
         what = f"the weights of {dataset.store.location} are no longer those that the partition was made with"
         raise PartitionError(
             what, "start a new campaign to draw by these, and leave the rows out before that"
         )
-    named = _named(dataset, {line.strip() for line in read_lines(path)} - {""}, path)
-    leaving = np.setdiff1d(named, partition.about.opted_out)
-    say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} have left before")
-    if not len(leaving):
-        return []
+    say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} count 0 already")
     changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
-    changed = [number for number in changed if number >= 0]  # a duplicate is on no island
-    after = _without(dataset, partition, leaving)
-    whole = [run for run in runs_of(campaign.config, planned=True) if run.expert is None and changed]
+    if known and changed:
+        revision = partitions.revised(partition, dataset)
+        _write_islands(campaign, dataset, revision, changed, retrain)
+        store.put_json(PartitionFile.PLACE, revision.about.to_json())
+        _tell(revision, leaving, changed)
+    # Duplicates among them count 0 already, and have to stay out when others are looked for.
+    gone = np.isin(np.arange(len(dataset)), named)
+    if dataset.has_column(OPTED_OUT):
+        gone |= dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0
+    dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(gone).tolist())}, gone)
+    write_weights(dataset, by, before)
+    return changed
+
+
+def _write_islands(
+    campaign: Campaign, dataset: DataSet, after: Partition, changed: list[int], retrain: bool
+) -> None:
+    store = campaign.store
+    whole = [run for run in runs_of(campaign.config, planned=True) if run.expert is None]
     whole = [run for run in whole if store.exists(run.plan)]
     seeded = Run("pretrain") in whole  # every expert started from what was learned from these rows
     learners = [*(run for run in experts_of(after.k) if seeded or run.expert in changed), *whole]
     _forget(campaign, learners, retrain)
 
-    dataset.opted_out = after.about.opted_out
     columns, parts = island_columns(campaign, dataset), list[DataSet]()
     for number, run in enumerate(experts_of(after.k)):
         folder = f"{run.folder}/data"
         if number in changed:
             store.delete(*store.list(folder))
-            write_subset(dataset, after.rows(number), store, folder, columns)
+            write_subset(dataset, after.rows(number, dataset), store, folder, columns)
             _count(campaign, run, after.sizes[number])
             store.put(f"partition/sheets/{number}.png", partitions.contact_sheet(after, dataset, number))
         parts.append(DataSet.open(store, folder))
@@ -84,9 +103,6 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     features = features_of(campaign, dataset)
     found = cluster_map(dataset, features, after.clusters, after.centroids, after.k)
     store.put_json(ClusterMap.PLACE, found.to_json())
-    store.put_json(PartitionFile.PLACE, after.about.to_json())
-    _tell(after, leaving, changed)
-    return changed
 
 
 def _named(dataset: DataSet, lines: set[str], path: Path) -> I64:
@@ -109,31 +125,6 @@ def _named(dataset: DataSet, lines: set[str], path: Path) -> I64:
     if idle:
         say(f"warning: {len(idle):,} of {len(lines):,} lines name no row: {some}")
     return np.concatenate(found)
-
-
-def _without(dataset: DataSet, partition: Partition, leaving: I64) -> Partition:
-    """The partition whose rows these are no more; `PartitionError` where a cluster would lose all."""
-    about, clusters = partition.about, partition.clusters
-    gone = np.union1d(about.opted_out, leaving).astype(np.int64)
-    train = np.setdiff1d(dataset.split("train"), gone)
-    sizes = np.bincount(clusters[train], minlength=about.k)
-    weights = weights_of(dataset) if about.weights is not None else None
-    masses = np.ones(len(train)) if weights is None else weights[train]
-    held = np.bincount(clusters[train], masses, about.k)
-    if not held.all():
-        what = f"island {held.argmin()} would be left without rows to train on"
-        raise PartitionError(what, "start a new campaign with a smaller partition.k")
-    heldout = partitions.rows_in(np.delete(clusters, gone), about.k) - sizes
-    changes = {
-        "sizes": sizes.tolist(),
-        "heldout": heldout.tolist(),
-        "masses": [] if weights is None else held.tolist(),
-        "buckets": partitions.buckets_of(dataset, train, clusters, about.k, weights),
-        "opted_out": gone.tolist(),
-        "revision": digest([about.hash, gone.tolist()]),
-    }
-    whole = PartitionFile.of_json({**about.to_json(), **changes}, "the partition")
-    return Partition(whole, clusters, partition.centroids, partition.prices)
 
 
 def _forget(campaign: Campaign, learners: Sequence[Run], retrain: bool) -> None:
@@ -166,9 +157,9 @@ def _count(campaign: Campaign, run: Run, rows: int) -> None:
 
 
 def _tell(after: Partition, leaving: I64, changed: list[int]) -> None:
-    counts = partitions.rows_in(after.clusters[leaving], after.k)
+    counts = np.bincount(after.clusters[leaving], minlength=after.k)
     written = ", ".join(f"{number} ({counts[number]:,} rows)" for number in changed)
     kept = ", ".join(str(number) for number in range(after.k) if number not in changed) or "none"
     say(f"{len(leaving):,} rows have left: islands {written} are written again; unchanged: {kept}")
     say(f"  partition {after.hash[:12]} stays, revision {str(after.about.revision)[:12]}")
-    say("  the data set still holds the rows: take them from its source, too")
+    say("  the data set still holds the rows, with weight 0: take them from its source, too")

@@ -15,11 +15,11 @@ from atoll.campaign.runs import Run, RunPlan, experts_of, made_by, runs_of, trai
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.duplicates import COLUMN, about
 from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
-from atoll.data.samples import WEIGHTS, data_shape, weights_of
+from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
 from atoll.networks.diffusers_checkpoint import compare
@@ -57,14 +57,13 @@ def make_islands(campaign: Campaign) -> Partition:
         raise DataError("the data set is not deduplicated as data.dedupe says", "run 'atoll data prepare'")
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)
-    weights = weights_of(dataset) if config.data.weighted else None
-    partition = partitions.make(dataset, features, config.partition, config.seed, weights)
+    partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
     shape = data_shape(dataset, config.condition, config.data.text_column)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     campaign.freeze()
 
     parts = [
-        write_subset(dataset, partition.rows(number), store, f"{run.folder}/data", columns)
+        write_subset(dataset, partition.rows(number, dataset), store, f"{run.folder}/data", columns)
         for number, run in enumerate(experts_of(partition.k))
     ]
     _write_runs(campaign, partition, shape, budget, parts, columns)
@@ -124,7 +123,7 @@ def _write_runs(
             role=run.role,
             island=run.expert,
             rows=rows,
-            weighted=partition.about.weights is not None,
+            weighted=bool(partition.about.masses),
             steps=part.steps,
             batch=part.batch,
             partition=partition.hash,
@@ -164,7 +163,10 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
             raise DataError(
                 f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
             )
-    return ["split", *training_columns(config), *([WEIGHTS] if config.data.weighted else [])]
+    if not config.data.weighted:
+        return ["split", *training_columns(config)]
+    dataset.column(WEIGHTS)  # without it all rows would count alike
+    return ["split", *training_columns(config), WEIGHTS]
 
 
 def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -> None:

@@ -22,9 +22,9 @@ from atoll.data.encode import features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.partition import Partition
-from atoll.data.samples import weigh_sources
 from atoll.data.settings import DedupeConfig
 from atoll.data.sources import open_sources
+from atoll.data.weights import weigh_sources
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder

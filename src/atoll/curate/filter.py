@@ -25,8 +25,8 @@ from atoll.curate.image_hits import COLUMN as IMAGE
 from atoll.curate.rebalance import chunks
 from atoll.curate.text_hits import COLUMN as TEXT
 from atoll.curate.vocabulary import Vocabulary
-from atoll.data.dataset import DataSet
-from atoll.data.samples import WEIGHTS, weights_of
+from atoll.data.dataset import WEIGHTS, DataSet
+from atoll.data.weights import candidates, producer_of, write_weights
 
 B1 = NDArray[np.bool_]
 F32 = NDArray[np.float32]
@@ -138,7 +138,7 @@ def filter_stage(
         DataError: scores, clusters or concepts are missing.
     """
     dataset, conditions = campaign.dataset(), [InList.parse(text) or Condition.parse(text) for text in keep]
-    train = dataset.split("train")
+    train = candidates(dataset)
     partition = campaign.clustered()[1] if campaign.is_partitioned or per_cluster else None
     k = partition.k if partition else 1
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
@@ -172,16 +172,18 @@ def filter_stage(
     for name, size, kept, share in table:
         say(f"{name}: {kept:,} of {size:,} rows kept ({share:.1%})")
     if not dry_run:
-        weights = weights_of(dataset) if times else np.ones(len(dataset), dtype=np.float32)
-        before = dataset.column(WEIGHTS).meta.producer.get("name") if dataset.has_column(WEIGHTS) else None
-        if before not in (None, "filter") and not times:
+        if times:
+            dataset.column(WEIGHTS)  # there must be some
+        weights = dataset.weights if times else np.ones(len(dataset), dtype=np.float32)
+        before = producer_of(dataset).get("name", "filter")
+        if before not in ("filter", "dedupe") and not times:
             say(f"warning: weights by {before} are replaced; write them again, and add --times to keep them")
         # Held-out rows keep their weight: what measures must not change with what is trained on.
         heldout = np.ones(len(dataset), dtype=bool)
         heldout[train] = False
         producer = {"name": "filter", "keep": [*keep], "per_cluster": per_cluster}
         producer |= {"protect": bool(protect), "times": times}
-        dataset.write_values(WEIGHTS, producer, weights * (chosen | heldout))
+        write_weights(dataset, producer, weights * (chosen | heldout))
         rule = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
         heads = ["of", "rows", "kept", "share"]
         Finding(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
@@ -189,9 +191,7 @@ def filter_stage(
         )
         ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
         campaign.store.put("reports/kept.txt", ids.encode())
-        say(
-            f"wrote reports/kept.txt and column {WEIGHTS}: a new campaign draws by it with data.weighted=true"
-        )
+        say(f"wrote reports/kept.txt and column {WEIGHTS}: a new campaign trains on the rows that were kept")
     return chosen
 
 

@@ -17,7 +17,7 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.audit import vocabulary_of
 from atoll.curate.counts import CHUNK, caption_hits
 from atoll.data.columns import Column
-from atoll.data.samples import WEIGHTS
+from atoll.data.weights import candidates, write_weights
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -74,7 +74,7 @@ def rebalance_stage(
         DataError: captions are not searched for the campaign's concepts.
     """
     vocabulary, dataset = vocabulary_of(campaign), campaign.dataset()
-    hits, train = caption_hits(dataset, vocabulary), dataset.split("train")
+    hits, train = caption_hits(dataset, vocabulary), candidates(dataset)
     partition = campaign.clustered()[1] if campaign.is_partitioned or rule.per_expert else None
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
     k = partition.k if partition else 1
@@ -94,7 +94,10 @@ def rebalance_stage(
     if dry_run:
         return None
     producer = {"name": "rebalance", "t": t, "per_expert": rule.per_expert, "other": rule.other}
-    dataset.write_values(WEIGHTS, {**producer, "vocabulary": vocabulary.hash}, weights)
+    # Held-out rows are not drawn, and a weight of 0 would take them out.
+    held = dataset.column("split").read(np.arange(len(dataset))).numpy() != 0
+    weights = np.where(held, np.float32(1), weights)
+    write_weights(dataset, {**producer, "vocabulary": vocabulary.hash}, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from atoll.base.errors import AtollError
 from atoll.data.columns import Column
-from atoll.data.dataset import LEFT_OUT, SPLITS, DataSet
+from atoll.data.dataset import SPLITS, DataSet
 from atoll.data.images import ImageReader
 from atoll.store.manifest import check_file
 
@@ -79,8 +79,6 @@ def _groups(dataset: DataSet, shard: int, side: dict[str, int]) -> Iterator[str]
     groups = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
     rows = np.arange(dataset.bounds[shard], dataset.bounds[shard + 1])
     for group, value in zip(groups, dataset.column("split").read(rows).tolist(), strict=True):
-        if value == LEFT_OUT:
-            continue
         if value not in range(len(SPLITS)):
             yield f"a row of the group {group!r} has the split {value}"
         elif side.setdefault(group, value) != value:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from atoll.base.errors import AtollError, DataError
 from atoll.base.text import few, size
 from atoll.data.columns import Progress
-from atoll.data.dataset import LEFT_OUT, MANIFEST, DataSet
+from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.duplicates import COLUMN
 from atoll.data.formats import IngestNote, Manifest, Shard, ShardNote
 from atoll.store.manifest import FileEntry
@@ -151,9 +151,10 @@ def _look_at_columns(found: Contents) -> None:
             found.columns.append(ColumnFacts(name, form, size, _made_by(column.meta.producer)))
             if name == "split":
                 values = column.read(np.arange(len(dataset))).numpy()
-                counts = np.bincount(values, minlength=LEFT_OUT + 1).tolist()
-                words = ("to train on", "held out", "to test", "left out as duplicates")
-                found.splits = dict(zip(words, counts, strict=True))
+                out = dataset.weights == 0
+                words = ("to train on", "held out", "to test")
+                counts = np.bincount(values[~out], minlength=len(words)).tolist()
+                found.splits = {**dict(zip(words, counts, strict=True)), "of weight 0": int(out.sum())}
             if name == COLUMN:
                 counts = np.bincount(column.read(np.arange(len(dataset))).numpy(), minlength=len(dataset))
                 found.duplicates = int((counts == 0).sum()), int(counts.max())

@@ -52,8 +52,8 @@ its licence, and all its captions, of which the first is `caption`; of a row tha
 and height of its picture, and where in the resized source picture it begins, all in pixels."""
 SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
-LEFT_OUT = 3
-"""Value of rows that are in none of them: duplicates."""
+WEIGHTS = "weights"
+"""Column of what rows count."""
 
 
 class DataSet:
@@ -63,8 +63,6 @@ class DataSet:
         self.store, self.prefix, self.manifest = store, prefix, manifest
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
-        self.opted_out: Sequence[int] = ()
-        """Rows that are in no split any more; see `PartitionFile`."""
         self._columns: dict[str, Column] = {}
         self._readers: dict[int, ImageReader] = {}
 
@@ -233,6 +231,8 @@ class DataSet:
         folder = join(self.prefix, "columns", name)
         self.store.sweep(folder)
         self._columns.pop(name, None)
+        if name == WEIGHTS:
+            self.__dict__.pop("weights", None)
         return ColumnJob(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
 
     def write_column(
@@ -270,17 +270,27 @@ class DataSet:
             self.column(name).localise()
 
     def split(self, name: str) -> Rows:
-        """Row numbers of `train`, `heldout` or `test`, ascending."""
+        """Row numbers of `train`, `heldout` or `test` that count, ascending."""
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
         values = self.column("split").read(np.arange(len(self))).numpy()
-        rows = np.flatnonzero(values == SPLITS.index(name)).astype(np.int64)
-        return np.setdiff1d(rows, np.array(self.opted_out, np.int64)) if len(self.opted_out) else rows
+        return np.flatnonzero((values == SPLITS.index(name)) & (self.weights > 0)).astype(np.int64)
 
-    def left_out(self) -> Rows:
-        """Row numbers that are in none of the splits, ascending: duplicates."""
-        values = self.column("split").read(np.arange(len(self))).numpy()
-        return np.flatnonzero(values == LEFT_OUT).astype(np.int64)
+    @cached_property
+    def weights(self) -> NDArray[np.float32]:
+        """What every row counts `(rows,)`, 1 where the data set has no weights; 0 is out.
+
+        Raises:
+            DataError: a weight is negative or no number, or the weights are of other rows.
+        """
+        # Not `has_column`: with a column that cannot be read, rows that opted out would count again.
+        if not self.store.exists(join(self.prefix, "columns", WEIGHTS, "column.json")):
+            return np.ones(len(self), dtype=np.float32)
+        weights: NDArray[np.float32] = self.column(WEIGHTS).read(np.arange(len(self))).float().numpy()
+        if weights.ndim != 1 or not (np.isfinite(weights).all() and (weights >= 0).all()):
+            what = f"column {WEIGHTS!r} of {self.store.location} holds a weight that is negative or no number"
+            raise DataError(what, "write it again: atoll concepts rebalance")
+        return weights
 
     def _reader(self, shard: int) -> ImageReader:
         if shard not in self._readers:

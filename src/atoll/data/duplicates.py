@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.fft import dctn
 
+from atoll.base.console import say
 from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.columns import Column, Progress, Rows
@@ -28,8 +29,9 @@ from atoll.data.dataset import DataSet
 from atoll.data.job import ColumnJob
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.split import write_split
+from atoll.data.weights import DUPLICATES, leave_duplicates_out
 
-LOOKS, COLUMN = "looks", "duplicate_of"
+LOOKS, COLUMN = "looks", DUPLICATES
 HOW = ("kept", "same file", "nearly the same pixels", "nearly the same features")
 """What `Duplicates.how` counts."""
 SIDE, FINE = 8, 32
@@ -85,9 +87,11 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
     names = dataset.table(["group"]).column("group").to_numpy(zero_copy_only=False)
     found = search.found(names)
-    kept = found.of == np.arange(len(dataset))
     settings = IngestConfig.parse(dataset.manifest.config, dataset.store.name("manifest.json"))
-    write_split(dataset, settings, found.groups, kept)
+    write_split(dataset, settings, found.groups)
+    replaced = leave_duplicates_out(dataset, found.of != np.arange(len(dataset)))
+    if replaced is not None:
+        say(f"warning: weights by {replaced} are replaced; write them again")
     dataset.write_values(COLUMN, about(dataset, config, encoder), found.of)  # last: it says that all is done
     return found
 

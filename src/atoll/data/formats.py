@@ -191,7 +191,7 @@ class PartitionFile(File):
     encoder: dict[str, Any] | None
     """Name, hash and input of the vision encoder; null for `random`."""
     rows: int = Field(ge=1, le=10**12)
-    """Rows of the data set, those that are held out or left out too."""
+    """Rows of the data set, those that are held out or of weight 0 too."""
     data: str
     """Digest of the ids of these rows, in order."""
     column: str | None = None
@@ -205,9 +205,9 @@ class PartitionFile(File):
     heldout: list[int]
     """Held-out and test rows of each cluster."""
     weights: str | None = None
-    """Digest of the weights that rows are drawn by; null where all are alike."""
+    """Digest of what rows count, by weight or as 0 and 1; null where all count alike."""
     masses: list[float] = []
-    """Sum of these weights over the training rows of each cluster; empty where all are alike."""
+    """Sum of the weights of each cluster's training rows, where rows are drawn by them; else empty."""
     buckets: dict[str, list[float]] = {}
     """By size of the pictures (width x height) the training rows of each cluster, or the sum of their
     weights; empty where all are squares of one size."""
@@ -215,10 +215,9 @@ class PartitionFile(File):
     """What is odd about the balance."""
     inertia: Inertia | None = None
     """How close rows are to their centroids; null where there are none."""
-    opted_out: list[int] = []
-    """Numbers of rows that left after the cut. Clusters and hash stay, so that other experts keep theirs."""
     revision: str | None = None
-    """Digest of the hash and the rows that left; null while none has."""
+    """Digest of what rows count since some opted out after the cut; null while none has. Clusters and hash
+    stay, so that other experts keep theirs."""
     hash: str
     """Digest of clusters, centroids and what decided them: not of sizes, masses and the like."""
 
@@ -226,12 +225,10 @@ class PartitionFile(File):
     def _agrees(self) -> Self:
         if {len(self.sizes), len(self.heldout)} != {self.k}:
             raise ValueError("sizes and heldout have not one number for each cluster")
-        held = sum(self.sizes) + sum(self.heldout) + len(self.opted_out)
+        held = sum(self.sizes) + sum(self.heldout)
         if min(*self.sizes, *self.heldout) < 0 or held > self.rows:
             raise ValueError("sizes and heldout add up to more than rows")
-        if self.revision != (digest([self.hash, self.opted_out]) if self.opted_out else None):
-            raise ValueError("revision is not that of the rows that left")
-        if (self.weights is None) == bool(self.masses) or len(self.masses) not in (0, self.k):
+        if (self.weights is None and self.masses) or len(self.masses) not in (0, self.k):
             raise ValueError("masses have not one number for each cluster")
         if any(len(rows) != self.k for rows in self.buckets.values()):
             raise ValueError("buckets have not one number for each cluster")

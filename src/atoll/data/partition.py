@@ -1,7 +1,7 @@
 """The partition: which row belongs to which cluster, and what decided it, under one hash."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from atoll.data.cluster_map import inertia_of
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
-from atoll.data.samples import WEIGHTS, weights_of
 from atoll.data.settings import PartitionConfig
 from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
@@ -40,8 +39,7 @@ class Partition:
 
     Attributes:
         about: sizes, and what decided them.
-        clusters: cluster number of every row, held-out rows and those that left too `(rows,)`; -1 of rows
-            that are left out.
+        clusters: cluster number of every row, held-out rows and those of weight 0 too `(rows,)`.
         centroids: `(K, D)`, empty unless the method is `kmeans`.
         prices: added to squared distances `(K,)`, empty unless clusters are held to shares.
     """
@@ -71,15 +69,14 @@ class Partition:
         """Digest of clusters, centroids and what decided them."""
         return self.about.hash
 
-    def rows(self, number: int) -> NDArray[np.int64]:
-        """Rows of a cluster, but for those that left."""
-        return np.setdiff1d(np.flatnonzero(self.clusters == number), self.about.opted_out)
+    def rows(self, number: int, dataset: DataSet) -> NDArray[np.int64]:
+        """Rows of a cluster that count, held-out ones too."""
+        return np.flatnonzero((self.clusters == number) & (dataset.weights > 0))
 
     def weighs_as(self, dataset: DataSet) -> bool:
-        """Whether a data set has the weights that the cut was made with; any will do for one without."""
-        if self.about.weights is None:
-            return True
-        return dataset.has_column(WEIGHTS) and sha256(weights_of(dataset).tobytes()) == self.about.weights
+        """Whether the rows of a data set count as they did for the cut, but for those that opted out."""
+        weights = _weights_hash(dataset.weights, weighted=bool(self.about.masses))
+        return weights == (self.about.revision or self.about.weights)
 
     def nearest(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
         """Clusters of normalised features `(N, D)`."""
@@ -113,7 +110,7 @@ def make(
     features: Column | None,
     config: PartitionConfig,
     seed: int,
-    weights: NDArray[np.float32] | None = None,
+    weighted: bool = False,
 ) -> Partition:
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 
@@ -122,10 +119,10 @@ def make(
         features: to cluster by.
         config: how.
         seed: of the sample and the starts.
-        weights: of all rows `(rows,)`, where they are drawn by weight; clusters do not depend on them.
+        weighted: whether rows are drawn by their weights; clusters do not depend on them.
 
     Raises:
-        PartitionError: K is larger than the rows, or a cluster stays empty, or has no weight.
+        PartitionError: K is larger than the rows, or a cluster stays empty.
     """
     train = dataset.split("train")
     if config.k > len(train):
@@ -133,7 +130,7 @@ def make(
         raise PartitionError(what, "choose 1 <= partition.k <= rows")
     clustered, limits, values = config.method == "kmeans", Limits.of(config), list[list[str]]()
     masses = np.zeros(len(dataset))
-    masses[train] = 1 if weights is None else weights[train]
+    masses[train] = dataset.weights[train] if weighted else 1
     centroids = free = np.empty((0, 0), dtype=np.float32)
     prices = np.empty(0, dtype=np.float32)
     if clustered:
@@ -150,18 +147,18 @@ def make(
         found = values_of(dataset, config.column or "label")
         values = merge(found, masses, config)
         clusters = clusters_by(found, values)
-    clusters[dataset.left_out()] = -1
-    sizes = np.bincount(clusters[train], minlength=config.k)
-    if not sizes.all():
-        raise PartitionError(f"cluster {sizes.argmin()} of {config.k} is empty", "lower partition.k")
-    heldout = rows_in(clusters, config.k) - sizes
-    held = np.bincount(clusters[train], masses[train], config.k)
-    if not held.all():
-        what = f"no row of cluster {held.argmin()} has any weight"
-        raise PartitionError(what, "give it some, or lower partition.k")
+    counts = count_rows(dataset, clusters, config.k, weighted)
+    sizes, heldout = counts["sizes"], np.array(counts["heldout"])
+    if not all(sizes):
+        number = sizes.index(0)
+        if (clusters == number).any() and not dataset.weights.all():
+            what = f"no row of cluster {number} has any weight"
+            raise PartitionError(what, "give it some, or lower partition.k")
+        raise PartitionError(f"cluster {number} of {config.k} is empty", "lower partition.k")
     if limits is not None and not clustered:
         together = f"rows of one {config.column or 'label'} stay together"
-        limits.check(held, why="few random rows vary" if config.method == "random" else together)
+        why = "few random rows vary" if config.method == "random" else together
+        limits.check(np.bincount(clusters[train], masses[train], config.k), why=why)
     about = PartitionFile(
         method=config.method,
         k=config.k,
@@ -172,12 +169,9 @@ def make(
         column=config.column,
         values=values,
         capacities=list(config.capacities or ()),
-        sizes=sizes.tolist(),
-        heldout=heldout.tolist(),
-        weights=None if weights is None else sha256(weights.tobytes()),
-        masses=[] if weights is None else held.tolist(),
-        buckets=buckets_of(dataset, train, clusters, config.k, weights),
-        warnings=[*imbalances(sizes.tolist(), config.capacities), *_unseen(heldout), *_merged(values)],
+        **counts,
+        weights=_weights_hash(dataset.weights, weighted),
+        warnings=[*imbalances(sizes, config.capacities), *_unseen(heldout), *_merged(values)],
         inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
     )
@@ -185,21 +179,44 @@ def make(
     return Partition(whole, clusters, centroids, prices)
 
 
-def buckets_of(
-    dataset: DataSet,
-    train: NDArray[np.int64],
-    clusters: NDArray[np.int64],
-    k: int,
-    weights: NDArray[np.float32] | None,
-) -> dict[str, list[float]]:
-    """Training rows of each bucket by cluster, in order of width."""
-    if dataset.buckets is None:
-        return {}
-    sizes, numbers = np.unique(dataset.buckets, axis=0, return_inverse=True)
-    places = clusters[train] + k * numbers.reshape(-1)[train]
-    counts = np.bincount(places, None if weights is None else weights[train], k * len(sizes))
-    rows: list[list[float]] = counts.astype(np.float64).reshape(len(sizes), k).tolist()
-    return {f"{width}x{height}": each for (width, height), each in zip(sizes.tolist(), rows, strict=True)}
+def count_rows(dataset: DataSet, clusters: NDArray[np.int64], k: int, weighted: bool) -> dict[str, Any]:
+    """Fields of the file that depend on which rows count: sizes, heldout, masses and buckets."""
+    train, weights = dataset.split("train"), dataset.weights
+    sizes = np.bincount(clusters[train], minlength=k)
+    masses = weights[train] if weighted else None
+    buckets = dict[str, list[float]]()
+    if dataset.buckets is not None:
+        shapes, numbers = np.unique(dataset.buckets, axis=0, return_inverse=True)
+        places = clusters[train] + k * numbers.reshape(-1)[train]
+        rows = np.bincount(places, masses, k * len(shapes)).astype(np.float64).reshape(len(shapes), k)
+        for (width, height), each in zip(shapes.tolist(), rows.tolist(), strict=True):
+            buckets[f"{width}x{height}"] = each
+    return {
+        "sizes": sizes.tolist(),
+        "heldout": (np.bincount(clusters[weights > 0], minlength=k) - sizes).tolist(),
+        "masses": [] if masses is None else np.bincount(clusters[train], masses, k).tolist(),
+        "buckets": buckets,
+    }
+
+
+def revised(partition: Partition, dataset: DataSet) -> Partition:
+    """The same cut of a data set of which rows have left: other numbers, and a revision.
+
+    The hash stays, so that the experts of islands that lost no row stay what they are.
+    """
+    about, weighted = partition.about, bool(partition.about.masses)
+    changes = count_rows(dataset, partition.clusters, about.k, weighted)
+    if not all(changes["sizes"]):
+        what = f"island {changes['sizes'].index(0)} would be left without rows to train on"
+        raise PartitionError(what, "start a new campaign with a smaller partition.k")
+    changes["revision"] = _weights_hash(dataset.weights, weighted)
+    return replace(partition, about=about.model_copy(update=changes))
+
+
+def _weights_hash(weights: NDArray[np.float32], weighted: bool) -> str | None:
+    """Digest of what rows count; without weighting that is 0 or 1, and None where all are 1."""
+    counts = weights if weighted else (weights > 0).astype(np.float32)
+    return sha256(counts.tobytes()) if weighted or not counts.all() else None
 
 
 def imbalances(sizes: list[int], capacities: Sequence[float] | None = None) -> list[str]:
@@ -242,22 +259,13 @@ def load(store: Store) -> Partition:
     typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}
     if not typed or _hash(about, clusters, centroids, prices) != about.hash:
         raise _damaged(store, "its files do not match the hash in partition.json")
-    if not set(about.opted_out) <= set(range(len(clusters))):
-        raise _damaged(store, "rows that it has not left it")
-    counts, parts = rows_in(np.delete(clusters, about.opted_out), about.k), (about.sizes, about.heldout)
-    if {len(part) for part in parts} != {about.k} or not np.array_equal(np.sum(parts, axis=0), counts):
-        raise _damaged(store, "the sizes in partition.json are not those of its clusters")
     return Partition(about, clusters, centroids, prices)
-
-
-def rows_in(clusters: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """Rows of each cluster `(K,)`, without those that are in none."""
-    return np.bincount(clusters[clusters >= 0], minlength=k)
 
 
 def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: int = 60) -> bytes:
     """A PNG of some training pictures of one cluster, chosen by a seed."""
-    rows = np.intersect1d(dataset.split("train"), partition.rows(number))
+    train = dataset.split("train")
+    rows = train[partition.clusters[train] == number]
     shuffled = torch.randperm(len(rows), generator=generator(0, "sheet", number))[:cells].numpy()
     pictures = [dataset.image(int(row)) for row in np.sort(rows[shuffled])]
     return png(grid(pictures, columns=12, scale=max(1, 48 // pictures[0].width)))

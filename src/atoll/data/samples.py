@@ -1,7 +1,7 @@
 """Rows of a data set as a network sees them: latents and conditions."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,9 +17,6 @@ from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
 from atoll.encoders.text import TextEncoder
 from atoll.networks.settings import DataShape
-
-WEIGHTS = "weights"
-"""Column of the weights that rows are drawn by, with `data.weighted=true`."""
 
 
 class Samples:
@@ -146,24 +143,6 @@ def null_states(column: Column) -> Tensor:
         what = f"{column.store.name(column.folder)} has no states of an empty text"
         raise DataError(what, "write it again: atoll data encode")
     return states
-
-
-def weights_of(dataset: DataSet) -> NDArray[np.float32]:
-    """Weights that rows are drawn by `(rows,)`; `DataError` where there are none, or one is no weight."""
-    weights: NDArray[np.float32] = dataset.column(WEIGHTS).read(np.arange(len(dataset))).float().numpy()
-    if weights.ndim != 1 or not (np.isfinite(weights).all() and (weights >= 0).all()):
-        what = f"column {WEIGHTS!r} of {dataset.store.location} holds a weight that is negative or no number"
-        raise DataError(what, "write it again: atoll concepts rebalance")
-    return weights
-
-
-def weigh_sources(dataset: DataSet, weights: Mapping[str, float]) -> None:
-    """Write the weights of several sources' rows, by name, unless others were written since."""
-    if dataset.has_column(WEIGHTS) and dataset.column(WEIGHTS).meta.producer.get("name") != "sources":
-        return
-    names = dataset.table(["source"]).column("source").to_pylist()
-    values = np.array([weights[name] for name in names], dtype=np.float32)
-    dataset.write_values(WEIGHTS, {"name": "sources", "weights": dict(weights)}, values)
 
 
 def read_labels(dataset: DataSet) -> Tensor:

@@ -11,17 +11,12 @@ from numpy.typing import NDArray
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.rng import seed_of
-from atoll.data.dataset import LEFT_OUT, REJECTS, DataSet
+from atoll.data.dataset import REJECTS, DataSet
 from atoll.data.settings import IngestConfig
 
 
-def write_split(
-    dataset: DataSet,
-    config: IngestConfig,
-    groups: Sequence[str] | None = None,
-    kept: NDArray[np.bool_] | None = None,
-) -> None:
-    """Write the column `split`, int8: 0 train, 1 held out, 2 test, 3 left out.
+def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | None = None) -> None:
+    """Write the column `split`, int8: 0 train, 1 held out, 2 test.
 
     A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
     neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
@@ -32,7 +27,6 @@ def write_split(
         dataset: whose rows.
         config: shares and seed.
         groups: of the rows; those of their column `group` by default.
-        kept: whether a row is in any part `(rows,)`; all are by default.
 
     Raises:
         DataError: there is only one group, so that one side must stay empty.
@@ -56,14 +50,11 @@ def write_split(
             )
         bound = min(max(share, math.nextafter(low, 1.0)), high)
     sides = np.add(places < bound, places < config.test, dtype=np.int8)
-    if kept is not None:
-        sides[~kept] = LEFT_OUT
 
     settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
     settings |= {"test": config.test} if config.test else {}
-    if groups is not None or kept is not None:
-        names = dataset.table(["group"]).column("group").to_pylist() if groups is None else list(groups)
-        settings["rows"] = digest([names, [] if kept is None else np.flatnonzero(kept).tolist()])
+    if groups is not None:
+        settings["rows"] = digest(list(groups))
     dataset.write_values("split", {"name": "split", "hash": digest(settings), **settings}, sides)
 
 

@@ -131,7 +131,9 @@ def _join_column(store: Store, prefix: str, name: str, parts: Sequence[DataSet],
 def _form(meta: ColumnMeta) -> str:
     """What two columns must have in common to be one."""
     extras = {name: entry.sha256 for name, entry in meta.extras.items()}
-    return digest([meta.kind, meta.dtype, meta.shape, meta.producer, extras])
+    # Weights of islands that were written before and after rows opted out differ in these rows alone.
+    producer = {key: value for key, value in meta.producer.items() if key != "out"}
+    return digest([meta.kind, meta.dtype, meta.shape, producer, extras])
 
 
 def _moved(entries: dict[Key, FileEntry], source: str, target: str) -> dict[Key, FileEntry]:

@@ -18,7 +18,7 @@ from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.dataset import DataSet
 from atoll.data.order import BucketOrder, Order
-from atoll.data.samples import Samples, weights_of
+from atoll.data.samples import Samples
 from atoll.data.settings import ConditionKind
 from atoll.encoders.text import TextEncoder
 from atoll.flow.objective import drop_condition
@@ -98,7 +98,7 @@ class TrainingRows:
     def order(self) -> Order | BucketOrder:
         """Which row each position of the run sees."""
         dataset, plan = self.train.dataset, self.recipe.plan
-        weights = weights_of(dataset)[self.train.rows] if plan.weighted else None
+        weights = dataset.weights[self.train.rows] if plan.weighted else None
         if self.train.buckets is not None:
             return BucketOrder(self.train.buckets, plan.batch, plan.seed, dataset.id_hash, weights)
         if weights is not None:

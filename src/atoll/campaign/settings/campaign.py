@@ -51,7 +51,7 @@ class DataConfig(Config):
     """Frozen autoencoder; `none` trains on pixels."""
     weighted: bool = False
     """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
-    router alike, so the weights are part of the partition's hash."""
+    router alike, so the weights are part of the partition's hash. Rows of weight 0 are out either way."""
 
     @property
     def text_column(self) -> str:
