@@ -39,7 +39,7 @@ import atoll
 from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
 from atoll.data.words import words_of
-from atoll.measure.departure import generation_of, possible
+from atoll.measure.override import generation_of, supported
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.routing import PRETRAIN
@@ -440,7 +440,7 @@ def measured(entries: list[Entry], to: Path, protocol: Protocol) -> Points:
             if not entry.single:
                 store = Campaign.open(folder).store
                 whole = read_manifest(store)
-                names = possible(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
+                names = supported(protocol.routings, whole.k, (), PRETRAIN_PART in whole.parts)
                 share = guide_share(store) if PRETRAIN_PART in whole.parts else 1
                 names = [f"{n}{AFTER}{share:g}" if PRETRAIN in n and share < 1 else n for n in names]
                 names += [GUIDED_APART] if {*KEPT, *UNSHARED} <= {*entry.sets} else []

@@ -23,7 +23,7 @@ from typing import Any
 from harness import finish, row, run_command
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import Comparison
+from atoll.campaign.measured import Comparison
 from atoll.data.contents import contents
 
 Row = dict[str, Any]

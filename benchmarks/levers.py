@@ -27,9 +27,9 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
-from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
+from atoll.measure.override import generation_of
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference

@@ -138,7 +138,7 @@ def evaluate(
     generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
     point = evaluation.evaluate(campaign, evaluation.Request(model, generation), changed)
     assert point is not None  # it has one process
-    return {name: float(value["value"]) for name, value in point.values.items()}
+    return {name: value.value for name, value in point.values.items()}
 
 
 def _opened(campaign: Campaign | str | Path) -> Campaign:

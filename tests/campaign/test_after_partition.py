@@ -9,10 +9,10 @@ import pytest
 
 from atoll.base.errors import DataError, PartitionError
 from atoll.campaign import opt_out
-from atoll.campaign.finding import findings
 from atoll.campaign.folder import Campaign
 from atoll.campaign.newcomers import assign_stage
 from atoll.campaign.opt_out import opt_out_stage
+from atoll.campaign.report_table import findings
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
 from atoll.data.dataset import WEIGHTS, DataSet

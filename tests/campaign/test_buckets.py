@@ -19,8 +19,8 @@ from atoll.campaign import gpus
 from atoll.campaign.assemble import assemble
 from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
+from atoll.campaign.measured import Comparison
 from atoll.campaign.plan import make_plan
-from atoll.campaign.results import Comparison
 from atoll.data.dataset import DataSet
 from atoll.data.partition import load
 from atoll.export.pipeline import AtollPipeline

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.campaign.card_facts import about
-from atoll.campaign.finding import Finding, findings, of_clusters
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import ReportTable, findings, of_clusters
 from atoll.cli import main as cli
 from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.text_hits import Finder
@@ -160,7 +160,7 @@ def test_scores_that_do_not_fit_are_refused(
 
 def test_a_finding_is_a_table(tmp_path: Path):
     with pytest.raises(ValueError, match="another number of cells"):
-        Finding(title="t", text="x", columns=["a", "b"], rows=[["1"]])
+        ReportTable(title="t", text="x", columns=["a", "b"], rows=[["1"]])
 
 
 def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, capsys: pytest.CaptureFixture[str]):

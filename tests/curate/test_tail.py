@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.campaign.finding import findings
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import findings
 from atoll.cli import main as cli
 from atoll.curate.counts import ConceptCounts
 from atoll.curate.tail import FARTHEST, RealPictures, TailPrompts

@@ -15,7 +15,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import BESIDE
 from atoll.measure import models
-from atoll.measure.training_curve import Course
+from atoll.measure.training_curve import TrainingCurve
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.folder import PRETRAIN_PART
@@ -290,7 +290,7 @@ def test_a_sweep_that_this_ensemble_cannot_follow_is_one_line(
 def test_the_course_adds_up(made: Path) -> None:
     campaign = Campaign.open(made)
     router = Checkpoint(campaign.store, "ensemble/router").card
-    course = Course(campaign, read_manifest(campaign.store), router, ["monolith"])
+    course = TrainingCurve(campaign, read_manifest(campaign.store), router, ["monolith"])
     cards = {
         name: Checkpoint(campaign.store, f"{name}/expert").card for name in ("pretrain", "monolith", "router")
     }
@@ -314,7 +314,7 @@ def test_the_course_adds_up(made: Path) -> None:
 def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path) -> None:
     campaign = Campaign.open(made)
     router = Checkpoint(campaign.store, "ensemble/router").card
-    course = Course(campaign, read_manifest(campaign.store), router, ["monolith"])
+    course = TrainingCurve(campaign, read_manifest(campaign.store), router, ["monolith"])
     stage = course.ensemble()[1]
     for number in range(2):
         commits = [e for e in entries(made / f"islands/{number}") if e["kind"] == "commit" and e["milestone"]]
@@ -383,7 +383,7 @@ def test_an_earlier_network_of_shared_pretraining_guides(
     capsys.readouterr()
     assemble(campaign)
     assert "assembled already" in capsys.readouterr().out
-    course = Course(campaign, read_manifest(campaign.store), whole, [])
+    course = TrainingCurve(campaign, read_manifest(campaign.store), whole, [])
     assert course.ensemble()[0].weights[PRETRAIN_PART] == guide.card.weights_sha256 != whole.weights_sha256
     with pytest.raises(PartitionError, match="nobody signs checkpoints"):
         assemble(campaign, trusted=[])
@@ -440,7 +440,7 @@ def test_measuring_starts_from_the_campaigns_own_sampling(
     """Of a campaign that samples by top-1 in 3 steps at guidance 1.5, all but what a stage says otherwise."""
     own = ["sampling.steps=3", "sampling.guidance=1.5", "compare.strategies=null", "compare.steps=null"]
     first = compare(capsys, folder, *own, "compare.samples=12")
-    assert "12 pictures each, 3 steps, guidance 1.5\n" in first.out and result(folder)["departures"] == {}
+    assert "12 pictures each, 3 steps, guidance 1.5\n" in first.out and result(folder)["overrides"] == {}
     assert [row["name"] for row in result(folder)["rows"]][:2] == [
         "monolith",
         "top-1",
@@ -448,7 +448,7 @@ def test_measuring_starts_from_the_campaigns_own_sampling(
     assert {guidance for _, guidance, _ in draws} == {1.5} and result(folder)["metric"]["steps"] == 3
     said = compare(capsys, folder, *own, "compare.samples=12", "compare.guidance=2.5", "compare.steps=2")
     assert "2 steps (sampling: 3), guidance 2.5 (sampling: 1.5)" in said.out
-    assert result(folder)["departures"] == {"steps": [2, 3], "guidance": [2.5, 1.5]}
+    assert result(folder)["overrides"] == {"steps": [2, 3], "guidance": [2.5, 1.5]}
     few = [
         "diagnose.samples=8",
         "diagnose.probed=0",
@@ -460,7 +460,7 @@ def test_measuring_starts_from_the_campaigns_own_sampling(
     answer = command(capsys, "diagnose", folder, *(part for one in settings for part in ("--set", one)))
     assert answer.code == 0 and "8 pictures under top-1, 2 steps (sampling: 3), guidance 1.5" in answer.out
     why = json.loads((folder / "reports/diagnostics.json").read_text())
-    assert why["strategies"] == ["top-1", "once"] and why["departures"] == {"steps": [2, 3]}
+    assert why["strategies"] == ["top-1", "once"] and why["overrides"] == {"steps": [2, 3]}
 
 
 def test_a_point_is_measured_once_for_all_who_ask(

@@ -11,10 +11,9 @@ from safetensors.numpy import load_file
 
 from atoll.base.errors import DataError, StoreError
 from atoll.base.processes import ProcessGroup
-from atoll.campaign.points import Statistics
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.measure.pictures import Folder
-from atoll.measure.reference import Reference, reference
+from atoll.measure.reference import Reference, Statistics, reference
 from atoll.store.store import Store
 from helpers_extractors import save_dinov2, save_pictures
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.campaign.points import MeasuredPoint, Protocol
+from atoll.campaign.measured import MeasuredPoint, Protocol
 from atoll.measure.results_table import table
 
 PLAIN: dict[str, Any] = {

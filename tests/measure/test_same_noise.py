@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atoll.measure.same_noise import MOST, SIDE, Kept, correlations, pair_table, partners
+from atoll.measure.same_noise import MOST, SIDE, SavedSamples, correlations, pair_table, partners
 
 
 def test_correlations_have_known_answers() -> None:
@@ -35,8 +35,8 @@ def test_partners_are_others_of_the_group_and_nobody_is_taken_twice() -> None:
     assert (partners(groups, seed=3) == found).all()
 
 
-def made(pixels: np.ndarray) -> Kept:
-    return Kept(pixels, pixels.astype(np.float32))
+def made(pixels: np.ndarray) -> SavedSamples:
+    return SavedSamples(pixels, pixels.astype(np.float32))
 
 
 def test_the_same_noise_is_told_from_other_samples() -> None:
@@ -46,7 +46,7 @@ def test_the_same_noise_is_told_from_other_samples() -> None:
     alien = rng.integers(0, 256, size=base.shape, dtype=np.uint8)
     others = {"near": made(noisy), "far": made(alien)}
     table = pair_table(made(base), others, np.arange(60) % 3, np.arange(60), seed=0)
-    found = {(r["strategy"], r["space"], r["partner"]): r for r in table.records}
+    found = {(r["strategy"], r["space"], r["partner"]): r for r in (row.model_dump() for row in table)}
     assert len(found) == 2 * 2 * 3
     near, far = found["near", "pixels", "same noise"], found["far", "pixels", "same noise"]
     expected = correlations(base, noisy)
@@ -67,7 +67,7 @@ def test_the_effect_is_cohens_d() -> None:
     """Two pictures of one value each way: +1 with the same noise, -1 with any other, no spread but in one."""
     base = np.array([[0, 9, 0, 9], [9, 0, 9, 0], [0, 9, 0, 9], [9, 0, 9, 0]], dtype=np.uint8)
     table = pair_table(made(base), {"a": made(base)}, np.zeros(4, int), np.arange(4), seed=0)
-    same, _, apart = (r for r in table.records if r["space"] == "pixels")
+    same, _, apart = (r for r in (row.model_dump() for row in table) if r["space"] == "pixels")
     values = correlations(base, base[partners(np.zeros(4, dtype=np.int64), 0)])
     assert same["mean"] == 1 and same["deviation"] == 0
     expected = (1 - values.mean()) / np.sqrt(values.var(ddof=1) / 2)
@@ -78,7 +78,9 @@ def test_the_effect_is_cohens_d() -> None:
 def test_pairs_of_equal_conditions_and_of_nobody_do_not_count() -> None:
     base = np.random.default_rng(2).integers(0, 256, size=(4, 12), dtype=np.uint8)
     table = pair_table(made(base), {"a": made(base)}, np.array([0, 1, 2, 3]), np.zeros(4, int), seed=0)
-    counts = {(r["space"], r["partner"]): (r["pairs"], r["mean"]) for r in table.records}
+    counts = {
+        (r["space"], r["partner"]): (r["pairs"], r["mean"]) for r in (row.model_dump() for row in table)
+    }
     assert counts["pixels", "same noise"][0] == 4
     assert counts["pixels", "same cluster"] == (0, None) and counts["features", "any"] == (0, None)
 
@@ -88,12 +90,12 @@ def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: in
     half = np.zeros((2 * SIDE, 4 * SIDE), dtype=np.uint8)
     half[:, 1::2] = 200  # every other column
     picture = Image.fromarray(half).convert(mode)
-    pixels = Kept.pixels_of(range(3), [picture] * 3)
-    kept = Kept.of(pixels, np.zeros((3, 5), dtype=np.float32))
+    pixels = SavedSamples.pixels_of(range(3), [picture] * 3)
+    kept = SavedSamples.of(pixels, np.zeros((3, 5), dtype=np.float32))
     assert kept.pixels.shape == (3, channels * SIDE * SIDE // 2) and (kept.pixels == 100).all()
     small = Image.new(mode, (4, 4))
-    pixels = Kept.pixels_of(range(MOST + 1), [small] * (MOST + 1))
-    many = Kept.of(pixels, np.zeros((MOST + 1, 2), dtype=np.float32))
+    pixels = SavedSamples.pixels_of(range(MOST + 1), [small] * (MOST + 1))
+    many = SavedSamples.of(pixels, np.zeros((MOST + 1, 2), dtype=np.float32))
     assert many.pixels.shape == (MOST, 16 * channels) and len(many.features) == MOST
-    again = Kept.read(many.tensors())
+    again = SavedSamples.read(many.tensors())
     assert (again.pixels == many.pixels).all() and (again.features == many.features).all()

@@ -10,16 +10,18 @@ import pytest
 import yaml
 from scipy import stats
 
-from atoll.measure.seeds import interval, over_seeds, seeds_table, unlike
+from atoll.campaign.measured import ComparedModel, Comparison
+from atoll.measure.seeds import interval, over_seeds, unlike
 from helpers import command, merged, refused
 
 METRIC = {"name": "net", "samples": 10, "seed": 0, "neighbours": {"k": 3, "real_recall": 0.8}}
 
 
-def compared(monolith: float, commit: float, **more: Any) -> dict[str, Any]:
+def compared(monolith: float, once: float, **more: Any) -> Comparison:
     rows = [{"name": "monolith", "distance": monolith, "precision": 0.1}]
-    rows.append({"name": "once", "distance": commit, "precision": 0.2})
-    return {"metric": METRIC, "rows": rows, **more}
+    rows.append({"name": "once", "distance": once, "precision": 0.2})
+    beside = {"prompts": [], "clusters": [], "routing": {}}
+    return Comparison.parse({"metric": METRIC, "rows": rows, **beside, **more}, "here")
 
 
 def test_the_interval_is_scipys() -> None:
@@ -31,8 +33,8 @@ def test_the_interval_is_scipys() -> None:
 
 def test_ratios_are_taken_within_a_campaign() -> None:
     """Levels differ far more between campaigns than models do within one."""
-    table = seeds_table([compared(10, 8), compared(20, 19), compared(40, 40)])
-    lines = {(line["model"], line["measure"]): line for line in table.records}
+    rows = over_seeds([compared(10, 8), compared(20, 19), compared(40, 40)])
+    lines = {(row.model, row.measure): row.model_dump() for row in rows}
     ratio, apart = lines["once", "distance / monolith"], lines["once", "distance - monolith"]
     assert (ratio["median"], ratio["least"], ratio["most"], ratio["campaigns"]) == (0.95, 0.8, 1.0, 3)
     half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
@@ -45,28 +47,32 @@ def test_ratios_are_taken_within_a_campaign() -> None:
 
 def test_a_model_that_one_campaign_lacks_is_left_out() -> None:
     other = compared(20, 19)
-    other["rows"].append({"name": "top-1", "distance": 1.0})
+    other.rows.append(ComparedModel(name="top-1", distance=1.0))
     assert {one.model for one in over_seeds([compared(10, 8), other])} == {"monolith", "once"}
     alone = compared(10, 8)
-    del alone["rows"][0]
+    del alone.rows[0]
     measures = {one.measure for one in over_seeds([alone, alone])}
     assert measures == {"distance", "precision"}, "without a monolith there is nothing to divide by"
 
 
 def test_training_is_held_against_the_monoliths() -> None:
     spent = {"monolith": 100.0, "experts": 50.0, "router": 4.0, "pretrain": 45.0, "student": 33.0}
-    found = {one.model: one.values for one in over_seeds([compared(2, 1, train_flops=spent)] * 2)}
-    assert found["ensemble"] == [0.99, 0.99] and found["student"] == [0.33, 0.33]
+    found = {row.model: row for row in over_seeds([compared(2, 1, train_flops=spent)] * 2)}
+    for name, share in (("ensemble", 0.99), ("student", 0.33)):
+        assert found[name].least == found[name].most == share and found[name].campaigns == 2
 
 
 def test_unlike_comparisons_are_named() -> None:
     one = compared(2, 1)
-    other = {**one, "metric": {**METRIC, "seed": 1, "neighbours": {"k": 3, "real_recall": 0.7}}}
-    assert unlike(one, other) == []
+    assert unlike(one, changed_metric(seed=1, neighbours={"k": 3, "real_recall": 0.7})) == []
     for change in ({"samples": 11}, {"fit_rows": 3}, {"neighbours": {"k": 5}}):
-        assert unlike(one, {**one, "metric": {**METRIC, **change}}) == list(change)
-    assert unlike({**one, "sweep": {"guidances": [1.0]}}, {**one, "sweep": {"guidances": [2.0]}}) == ["sweep"]
-    assert unlike({**one, "sweep": {"guidances": [1.0]}}, one) == []
+        assert unlike(one, changed_metric(**change)) == list(change)
+    swept, other = (compared(2, 1, sweep={"guidances": [scale]}) for scale in (1.0, 2.0))
+    assert unlike(swept, other) == ["sweep"] and unlike(swept, one) == []
+
+
+def changed_metric(**change: Any) -> Comparison:
+    return compared(2, 1, metric={**METRIC, **change})
 
 
 # The command.
@@ -121,7 +127,7 @@ def test_what_one_campaign_lacks_is_told(
         found = json.loads(path.read_text())
         columns, row = (
             ["model", "target", "train_flops", "of_monolith", "how"],
-            ["once", 1.0, 1.0, share, "never" if share is None else "between"],
+            ["once", 1.0, 1.0, share, "never" if share is None else "between points"],
         )
         found["tables"]["reach"] = {"columns": columns, "rows": [row]}
         path.write_text(json.dumps(found))

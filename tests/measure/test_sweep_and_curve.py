@@ -1,33 +1,32 @@
 """The best guidance, and the share of the monolith's FLOPs: known answers."""
 
-from typing import Any
-
 import pytest
 
-from atoll.measure.departure import possible
-from atoll.measure.guidance_sweep import best_table
-from atoll.measure.training_curve import reach_table, reached
+from atoll.campaign.measured import CurveRow, GuidanceRow
+from atoll.measure.comparison import best_table
+from atoll.measure.override import supported
+from atoll.measure.training_curve import crossing, reach_table
 
 
-def swept(name: str, **distances: float) -> list[dict[str, Any]]:
+def swept(name: str, **distances: float) -> list[GuidanceRow]:
     return [
-        {"model": name, "guidance": float(scale[1:]), "distance": d, "precision": 0.5, "recall": None}
+        GuidanceRow(model=name, guidance=float(scale[1:]), distance=d, precision=0.5, recall=None)
         for scale, d in distances.items()
     ]
 
 
 def test_each_model_has_its_own_best_guidance() -> None:
     rows = [*swept("monolith", g1=9.0, g2=4.0, g3=5.0), *swept("top-1", g3=2.0, g1=7.0, g2=3.0)]
-    mono, top = best_table(rows).records
-    assert (mono["guidance"], mono["distance"], mono["edge"], mono["ratio"]) == (2.0, 4.0, "", None)
-    assert (top["guidance"], top["distance"], top["edge"], top["ratio"]) == (3.0, 2.0, "high", 0.5)
+    mono, top = best_table(rows)
+    assert (mono.guidance, mono.distance, mono.edge, mono.ratio) == (2.0, 4.0, "", None)
+    assert (top.guidance, top.distance, top.edge, top.ratio) == (3.0, 2.0, "high", 0.5)
 
 
 def test_strategies_whose_networks_are_not_there_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["top-1", "top-9", "once null pretrain", "oracle"]
-    assert possible(names, 8, [3], pretrained=False) == ["top-1"]
+    assert supported(names, 8, [3], pretrained=False) == ["top-1"]
     assert capsys.readouterr().out.count(" is left out: ") == 3
-    assert possible(names, 9, [], pretrained=True) == names
+    assert supported(names, 9, [], pretrained=True) == names
 
 
 @pytest.mark.parametrize(
@@ -41,8 +40,8 @@ def test_strategies_whose_networks_are_not_there_are_left_out(capsys: pytest.Cap
 def test_a_best_at_the_end_of_the_scales_is_marked(
     distances: dict[str, float], scale: float, edge: str
 ) -> None:
-    (found,) = best_table(swept("once", **distances)).records
-    assert (found["guidance"], found["edge"], found["ratio"]) == (scale, edge, None)
+    (found,) = best_table(swept("once", **distances))
+    assert (found.guidance, found.edge, found.ratio) == (scale, edge, None)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,12 @@ def test_a_best_at_the_end_of_the_scales_is_marked(
 def test_the_target_is_reached_between_points(
     path: list[tuple[float, float]], target: float, flops: float | None, how: str
 ) -> None:
-    found = reached(path, target)
-    assert found.train_flops == (flops if flops is None else pytest.approx(flops)) and found.how == how
+    assert crossing(path, target) == (flops if flops is None else pytest.approx(flops), how)
 
 
-def course(name: str, *points: tuple[float, float]) -> list[dict[str, Any]]:
-    return [{"model": name, "train_flops": flops, "distance": distance} for flops, distance in points]
+def course(name: str, *points: tuple[float, float]) -> list[CurveRow]:
+    beside = {"share": 1.0, "of_monolith": None, "precision": None, "recall": None}
+    return [CurveRow(model=name, train_flops=f, distance=d, **beside) for f, d in points]
 
 
 def test_the_ensembles_path_begins_with_the_seed() -> None:
@@ -74,18 +73,18 @@ def test_the_ensembles_path_begins_with_the_seed() -> None:
         *course("once", (60, 4.0), (100, 2.0)),
         *course("top-1", (60, 10.0), (100, 9.0)),
     ]
-    base, once, top = reach_table(rows, "pretrain").records
-    assert (base["model"], base["of_monolith"], base["how"]) == ("monolith", 1.0, "between points")
-    assert (once["model"], once["target"], once["how"]) == ("once", 8.0, "between points")
-    assert once["train_flops"] == pytest.approx(50) and once["of_monolith"] == pytest.approx(0.5)
-    assert (top["train_flops"], top["of_monolith"], top["how"]) == (None, None, "never")
-    alone = [row for row in rows if row["model"] != "pretrain"]
-    once = reach_table(alone).records[1]
-    assert (once["of_monolith"], once["how"]) == (0.6, "at the first point")
-    assert reach_table(course("once", (1, 2.0))).rows == []  # no monolith, no target
+    base, once, top = reach_table(rows, "pretrain")
+    assert (base.model, base.of_monolith, base.how) == ("monolith", 1.0, "between points")
+    assert (once.model, once.target, once.how) == ("once", 8.0, "between points")
+    assert once.train_flops == pytest.approx(50) and once.of_monolith == pytest.approx(0.5)
+    assert (top.train_flops, top.of_monolith, top.how) == (None, None, "never")
+    alone = [row for row in rows if row.model != "pretrain"]
+    once = reach_table(alone)[1]
+    assert (once.of_monolith, once.how) == (0.6, "at the first point")
+    assert reach_table(course("once", (1, 2.0))) == []  # no monolith, no target
 
 
 def test_a_monolith_that_no_longer_improves_reaches_its_own_distance_early() -> None:
     rows = [*course("monolith", (50, 6.0), (75, 4.0), (100, 5.0)), *course("once", (50, 7.0), (90, 3.0))]
-    base, once = reach_table(rows).records
-    assert (base["train_flops"], once["train_flops"]) == (pytest.approx(62.5), pytest.approx(70))
+    base, once = reach_table(rows)
+    assert (base.train_flops, once.train_flops) == (pytest.approx(62.5), pytest.approx(70))

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from atoll.campaign.results import Diagnosis, Frozen
+from atoll.base.table import Tables
+from atoll.campaign.diagnosed import Diagnosis, DiagnosisTables
+from atoll.campaign.measured import ComparisonTables
+from atoll.campaign.results import Frozen
 from atoll.campaign.runs import RunPlan
 from atoll.model.card import Card
 from atoll.store.store import Store
@@ -47,6 +50,16 @@ def png(side: int, level: int, mode: str = "L") -> bytes:
 
 def table(columns: str, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
     return {"columns": columns.split(), "rows": [list(row) for row in rows]}
+
+
+def complete(tables: dict[str, Any], types: type[Tables]) -> dict[str, Any]:
+    """Tables with 0 in the columns that no page reads."""
+    for name, content in tables.items():
+        fields = types.record(name).model_fields
+        rest = [field for field in fields if fields[field].is_required() and field not in content["columns"]]
+        content["columns"] += rest
+        content["rows"] = [[*row, *(0 for _ in rest)] for row in content["rows"]]
+    return tables
 
 
 class Builder:
@@ -219,7 +232,8 @@ class Builder:
                 "model target train_flops of_monolith how",
                 [("once", 20.0, 9.375e11, 0.9375, "between points")],
             ),
-        } | change
+        }
+        tables = complete(tables, ComparisonTables) | change
         content["tables"] = {name: rows for name, rows in tables.items() if rows}
         self.store.put_json("reports/compare.json", content)
         return self
@@ -237,7 +251,7 @@ class Builder:
         content = {"settings": {"splits": list(splits), "quantile": 0.01}, "missing": []}
         content |= {"strategies": ["once", "top-1"], "copies": {"leaked": 0}}
         content |= {"pictures": pairs, "closest": pairs[:1]}
-        content |= {"tables": self._errors(splits, monolith) | self._sampled()}
+        content |= {"tables": complete(self._errors(splits, monolith) | self._sampled(), DiagnosisTables)}
         self.store.put_json("reports/diagnostics.json", Diagnosis.header() | content | fields)
         return self
 

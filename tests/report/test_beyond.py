@@ -101,8 +101,8 @@ def test_pairs_of_the_default_strategy_are_shown_with_their_numbers(swept: Build
 
 
 def test_hostile_names_are_text(swept: Builder):
-    columns = "strategy space partner pairs mean low high effect higher"
-    pairs = table(columns, [("<b>x", "pixels", "same noise", 2, *[None] * 5)])
+    columns = "strategy space partner pairs mean deviation low high effect higher"
+    pairs = table(columns, [("<b>x", "pixels", "same noise", 2, *[None] * 6)])
     page = Page.of(swept.beyond(pairs=pairs))
     assert "<b>x" not in page.html and "<b>xpixels–––––" in cells(page) and page.wrong == []
 
@@ -110,7 +110,7 @@ def test_hostile_names_are_text(swept: Builder):
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
-        ("guidance", table("model guidance", [("once", "much")]), "a table's guidance is no number"),
+        ("guidance", table("model guidance", [("once", "much")]), "guidance.*valid number"),
         ("curve", table("model", [("once",)]), "share"),
     ],
 )

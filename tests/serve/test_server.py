@@ -16,8 +16,8 @@ import openai
 import pytest
 from PIL import Image
 
-from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import CONCEPTS, TOLD_BY, ReportTable
 from atoll.model.model import Model
 from atoll.store.store import Store
 from helpers import assembled, command, refused
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"partition": {"k": 2}, "budget": {"samples": 320}, "monolith": False}
     made = assembled(tmp_path_factory.mktemp("served") / "letters", settings)
     rows: list[list[str | int | float | None]] = [[0, 40, "digits"], [1, 36, None]]
-    found = Finding(title="Concepts", text="", columns=["expert", "rows", TOLD_BY], rows=rows)
+    found = ReportTable(title="Concepts", text="", columns=["expert", "rows", TOLD_BY], rows=rows)
     found.write(Store.open(made), CONCEPTS)
     return made
 

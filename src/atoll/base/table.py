@@ -2,10 +2,11 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 from pydantic import BaseModel, Field, model_serializer, model_validator
 from pydantic.fields import FieldInfo
@@ -38,6 +39,17 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 """Units that a terminal does not show in the head of a column, as each cell says its own."""
 
 
+def finite(value: SupportsFloat) -> float | None:
+    """A number that JSON can hold, else None."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def ratio_of(value: float | None, base: float | None) -> float | None:
+    """One number over another; None where there is none, or nothing to divide by."""
+    return None if value is None or not base else value / base
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a table.
@@ -66,7 +78,10 @@ def columns_of(record: type[BaseModel]) -> tuple[Column, ...]:
     def column(name: str, field: FieldInfo) -> Column:
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         return Column(
-            name, str(extra.get("unit", "")), field.description or "", int(str(extra.get("digits", 4)))
+            name,
+            str(extra.get("unit", "")),
+            field.description or (f"Standard error of {name[:-3]}." if name.endswith("_se") else ""),
+            int(str(extra.get("digits", 4))),
         )
 
     return tuple(column(name, field) for name, field in record.model_fields.items())

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.base.errors import AtollError
-from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import Comparison
+from atoll.campaign.measured import Comparison
+from atoll.campaign.report_table import of_clusters
 from atoll.campaign.runs import BESIDE, SINGLE, experts_of, read_partition
 from atoll.data.dataset import MANIFEST, WEIGHTS, DataSet
 from atoll.model.checkpoint import Checkpoint

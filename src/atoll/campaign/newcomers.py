@@ -6,9 +6,9 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import DataError
 from atoll.base.text import columns, significant
-from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of
+from atoll.campaign.report_table import ReportTable
 from atoll.data.cluster import normalise
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
@@ -77,7 +77,7 @@ def _like_features(campaign: Campaign, dataset: DataSet) -> Column:
 
 def _drift(
     partition: Partition, known: Column | None, dataset: DataSet, new: Column | None, clusters: I64
-) -> Finding:
+) -> ReportTable:
     """Shares of the clusters and distances to their centroids, of training rows and of new ones."""
     before = np.array(partition.sizes) / sum(partition.sizes)
     now = np.bincount(clusters, minlength=partition.k) / len(clusters)
@@ -104,7 +104,7 @@ def _drift(
             cells += _told(own, came, far[clusters == number])
         rows[-1] += _told(old_d, new_d, far)
         text += " The last column would be 0.01 for rows like the training rows."
-    return Finding(title="New rows", text=text, columns=heads, rows=rows)
+    return ReportTable(title="New rows", text=text, columns=heads, rows=rows)
 
 
 def _cell(value: str | int | float | None) -> str:

@@ -11,10 +11,10 @@ from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import grid, png
 from atoll.campaign.data_spec import data_spec
-from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
 from atoll.campaign.partition import make_islands
+from atoll.campaign.report_table import ReportTable
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, fingerprint_job
@@ -105,7 +105,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
         f"Rows that show what another row shows are left out; the largest group, with those of its name in"
         f" the source, has {largest:,}. Pairs nearest to the bounds are in {PAIRS} (atoll data dedupe)."
     )
-    Finding(title="Duplicates", text=text, columns=["row", "rows", "share"], rows=rows).write(
+    ReportTable(title="Duplicates", text=text, columns=["row", "rows", "share"], rows=rows).write(
         campaign.store, "duplicates"
     )
     doubtful = [np.flatnonzero(found.how == number) for number in (2, 3)]

@@ -13,8 +13,8 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.plain import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
-from atoll.campaign.finding import CONCEPTS, TOLD_BY, Finding
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import CONCEPTS, TOLD_BY, ReportTable
 from atoll.curate import image_hits, text_hits
 from atoll.curate.counts import ConceptCounts, Spread, count, evenness, spread
 from atoll.curate.vocabulary import Match, Vocabulary
@@ -127,7 +127,7 @@ def _write(store: Store, counts: ConceptCounts) -> None:
             zip(counts.rows, deciding.T, telling(deciding, rows), strict=True)
         )
     ]
-    Finding(
+    ReportTable(
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
         columns=["expert", "rows", "sees", TOLD_BY],

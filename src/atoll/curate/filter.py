@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.plain import read_lines
-from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
 from atoll.curate.audit import vocabulary_of
@@ -186,7 +186,7 @@ def filter_stage(
         write_weights(dataset, producer, weights * (chosen | heldout))
         rule = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
         heads = ["of", "rows", "kept", "share"]
-        Finding(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
+        ReportTable(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
             campaign.store, "filter"
         )
         ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))

@@ -19,8 +19,8 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.table import Table
-from atoll.campaign.finding import Finding
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
 from atoll.curate.aesthetics.stages import MEAN
 from atoll.curate.audit import COUNTS, vocabulary_of
@@ -298,7 +298,7 @@ def _tell(campaign: Campaign, found: Sequence[TailRow], judging: Judging) -> Non
         " nearest picture is farther. 95 % intervals over concepts. Real pictures are judged by the others"
         " (atoll concepts evaluate)."
     )
-    Finding(title="Rare concepts and common ones", text=text, columns=columns, rows=rows).write(
+    ReportTable(title="Rare concepts and common ones", text=text, columns=columns, rows=rows).write(
         campaign.store, "tail"
     )
     say(f"wrote {campaign.store.name(RESULTS)}")

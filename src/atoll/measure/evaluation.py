@@ -12,15 +12,15 @@ from typing import Any
 from atoll.base.config import set_value
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.processes import ProcessGroup, joined
+from atoll.base.processes import joined
 from atoll.base.threads import cores, using_threads
 from atoll.campaign.folder import Campaign
-from atoll.campaign.points import MeasuredPoint
+from atoll.campaign.measured import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.extractors import extractor
-from atoll.measure.departure import generation_of
 from atoll.measure.metrics.metric import How, parse
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.override import generation_of
 from atoll.measure.pictures import Folder
 from atoll.measure.points import Judge
 from atoll.measure.reference import reference
@@ -91,53 +91,47 @@ def evaluate(
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
     store = campaign.store if campaign is not None else Store.open(request.out, create=True)
     with using_threads(config.threads), joined() as world:
-        point = _measured(campaign, request, config, store, world)
+        encoder = extractor(config.extractor, config.extractor_size, str(world.device))
+        metrics = parse(config.metrics, encoder.kind, captioned=request.images is None)
+
+        # What is measured: a folder of pictures, or what a model draws at conditions of the campaign's data.
+        if request.images is not None:
+            source: Folder | Drawn = Folder(request.images)
+        else:
+            assert campaign is not None
+            generation = generation_of(campaign).with_(**request.generation)
+            candidate, where = published(campaign, request.model, world.device), config.conditions
+            rows = samples_of(campaign, campaign.dataset(), where, candidate.model.card)
+            conditions = RowConditions.drawn(campaign, rows, where, config.samples, generation.seed)
+            source = Drawn(candidate, generation, conditions, captioned="clip-score" in metrics)
+
+        # What it is compared with, and how.
+        usual = "test" if config.conditions == "test" else "heldout"
+        held = reference(request.reference, request.split, campaign, encoder, store, usual)
+        components = config.components_of(encoder.kind, encoder.width)
+        how = How(
+            *(encoder.name, encoder.kind, encoder.width, len(source), held.about.count, components),
+            subsets=config.kid_subsets,
+            subset=config.kid_size,
+            device=world.device,
+        )
+        judge = Judge(store, encoder, held, metrics, how, config.batch, world, REPORTS)
+        point, _, new = judge.measure(source)
         if point is None:
             return None
         key = f"{REPORTS}/{point.key}"
-        again = store.exists(f"{key}.json") and MeasuredPoint.read(store, f"{key}.json") == point
-        if again:
-            say("evaluate: finished already")
-        else:
+        if new:
             store.put(f"{key}.csv", table([point], COMPARED).to_csv())
-            store.put_json(f"{key}.json", point.to_json())
-        _show(point)
-        if not again:
+        else:
+            say("evaluate: finished already")
+        for value in point.values.values():
+            spread = f" +- {value.deviation:.4g}" if value.deviation is not None else ""
+            say(f"  {value.label:<44} {value.value:.6g}{spread}")
+            if value.note:
+                say(f"  note: {value.note}")
+        if new:
             say(f"wrote {store.name(key)}.json")
         return point
-
-
-def _measured(
-    campaign: Campaign | None, request: Request, config: EvaluateConfig, store: Store, world: ProcessGroup
-) -> MeasuredPoint | None:
-    encoder = extractor(config.extractor, config.extractor_size, str(world.device))
-    metrics = parse(config.metrics, encoder.kind, captioned=request.images is None)
-    if request.images is not None:
-        source: Folder | Drawn = Folder(request.images)
-    else:
-        assert campaign is not None
-        source = _drawn(campaign, request, config, world, captioned="clip-score" in metrics)
-    usual = "test" if config.conditions == "test" else "heldout"
-    held = reference(request.reference, request.split, campaign, encoder, store, usual)
-    components = config.components_of(encoder.kind, encoder.width)
-    how = How(
-        *(encoder.name, encoder.kind, encoder.width, len(source), held.about.count, components),
-        subsets=config.kid_subsets,
-        subset=config.kid_size,
-        device=world.device,
-    )
-    return Judge(store, encoder, held, metrics, how, config.batch, world).measure(source)
-
-
-def _drawn(
-    campaign: Campaign, request: Request, config: EvaluateConfig, world: ProcessGroup, captioned: bool
-) -> Drawn:
-    """Pictures of a model, at conditions of the campaign's data."""
-    generation = generation_of(campaign).with_(**request.generation)
-    candidate = published(campaign, request.model, world.device)
-    rows = samples_of(campaign, campaign.dataset(), config.conditions, candidate.model.card)
-    conditions = RowConditions.drawn(campaign, rows, config.conditions, config.samples, generation.seed)
-    return Drawn(candidate, generation, conditions, captioned)
 
 
 def alone(sets: Sequence[str]) -> EvaluateConfig:
@@ -165,14 +159,6 @@ def spread(processes: int) -> bool:
     if done.returncode:
         raise SystemExit(done.returncode)
     return True
-
-
-def _show(point: MeasuredPoint) -> None:
-    for value in point.values.values():
-        spread = f" +- {value['deviation']:.4g}" if value["deviation"] is not None else ""
-        say(f"  {value['label']:<44} {value['value']:.6g}{spread}")
-        if value.get("note"):
-            say(f"  note: {value['note']}")
 
 
 def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:

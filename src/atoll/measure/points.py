@@ -1,13 +1,13 @@
-"""One measured value: a model, how it draws, what it is held against, and by which metrics; kept for good.
+"""The one verb of measuring: a model, how it draws, what it is compared with, by which metrics.
 
-A comparison, a guidance sweep, a training curve and several seeds are tables of points, and `atoll evaluate`
-measures one.
+A comparison, a guidance sweep, a training curve and several seeds are tables of such points, and `atoll
+evaluate` measures one. Points are kept, so that nothing is measured twice.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -16,18 +16,26 @@ from safetensors.torch import save as save_tensors
 from atoll.base.errors import DataError
 from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
-from atoll.campaign.points import MeasuredPoint, Protocol, point_key
+from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.features import extract
 from atoll.measure.metrics.metric import How, compute, scorers, settings_of
 from atoll.measure.models import Drawn
 from atoll.measure.pictures import Batch, Source
 from atoll.measure.reference import Reference
-from atoll.measure.same_noise import Kept
+from atoll.measure.same_noise import SavedSamples
 from atoll.model.trace import Trace
 from atoll.store.store import Store
 
 FOLDER = "reports/points"
+
+
+class Measured(NamedTuple):
+    """What measuring gave; nothing but `new` on all processes but the first."""
+
+    point: MeasuredPoint | None
+    saved: SavedSamples | None
+    new: bool
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,14 @@ class Judge:
     """What points of one table have in common.
 
     Attributes:
-        store: where points are kept.
+        store: of the campaign.
         encoder: gives features.
         reference: what pictures are held against.
         metrics: names of the numbers.
         how: the metrics' options.
         batch: pictures at once; it does not change them.
         world: the processes that share the work.
+        folder: where points are kept.
     """
 
     store: Store
@@ -51,6 +60,7 @@ class Judge:
     how: How
     batch: int
     world: ProcessGroup = field(default_factory=ProcessGroup)
+    folder: str = FOLDER
 
     def protocol(self, source: Source) -> Protocol:
         """How pictures are measured.
@@ -80,61 +90,56 @@ class Judge:
             **source.about,
         )
 
-    def measure(self, source: Source) -> MeasuredPoint | None:
-        """A point, measured if it is not known yet; None on all processes but the first."""
-        return self.look(source)[0]
+    def measure(self, source: Source, keep: bool = False) -> Measured:
+        """Measure pictures, unless it is known what they are.
 
-    def look(self, source: Source, keep: bool = False) -> tuple[MeasuredPoint | None, Kept | None, bool]:
-        """The same, with its first samples if they are to be kept, and whether it was measured now.
+        Args:
+            source: a model with how it draws and at which conditions, a folder, or rows of a data set.
+            keep: whether the first samples are wanted too; then they lie beside the point.
 
         Raises:
             DataError: too few pictures, of another size, or with values that are no numbers.
         """
         protocol = self.protocol(source)
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
-        key = f"{FOLDER}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
+        key = f"{self.folder}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
         if source.reusable and self.world.once(lambda: self.store.exists(f"{key}.json")):
-            kept = self._kept(key) if keep else None
-            if kept is not None or not keep:
-                return (
-                    (MeasuredPoint.read(self.store, f"{key}.json") if self.world.first else None),
-                    kept,
-                    False,
-                )
-        return self._measured(key, source, how, protocol, keep)
+            saved = self._saved(f"{key}.safetensors") if keep else None
+            if saved is not None or not keep:
+                point = MeasuredPoint.read(self.store, f"{key}.json") if self.world.first else None
+                return Measured(point, saved, False)
 
-    def _measured(
-        self, key: str, source: Source, how: How, protocol: Protocol, keep: bool
-    ) -> tuple[MeasuredPoint | None, Kept | None, bool]:
-        start, watch = time.monotonic(), Watch(keep)
+        # Draw, look, and see what it costs.
+        start, meter = time.monotonic(), CostMeter(keep)
         reference = self.reference.features(self.encoder, self.batch, self.world)
         name, wanted = source.subject["name"], scorers(self.metrics)
-        samples = extract(source, self.encoder, name, self.batch, self.world, wanted, watch)
+        samples = extract(source, self.encoder, name, self.batch, self.world, wanted, meter)
         if samples is None or reference is None:
-            return None, None, True
-        kept = Kept.of(watch.pixels, samples.rows) if keep else None
+            return Measured(None, None, True)
+        saved = SavedSamples.of(meter.pixels, samples.rows) if keep else None
         cost: dict[str, float | None] = {
             "seconds": round(time.monotonic() - start, 1),
             "processes": float(self.world.size),
-            **(watch.cost(source) if isinstance(source, Drawn) else {}),
+            **(meter.cost(source) if isinstance(source, Drawn) else {}),
         }
         values = compute(self.metrics, how, samples, reference)
         point = MeasuredPoint(subject=source.subject, protocol=protocol, values=values, cost=cost)
-        if kept is not None:
-            self.store.put(f"{key}.safetensors", save_tensors(kept.tensors()))
+        # The samples first: what has no JSON does not exist, and is drawn again.
+        if saved is not None:
+            self.store.put(f"{key}.safetensors", save_tensors(saved.tensors()))
         self.store.put_json(f"{key}.json", point.to_json())
-        return point, kept, True
+        return Measured(point, saved, True)
 
-    def _kept(self, key: str) -> Kept | None:
-        if not self.store.exists(f"{key}.safetensors"):
+    def _saved(self, key: str) -> SavedSamples | None:
+        if not self.store.exists(key):
             return None
         try:
-            return Kept.read(load_tensors(self.store.get(f"{key}.safetensors")))
+            return SavedSamples.read(load_tensors(self.store.get(key)))
         except SafetensorError:
             return None  # damaged: it is measured again
 
 
-class Watch:
+class CostMeter:
     """What is seen of batches as they are drawn: the first pictures, seconds, calls of experts and router.
 
     Args:
@@ -146,12 +151,12 @@ class Watch:
         self.pixels, self.traces = dict[int, Any](), list[Trace]()
 
     def __call__(self, batch: Batch) -> None:
-        """Look at a batch."""
+        """Count a batch."""
         self.seconds += batch.seconds
         if batch.trace is not None:
             self.traces.append(replace(batch.trace, weights=[]))
         if self.keep:
-            self.pixels |= Kept.pixels_of(batch.numbers, batch.pictures)
+            self.pixels |= SavedSamples.pixels_of(batch.numbers, batch.pictures)
 
     def cost(self, source: Drawn) -> dict[str, float]:
         """Cost of one step of one sample: operations and experts of one branch of guidance, as the paper's

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.hashing import sha256
+from atoll.base.format import File
+from atoll.base.hashing import digest, sha256
 from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
 from atoll.campaign.folder import FROZEN, YAML, Campaign
-from atoll.campaign.points import Statistics
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.features import Features, extract
@@ -23,6 +23,37 @@ from atoll.store.store import Store
 from atoll.store.tensors import read_tensors
 
 FOLDER = "reports/references"
+
+
+class Statistics(File):
+    """Features of a reference, in a file beside this one, and what made them."""
+
+    FORMAT, PLACE = "atoll/statistics", "reports/references/KEY.json"
+    ERROR, REMEDY = DataError, "make them again: atoll evaluate"
+
+    code: str
+    """Version of Atoll."""
+    extractor: dict[str, Any]
+    """Name, weights' hash, size and resize kernel of the extractor."""
+    name: str
+    """What the user called the reference."""
+    data: str
+    """Digest of the pictures."""
+    split: str | None = None
+    """Which rows of a data set; none for a folder."""
+    count: int
+    """Number of pictures."""
+    size: tuple[int, int]
+    """Width and height of the pictures, in pixels."""
+    files: list[dict[str, Any]] = []
+    """Path, bytes and SHA-256 of the features."""
+
+    @property
+    def key(self) -> str:
+        """Names the statistics: other pictures or another extractor give another key."""
+        tree = self.model_dump(mode="json", exclude={"code", "files", "name"})
+        tree["extractor"] = {name: value for name, value in self.extractor.items() if name != "name"}
+        return digest(tree)[:16]
 
 
 @dataclass

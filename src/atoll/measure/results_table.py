@@ -7,9 +7,9 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
+from atoll.base.table import Column, Table
 from atoll.base.text import columns
-from atoll.campaign.points import MeasuredPoint, Protocol
-from atoll.campaign.results import Table
+from atoll.campaign.measured import MeasuredPoint, Protocol
 from atoll.measure.metrics.metric import metrics
 
 
@@ -31,7 +31,7 @@ class Listing:
 
     def to_csv(self) -> bytes:
         """The rows as CSV."""
-        return Table.of(list(self.rows[0]), [list(row.values()) for row in self.rows]).to_csv()
+        return Table("table", "", tuple(map(Column, self.rows[0])), self.rows).to_csv()
 
     def text(self) -> str:
         """Table, warnings and notes."""
@@ -71,14 +71,14 @@ def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> L
         if count > 1
     ]
     for name in names:
-        labels = list(dict.fromkeys(r.values[name]["label"] for r in results if name in r.values))
-        settings = {digest(r.values[name]["settings"]) for r in results if name in r.values}
+        labels = list(dict.fromkeys(r.values[name].label for r in results if name in r.values))
+        settings = {digest(r.values[name].settings) for r in results if name in r.values}
         if len(settings) > 1:
             warnings.append(f"{name} was measured with different settings: do not compare it")
         if labels != [name]:
             notes.append(f"{name}: {' or '.join(labels)}")
         for result in results:
-            if note := result.values.get(name, {}).get("note"):
+            if name in result.values and (note := result.values[name].note):
                 notes.append(f"{name} of {result.subject['name']}: {note}")
     return Listing(lines, warnings, notes, rows)
 
@@ -92,8 +92,9 @@ def _row(result: MeasuredPoint, names: Sequence[str], compared: Collection[str])
     }
     row |= {field: fields[field] for field in compared}
     for name in names:
-        value = result.values.get(name, {})
-        row[name], row[f"{name} deviation"] = value.get("value"), value.get("deviation")
+        value = result.values.get(name)
+        row[name] = value.value if value else None
+        row[f"{name} deviation"] = value.deviation if value else None
     fields["picture_size"] = "x".join(map(str, fields["picture_size"]))
     return row | fields
 

@@ -17,14 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.rng import generator
-from atoll.campaign.results import Table
-from atoll.measure.table import Cell, finite
+from atoll.base.table import finite
+from atoll.campaign.measured import PairRow, Partner
 
 MOST = 500
 """Most samples of a model that are kept and paired, its first ones."""
 SIDE = 64
 """Pictures with a longer side are reduced to it, pixels averaged, before they are kept."""
-COLUMNS = ("strategy", "space", "partner", "pairs", "mean", "deviation", "low", "high", "effect", "higher")
 Z95 = 1.959964  # the normal distribution's 97.5 % point
 
 F64 = NDArray[np.float64]
@@ -32,7 +31,7 @@ Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedSamples:
     """What is kept of a model's first samples, P of them.
 
     Attributes:
@@ -50,7 +49,7 @@ class Kept:
         return {number: np.asarray(_small(picture)).ravel() for number, picture in pairs if number < MOST}
 
     @classmethod
-    def of(cls, pixels: Mapping[int, Any], features: NDArray[np.float32]) -> "Kept":
+    def of(cls, pixels: Mapping[int, Any], features: NDArray[np.float32]) -> "SavedSamples":
         """The first samples, from their values by number and the features `(N, D)` of all."""
         few = [pixels[number] for number in range(min(MOST, len(features)))]
         return cls(np.stack(few), np.array(features[:MOST]))
@@ -60,7 +59,7 @@ class Kept:
         return {"pixels": torch.from_numpy(self.pixels), "features": torch.from_numpy(self.features)}
 
     @classmethod
-    def read(cls, tensors: Mapping[str, Tensor]) -> "Kept":
+    def read(cls, tensors: Mapping[str, Tensor]) -> "SavedSamples":
         """What `tensors` gave."""
         return cls(tensors["pixels"].numpy(), tensors["features"].numpy())
 
@@ -108,8 +107,8 @@ def partners(groups: Index, seed: int) -> Index:
 
 
 def pair_table(
-    base: Kept, others: Mapping[str, Kept], clusters: Index, conditions: Index, seed: int
-) -> Table:
+    base: SavedSamples, others: Mapping[str, SavedSamples], clusters: Index, conditions: Index, seed: int
+) -> list[PairRow]:
     """Correlations with the base's samples: of the same noise, of the same cluster, of any other sample.
 
     The same noise comes with the same condition, so a part of what it adds to the others is the condition's.
@@ -120,49 +119,50 @@ def pair_table(
         clusters: of each sample's condition, `(P,)` or longer.
         conditions: number of each sample's condition, `(P,)` or longer; partners of equal ones do not count.
         seed: of the partners.
-
-    Returns:
-        `mean` and sample standard `deviation` of the correlations, the ends `low` and `high` of the mean's
-        95 % interval (normal); and beside each other partner `effect`, how far the same noise is above it in
-        standard deviations (Cohen's d, pooled), and `higher`, the share of samples whose partner of the same
-        noise correlates more than this one.
     """
     count = len(base.pixels)
-    clusters, conditions, numbers = clusters[:count], conditions[:count], np.arange(count)
-    chosen = {
+    clusters, conditions = clusters[:count], conditions[:count]
+    chosen: dict[Partner, Index] = {
+        "same noise": np.arange(count),
         "same cluster": partners(clusters, seed),
         "any": partners(np.zeros(count, dtype=np.int64), seed),
     }
-    rows: list[list[Cell]] = []
+    rows = []
     for name, other in others.items():
         for space in ("pixels", "features"):
             mine, theirs = getattr(base, space), getattr(other, space)
-            same = correlations(mine, theirs[numbers])
-            rows.append([name, space, "same noise", *_summary(same), None, None])
+            same = correlations(mine, theirs[chosen["same noise"]])
             for partner, index in chosen.items():
-                apart = correlations(mine, theirs[index])
-                apart[(index < 0) | (conditions == conditions[index])] = np.nan
-                rows.append([name, space, partner, *_summary(apart), *_contrast(same, apart)])
-    return Table.of(COLUMNS, rows)
+                apart, contrast = same, NO_CONTRAST
+                if partner != "same noise":
+                    apart = correlations(mine, theirs[index])
+                    apart[(index < 0) | (conditions == conditions[index])] = np.nan
+                    contrast = _contrast(same, apart)
+                numbers = {**_summary(apart), "effect": contrast[0], "higher": contrast[1]}
+                rows.append(PairRow(strategy=name, space=space, partner=partner, **numbers))
+    return rows
 
 
-def _summary(values: F64) -> list[Cell]:
-    """Number, mean, deviation, ends of the interval."""
+NO_CONTRAST: tuple[float | None, float | None] = None, None
+
+
+def _summary(values: F64) -> dict[str, Any]:
     there = values[~np.isnan(values)]
     if len(there) < 2:
         mean = finite(there.mean()) if len(there) else None
-        return [len(there), mean, None, None, None]
+        return {"pairs": len(there), "mean": mean, "deviation": None, "low": None, "high": None}
     mean, deviation = float(there.mean()), float(there.std(ddof=1))
     half = Z95 * deviation / math.sqrt(len(there))
-    return [len(there), mean, deviation, mean - half, mean + half]
+    ends = {"low": mean - half, "high": mean + half}
+    return {"pairs": len(there), "mean": mean, "deviation": deviation, **ends}
 
 
-def _contrast(same: F64, apart: F64) -> list[Cell]:
+def _contrast(same: F64, apart: F64) -> tuple[float | None, float | None]:
     """Effect size, and the share of samples where the same noise correlates more."""
     both = ~np.isnan(same) & ~np.isnan(apart)
     if both.sum() < 2:
-        return [None, None]
+        return None, None
     first, second = same[both], apart[both]
     pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
     effect = finite((first.mean() - second.mean()) / pooled) if pooled else None
-    return [effect, float((first > second).mean())]
+    return effect, float((first > second).mean())

@@ -8,22 +8,21 @@ there is.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
+from atoll.base.table import ratio_of
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
+from atoll.campaign.measured import BASE, ComparedModel, CurveRow, How, ReachRow
 from atoll.campaign.milestones import Milestone, Origin
-from atoll.campaign.results import Record, Table
 from atoll.campaign.runs import Run
-from atoll.measure.comparison import BASE, Bench
-from atoll.measure.departure import WIDE
-from atoll.measure.guidance_sweep import MEASURED, tell
 from atoll.measure.models import Candidate
-from atoll.measure.table import Cell, number, ratio_of
+from atoll.measure.override import WIDE
+from atoll.measure.setup import CommonSetup
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -31,13 +30,9 @@ from atoll.model.folder import PRETRAIN_PART, Manifest
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.trace import Costs
 
-CURVE = ("model", "share", "train_flops", "of_monolith", *MEASURED)
-REACH = ("model", "target", "train_flops", "of_monolith", "how")
-How = Literal["between points", "at the first point", "never"]
-
 
 @dataclass(frozen=True)
-class Stage:
+class CurvePoint:
     """A model after a part of its training.
 
     Attributes:
@@ -53,7 +48,7 @@ class Stage:
     chosen: Mapping[str, Milestone | None]
 
 
-class Course:
+class TrainingCurve:
     """The way of a campaign's training, as far as its checkpoints tell.
 
     Args:
@@ -96,21 +91,21 @@ class Course:
                 "give all islands the same train.milestones, or leave out compare.curve",
             )
 
-    def ensemble(self) -> list[Stage]:
+    def ensemble(self) -> list[CurvePoint]:
         """The ensemble at every share that all its trained experts have kept, and at the end."""
         trained = {n: one for n, one in self.experts.items() if one.steps}
         first = min(trained.values(), key=lambda one: len(one.shares))
-        stages = []
+        checkpoints = []
         for share in first.shares:
             chosen = {
                 f"experts/{n}": one.at(share, first.steps) if one.steps else None
                 for n, one in self.experts.items()
             }
             if all(chosen[f"experts/{n}"] for n in trained):
-                stages.append(self._stage(share, chosen))
-        return [*stages, self._stage(1.0, {})]
+                checkpoints.append(self._checkpoint(share, chosen))
+        return [*checkpoints, self._checkpoint(1.0, {})]
 
-    def _stage(self, share: float, chosen: Mapping[str, Milestone | None]) -> Stage:
+    def _checkpoint(self, share: float, chosen: Mapping[str, Milestone | None]) -> CurvePoint:
         spent = self.router.train_flops + (
             self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
         )
@@ -120,34 +115,34 @@ class Course:
             spent += one.card.train_flops * (milestone.step / one.steps if milestone else 1.0)
             if chosen:
                 weights[f"experts/{n}"] = milestone.sha256 if milestone else one.card.weights_sha256
-        return Stage(share, spent, weights, chosen)
+        return CurvePoint(share, spent, weights, chosen)
 
-    def dense(self, name: str) -> list[Stage]:
+    def dense(self, name: str) -> list[CurvePoint]:
         """Monolith or pretraining at its own milestones, and at the end."""
         origin = self.single[name]
-        stages = [
-            Stage(share, origin.card.train_flops * share, {name: one.sha256}, {name: one})
+        checkpoints = [
+            CurvePoint(share, origin.card.train_flops * share, {name: one.sha256}, {name: one})
             for share, one in zip(origin.shares, origin.milestones, strict=False)  # the last may be the end
         ]
-        return [*stages, Stage(1.0, origin.card.train_flops, {}, {})]
+        return [*checkpoints, CurvePoint(1.0, origin.card.train_flops, {}, {})]
 
-    def candidate(self, bench: Bench, stage: Stage, name: str) -> Candidate:
+    def candidate(self, setup: CommonSetup, checkpoint: CurvePoint, name: str) -> Candidate:
         """A model at a stage, by its name or a strategy's; its weights are loaded when it first draws."""
-        if not stage.chosen:
-            return bench.model(name)
+        if not checkpoint.chosen:
+            return setup.model(name)
         if name in self.single:
-            origin, chosen = self.single[name], stage.chosen[name]
-            model = Model(lambda: Bank([origin.load(chosen, bench.device)]), origin.card, bench.device)
-            return Candidate(name, stage.weights, model)
+            origin, chosen = self.single[name], checkpoint.chosen[name]
+            model = Model(lambda: Bank([origin.load(chosen, setup.device)]), origin.card, setup.device)
+            return Candidate(name, checkpoint.weights, model)
         # An ensemble of checkpoints is loaded whole: where that may not fit, it stays in host memory.
-        limited = bench.campaign.config.sampling.residency.limited
-        device = torch.device("cpu") if limited else bench.device
+        limited = setup.campaign.config.sampling.residency.limited
+        device = torch.device("cpu") if limited else setup.device
         missing = sorted(set(range(self.k)) - set(self.experts))
-        model = Model(lambda: self._assembled(stage, device), self.router, device)
-        return Candidate(ENSEMBLE, stage.weights, model, missing)
+        model = Model(lambda: self._assembled(checkpoint, device), self.router, device)
+        return Candidate(ENSEMBLE, checkpoint.weights, model, missing)
 
-    def _assembled(self, stage: Stage, device: torch.device) -> Bank:
-        loaded = {n: one.load(stage.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
+    def _assembled(self, checkpoint: CurvePoint, device: torch.device) -> Bank:
+        loaded = {n: one.load(checkpoint.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
         pretrain = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
         cards = {n: one.card for n, one in self.experts.items()}
         costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
@@ -155,96 +150,88 @@ class Course:
         return Bank([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
 
 
-def training_curve(bench: Bench, course: Course, request: dict[str, Any]) -> dict[str, Table]:
-    """Tables `curve`, every model after every part of its training, and `reach`.
+def training_curve(setup: CommonSetup, curve: TrainingCurve, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Every model after every part of its training, and when each is as good as the finished monolith.
 
     Args:
-        bench: of the comparison.
-        course: of the campaign's training.
+        setup: of the comparison.
+        curve: of the campaign's training.
         request: `strategies` of the ensemble, and `samples` of each point.
     """
     strategies, samples = request["strategies"], request["samples"]
     say(f"compare: on the way of the training, {samples:,} pictures each")
-    base = course.single[BASE].card.train_flops if BASE in course.single else None
-    ways = [(stage, [name]) for name in course.single for stage in course.dense(name)]
-    ways += [(stage, list(strategies)) for stage in course.ensemble()]
-    lines: list[list[Cell]] = []
-    for stage, names in ways:
-        candidate = course.candidate(bench, stage, names[0])  # one for all strategies: it is loaded once
+    base = curve.single[BASE].card.train_flops if BASE in curve.single else None
+    points = [(checkpoint, [name]) for name in curve.single for checkpoint in curve.dense(name)]
+    points += [(checkpoint, list(strategies)) for checkpoint in curve.ensemble()]
+    rows = []
+    for checkpoint, names in points:
+        candidate = curve.candidate(setup, checkpoint, names[0])  # for all strategies: it is loaded once
         for name in names:
-            row, new = bench.row(candidate, name, None, samples)
-            tell(name, f"{stage.share:6.1%} trained", row, new)
-            cost = [stage.share, stage.train_flops, ratio_of(stage.train_flops, base)]
-            lines.append([name, *cost, *(getattr(row, key) for key in MEASURED)])
-    order = [*course.single, *strategies]
-    table = Table.of(CURVE, sorted(lines, key=lambda line: order.index(str(line[0]))))
-    reach = reach_table(table.records, "pretrain" if "pretrain" in course.single else None)
-    for record in reach.records:
-        least = "at most " if record["how"] == "at the first point" else ""
+            row, _, new = setup.row(name, candidate, samples=samples)
+            show_point(row, f"{checkpoint.share:6.1%} trained", new)
+            rows.append(
+                CurveRow(
+                    model=name,
+                    share=checkpoint.share,
+                    train_flops=checkpoint.train_flops,
+                    of_monolith=ratio_of(checkpoint.train_flops, base),
+                    **row.model_dump(include={"distance", "precision", "recall"}),
+                )
+            )
+    order = [*curve.single, *strategies]
+    rows.sort(key=lambda row: order.index(row.model))
+    reach = reach_table(rows, "pretrain" if "pretrain" in curve.single else None)
+    for reached in reach:
+        least = "at most " if reached.how == "at the first point" else ""
         say(
-            f"  {record['model']:<{WIDE}} does not reach the monolith's final distance"
-            if record["of_monolith"] is None
-            else f"  {record['model']:<{WIDE}} as good as the finished monolith after {least}"
-            f"{record['of_monolith']:.1%} of its FLOPs"
+            f"  {reached.model:<{WIDE}} does not reach the monolith's final distance"
+            if reached.of_monolith is None
+            else f"  {reached.model:<{WIDE}} as good as the finished monolith after {least}"
+            f"{reached.of_monolith:.1%} of its FLOPs"
         )
-    return {"curve": table, "reach": reach}
+    return {"curve": tuple(rows), "reach": tuple(reach)}
 
 
-@dataclass(frozen=True)
-class Reached:
-    """When a model is as good as the target.
-
-    Attributes:
-        train_flops: operations spent by then; None if it never was.
-        how: `between points` is interpolated; `at the first point` it was as good already, and may have been
-            before.
-    """
-
-    train_flops: float | None
-    how: How
+def show_point(row: ComparedModel, where: str, new: bool) -> None:
+    """Print a point of a sweep or a curve."""
+    spent = f"{row.seconds:.0f} s" if new else "known"
+    say(f"  {row.name:<{WIDE}} {where}   distance {row.distance:8.3f}   {spent}")
 
 
-def reached(path: Sequence[tuple[float, float]], target: float) -> Reached:
-    """Where a path first comes down to a target, by linear interpolation.
-
-    Args:
-        path: training FLOPs, rising, and distances.
-        target: distance to be reached.
-    """
-    for place, (flops, distance) in enumerate(path):
+def crossing(path: Sequence[tuple[float, float]], target: float) -> tuple[float | None, How]:
+    """Training FLOPs at which a path of (FLOPs, distance) first comes down to a target, by linear
+    interpolation, and how that is known; see `ReachRow`."""
+    for number, (flops, distance) in enumerate(path):
         if distance > target:
             continue
-        if place == 0:
-            return Reached(flops, "at the first point")
-        before, above = path[place - 1]
-        return Reached(before + (flops - before) * (above - target) / (above - distance), "between points")
-    return Reached(None, "never")
+        if number == 0:
+            return flops, "at the first point"
+        before, above = path[number - 1]
+        return before + (flops - before) * (above - target) / (above - distance), "between points"
+    return None, "never"
 
 
-def reach_table(rows: Sequence[Record], start: str | None = None) -> Table:
-    """When each model reaches the monolith's final distance.
+def reach_table(rows: Sequence[CurveRow], start: str | None = None) -> list[ReachRow]:
+    """When each model reaches the monolith's final distance; nothing without a monolith.
 
     Args:
-        rows: of the table `curve`.
+        rows: of the curve.
         start: a model that the others begin with (shared pretraining): its points come before theirs.
-
-    Returns:
-        Per model the `target`, the training FLOPs of its `Reached`, and these over the monolith's. The
-        monolith's own row is what the others are read against: it comes before its end where the monolith no
-        longer improves, or by the noise of the distances.
     """
-    paths = {
-        name: [row for row in rows if row["model"] == name]
-        for name in dict.fromkeys(row["model"] for row in rows)
-    }
-    final = paths.get(BASE, [])[-1:]
-    lines: list[list[Cell]] = []
-    for name, rows_of in paths.items() if final else ():
+    paths: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        assert row.distance is not None
+        paths.setdefault(row.model, []).append((row.train_flops, row.distance))
+    if BASE not in paths:
+        return []
+    whole, target = paths[BASE][-1]
+    reach = []
+    for name, path in paths.items():
         if name == start:
             continue
-        target, whole = number(final[0]["distance"]), final[0]["train_flops"]
-        points = [*(paths.get(start, []) if start and name != BASE else []), *rows_of]
-        path = [(number(row["train_flops"]), number(row["distance"])) for row in points]
-        first = reached(path, target)
-        lines.append([name, target, first.train_flops, ratio_of(first.train_flops, whole), first.how])
-    return Table.of(REACH, lines)
+        # No expert exists before pretraining is finished: until then the pretrained network is what there is.
+        before = paths.get(start, []) if start and name != BASE else []
+        flops, how = crossing([*before, *path], target)
+        part = ratio_of(flops, whole)
+        reach.append(ReachRow(model=name, target=target, train_flops=flops, of_monolith=part, how=how))
+    return reach

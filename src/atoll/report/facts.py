@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.base.text import in_common
-from atoll.campaign.results import Comparison, Diagnosis, Frozen, MetricsLine
+from atoll.campaign.diagnosed import Diagnosis
+from atoll.campaign.measured import Comparison
+from atoll.campaign.results import Frozen, MetricsLine
 from atoll.campaign.runs import RUNS, RunPlan, read_partition
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card

@@ -77,7 +77,9 @@ def summary(facts: Facts) -> Summary:
             row.name: compared.ratio(row) for row in rows if compared and row.name != "monolith"
         },
         metric=compared.metric if compared else None,
-        compared={name: table.records for name, table in compared.tables.items()} if compared else {},
+        compared={name: table.records for name, table in compared.tables.present().items()}
+        if compared
+        else {},
         unfinished=[run.name.lower() for run in facts.runs if not run.finished],
     )
 

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
-from atoll.campaign.finding import of_clusters
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import of_clusters
 from atoll.campaign.runs import BESIDE
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.campaign.results import Table
-from atoll.measure.diagnosis.cluster_match import landing
+from atoll.measure.diagnosis.cluster_match import cluster_match
 from atoll.measure.diagnosis.stability import stability
 from atoll.model.bank import Bank
 from atoll.model.generate import Conditions, Sampling
@@ -47,9 +46,8 @@ def measured(
     generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
     sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
     bank = model if isinstance(model, Bank) else Bank([model])  # type: ignore[list-item]
-    ends, path = stability(bank, sampling)  # type: ignore[arg-type]
-    (line,) = ends.records
-    return line, path.records  # type: ignore[return-value]
+    ends, path = stability(bank, sampling)
+    return ends.model_dump(exclude={"strategy"}), [row.model_dump() for row in path]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -101,8 +99,8 @@ def test_where_samples_land_by_hand() -> None:
     features = np.array([[3, 0], [0, 2], [0, 5]], np.float32)  # at the first centroid, at the second twice
     weights = np.array([[[1, 0], [1, 0], [0.25, 0.75]]] * 2)
     heldout, clusters = np.array([[0, 1.0]], np.float32), np.array([1])
-    table = landing(features, weights, heldout, clusters, centroids)
-    rows = {row["cluster"]: row for row in table.records}
+    table = cluster_match(features, weights, heldout, clusters, centroids)
+    rows = {row.cluster: row.model_dump() for row in table}
     far = math.sqrt(2)
     assert (rows[0]["samples"], rows[0]["landed"]) == (2, 0.5)  # the second sample left its expert's cluster
     assert rows[0]["served"] == pytest.approx(far / 2) and rows[0]["others"] == pytest.approx(far / 2)
@@ -116,7 +114,7 @@ def test_where_samples_land_by_hand() -> None:
 
 def test_nothing_held_out_and_a_single_cluster_leave_gaps() -> None:
     one = np.ones((4, 2), np.float32)
-    table: Table = landing(one, np.ones((2, 4, 1)), one[:0], np.zeros(0, np.int64), one[:1])
-    for row in table.records:
-        assert row["samples"] == 4 and row["landed"] == 1.0
-        assert row["others"] is None and row["heldout"] == 0 and row["own"] is None
+    table = cluster_match(one, np.ones((2, 4, 1)), one[:0], np.zeros(0, np.int64), one[:1])
+    for row in table:
+        assert row.samples == 4 and row.landed == 1.0
+        assert row.others is None and row.heldout == 0 and row.own is None

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from atoll.base.condition import Condition
+from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
-from atoll.campaign.results import Table
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
@@ -19,8 +20,8 @@ from atoll.measure.diagnosis.alignment import Alignment
 from atoll.measure.diagnosis.calibration import TEMPERATURES, Calibration
 from atoll.measure.diagnosis.labelled_rows import Rows, measure
 from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
-from atoll.measure.diagnosis.running_stats import Means
 from atoll.measure.diagnosis.usage import switched, switches, usage
+from atoll.measure.moments import Means
 from atoll.model.bank import Bank
 
 SHAPE = (1, 2, 2)
@@ -30,9 +31,13 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def found(table: Table, **where: object) -> dict[str, float]:
+def records(rows: Sequence[Config]) -> list[dict[str, Any]]:
+    return [row.model_dump(exclude={"split", "strategy"}) for row in rows]
+
+
+def found(rows: Sequence[Config], **where: object) -> dict[str, Any]:
     """The one row of a table that these columns pick."""
-    (record,) = [r for r in table.records if all(r[name] == value for name, value in where.items())]
+    (record,) = [r for r in records(rows) if all(r[name] == value for name, value in where.items())]
     return record
 
 
@@ -137,7 +142,7 @@ def test_the_exact_posterior_is_calibrated() -> None:
     assert one["accuracy"] == pytest.approx(float(POSTERIORS.max(1).values.mean()), abs=1e-12)
     assert one["ece"] == pytest.approx(0, abs=1e-12) and one["ece_chance"] > 0.03
     assert one["temperature"] == 1 and one["nll_tempered"] == pytest.approx(one["nll"], abs=1e-12)
-    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in calibration.reliability().records)
+    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in records(calibration.reliability()))
     third = found(calibration.by_cluster(), cluster=0)
     assert third["rows"] == 21 and third["accuracy"] == pytest.approx(14 / 21)
 
@@ -151,7 +156,7 @@ def test_a_router_that_is_too_sure_has_the_error_that_was_put_in() -> None:
     one = found(calibration.by_time())
     assert one["ece"] == pytest.approx(0.75 * 0.3 + 0.25 * 0.1)
     assert one["confidence"] - one["accuracy"] == pytest.approx(one["ece"])
-    first, second = calibration.reliability().records
+    first, second = records(calibration.reliability())
     assert (first["rows"], first["accuracy"], first["confidence"]) == (
         10,
         pytest.approx(0.7),
@@ -234,10 +239,10 @@ def test_means_over_time_leave_out_pure_noise() -> None:
 
     ensemble = Bank([Clock()], Fixed([1.0]))
     tables = measure(ensemble, None, rows([0], [0.0]), [1], config())
-    errors = [r["error"] for r in tables["errors"].records if (r["model"], r["cluster"]) == ("own", 0)]
+    errors = [r["error"] for r in records(tables["errors"]) if (r["model"], r["cluster"]) == ("own", 0)]
     assert errors == pytest.approx([0.25**2, 0.75**2, 1.0, (0.25**2 + 0.75**2) / 2])
     alone = measure(ensemble, None, rows([0], [0.0]), [1], config(times=[1.0]))
-    assert {r["t"] for r in alone["errors"].records} == {1.0}
+    assert {r["t"] for r in records(alone["errors"])} == {1.0}
 
 
 def test_the_angle_between_experts() -> None:
@@ -263,13 +268,13 @@ def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
     tables = measure(
         ensemble, Constant(1.0), rows([0, 1, 2, 2], [0.0, 1.0, 2.0, 2.0]), [1, 1, 2], config(times=[0.5])
     )
-    assert {r["expert"] for r in tables["experts"].records} == {0, 2}
-    assert {r["expert"] for r in tables["missing"].records} == {0, 2}
+    assert {r["expert"] for r in records(tables["experts"])} == {0, 2}
+    assert {r["expert"] for r in records(tables["missing"])} == {0, 2}
     one = found(tables["errors"], t=0.5, cluster=1, model="own")
     assert (one["rows"], one["error"]) == (0, None)
     assert found(tables["errors"], t=0.5, cluster=1, model="mixture")["error"] == pytest.approx(0)
     # Means over all rows count those that every model has.
-    assert {r["rows"] for r in tables["errors"].records if (r["t"], r["cluster"]) == (0.5, "all")} == {3}
+    assert {r["rows"] for r in records(tables["errors"]) if (r["t"], r["cluster"]) == (0.5, "all")} == {3}
     # The router is judged on all clusters, missing or not.
     one = found(tables["router"], t=0.5)
     assert (one["rows"], one["accuracy"]) == (4, pytest.approx(0.25))
@@ -341,7 +346,7 @@ class Bayes:
 
 
 @pytest.fixture(scope="module")
-def exact() -> tuple[World, dict[str, Table]]:
+def exact() -> tuple[World, dict[str, Any]]:
     world, source = World(), seeded(7)
     parts = [Exact(world, world.cluster == k) for k in range(3)]
     picked = torch.randint(0, 12, (4000,), generator=source)
@@ -355,14 +360,14 @@ def exact() -> tuple[World, dict[str, Table]]:
     return world, measure(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
 
 
-def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Table]]) -> None:
+def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Any]]) -> None:
     _, tables = exact
-    for record in tables["differences"].records:
+    for record in records(tables["differences"]):
         if record["gap"] == "mixture-monolith":
             assert abs(record["difference"]) < 1e-7
 
 
-def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[str, Table]]) -> None:
+def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[str, Any]]) -> None:
     """And nobody beats the exact mixture but he who is told the cluster."""
     _, tables = exact
     for cluster in range(3):
@@ -380,7 +385,7 @@ def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[
 
 
 def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
-    exact: tuple[World, dict[str, Table]],
+    exact: tuple[World, dict[str, Any]],
 ) -> None:
     """Accuracy and likelihood are the means of max p and of the posterior's entropy, but for sampling."""
     world, tables = exact
@@ -403,7 +408,7 @@ def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
 
 
 def test_the_selected_expert_loses_where_clusters_cannot_be_told_apart(
-    exact: tuple[World, dict[str, Table]],
+    exact: tuple[World, dict[str, Any]],
 ) -> None:
     """Near noise the best single expert is not the marginal flow, however exact it is."""
     _, tables = exact
@@ -426,13 +431,13 @@ def test_the_switch_rate_of_a_trace_made_by_hand() -> None:
     rates = np.array([1 / 4, 3 / 4, 0])
     assert whole["rate"] == pytest.approx(rates.mean()) and whole["ever"] == pytest.approx(2 / 3)
     assert whole["se"] == pytest.approx(rates.std(ddof=1) / math.sqrt(3))
-    assert [r["rate"] for r in table.records[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
-    assert [r["ever"] for r in table.records[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
-    assert [r["t"] for r in table.records[1:]] == [0.8, 0.6, 0.4, 0.2]
+    assert [r["rate"] for r in records(table)[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
+    assert [r["ever"] for r in records(table)[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
+    assert [r["t"] for r in records(table)[1:]] == [0.8, 0.6, 0.4, 0.2]
 
 
 def test_one_step_cannot_switch() -> None:
-    assert switches(torch.ones(1, 4, 2), [1.0]).rows == []
+    assert switches(torch.ones(1, 4, 2), [1.0]) == []
 
 
 def test_usage_counts_samples_and_steps() -> None:
@@ -440,11 +445,11 @@ def test_usage_counts_samples_and_steps() -> None:
     weights[0, :, 0] = 1
     weights[1, 0, 0] = weights[1, 1:, 2] = 1
     table = usage(weights, torch.tensor([0, 0, 1, 1]), [6, 3, 1])
-    assert [r["size"] for r in table.records] == pytest.approx([0.6, 0.3, 0.1])
-    assert [r["asked"] for r in table.records] == pytest.approx([0.5, 0.5, 0.0])
-    assert [r["used"] for r in table.records] == pytest.approx([5 / 8, 0, 3 / 8])
-    assert [r["first"] for r in table.records] == pytest.approx([1, 0, 0])
-    assert table.records[0]["used_se"] == pytest.approx(np.std([1, 0.5, 0.5, 0.5], ddof=1) / 2)
+    assert [r["size"] for r in records(table)] == pytest.approx([0.6, 0.3, 0.1])
+    assert [r["asked"] for r in records(table)] == pytest.approx([0.5, 0.5, 0.0])
+    assert [r["used"] for r in records(table)] == pytest.approx([5 / 8, 0, 3 / 8])
+    assert [r["first"] for r in records(table)] == pytest.approx([1, 0, 0])
+    assert records(table)[0]["used_se"] == pytest.approx(np.std([1, 0.5, 0.5, 0.5], ddof=1) / 2)
 
 
 # Copies.
@@ -479,14 +484,14 @@ def test_a_copied_training_picture_is_found() -> None:
     samples = draws.normal(size=(50, 8))
     samples[13], samples[20] = train[77], train[5] + 1e-2 * draws.normal(size=8)
     copies = check(samples, train)
-    records = copies.suspicious(10).records
-    assert [(r["sample"], r["row"], r["cluster"]) for r in records[:2]] == [(13, 177, 1), (20, 105, 0)]
-    assert records[0]["why"] == "copy, ratio, distance" and records[0]["ratio"] == 0
-    assert records[1]["why"] == "ratio, distance" and records[1]["ratio"] < 0.05
+    rows = records(copies.suspicious(10))
+    assert [(r["sample"], r["row"], r["cluster"]) for r in rows[:2]] == [(13, 177, 1), (20, 105, 0)]
+    assert rows[0]["why"] == "copy, ratio, distance" and rows[0]["ratio"] == 0
+    assert rows[1]["why"] == "ratio, distance" and rows[1]["ratio"] < 0.05
     whole = found(copies.by_cluster(2), cluster="all")
     assert whole["memorised"] == pytest.approx(2 / 50) and whole["memorised_heldout"] == 0
-    assert copies.suspicious(1).records == records[:1]
-    assert copies.closest().records == [records[1], records[0]], "of cluster 0 and of cluster 1"
+    assert records(copies.suspicious(1)) == rows[:1]
+    assert records(copies.closest()) == [rows[1], rows[0]], "of cluster 0 and of cluster 1"
     assert found(copies.by_cluster(2), cluster=1)["memorised"] == pytest.approx(1 / 25)
 
 
@@ -497,10 +502,10 @@ def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
     train[1] = train[0]
     samples = draws.normal(size=(5, 8))
     samples[2] = train[0]
-    assert check(samples, train).suspicious(5).records[0]["sample"] == 2
+    assert records(check(samples, train).suspicious(5))[0]["sample"] == 2
     samples[2] += 1e-2 * draws.normal(size=8)  # a near copy: the ratio is no help, the distance is
-    records = check(samples, train).suspicious(5).records
-    assert [(r["sample"], r["why"]) for r in records] == [(2, "distance")]
+    rows = records(check(samples, train).suspicious(5))
+    assert [(r["sample"], r["why"]) for r in rows] == [(2, "distance")]
 
 
 def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() -> None:
@@ -527,7 +532,7 @@ def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() 
     assert found(dirty.by_cluster(2), cluster="all")["memorised_heldout"] == 0
     only = Copies(near[0], near[1], clean.served, np.zeros(100, dtype=np.int64), 0.01)
     assert only.limits is None
-    assert [(r["sample"], r["why"]) for r in only.suspicious(5).records] == [(13, "copy")]
+    assert [(r["sample"], r["why"]) for r in records(only.suspicious(5))] == [(13, "copy")]
 
 
 def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
@@ -537,7 +542,7 @@ def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
     assert 0 < whole["suspicious"] < 0.06 and whole["memorised"] < 0.01
     near = check(samples[:9], train)
     ratios = near.samples.ratio
-    assert [r["sample"] for r in near.closest().records] == [
+    assert [r["sample"] for r in records(near.closest())] == [
         2 * ratios[::2].argmin(),
         2 * ratios[1::2].argmin() + 1,
     ]
@@ -555,7 +560,7 @@ def test_one_training_picture_has_no_second_nearest() -> None:
     near = two_nearest(np.ones((1, 3)), parts(np.zeros((1, 3)), 5))
     assert near.ratio.tolist() == [0.0] and near.distances[0, 1] == np.inf
     copies = Copies(near, near, np.array([0]), np.array([0]), 0.5)
-    assert copies.suspicious(5).rows == [] and copies.by_cluster(1).rows[0][0] == "all"
+    assert copies.suspicious(5) == [] and copies.by_cluster(1)[0].cluster == "all"
 
 
 def test_features_that_are_none_are_refused() -> None:

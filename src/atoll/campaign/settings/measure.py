@@ -8,7 +8,7 @@ from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError
 from atoll.model.routing import Routing
 
-BEYOND = ("guidances", "sweep", "curve", "curve_samples")
+EXTRA = ("guidances", "sweep", "curve", "curve_samples")
 """Settings of what is measured beyond the table of models; they decide nothing in it."""
 LITE = "efficientnet-lite2"
 """Who judges where no other network is at hand."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
-from atoll.campaign.finding import SCORES, Finding
 from atoll.campaign.folder import Campaign
+from atoll.campaign.report_table import SCORES, ReportTable
 from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.metrics import agreement
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
@@ -96,7 +96,7 @@ def _reported(campaign: Campaign, column: Column) -> Column:
     ]
     title, columns = "Scores of the pictures", ["rows", *(names[n] for n in order)]
     text = "Means over all rows of the data set (atoll aesthetics score)."
-    Finding(title=title, text=text, columns=columns, rows=rows).write(campaign.store, SCORES)
+    ReportTable(title=title, text=text, columns=columns, rows=rows).write(campaign.store, SCORES)
     low, middle, high = values[:, shown].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:
@@ -166,6 +166,6 @@ def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> di
         ]
         columns = ["score", *next(iter(found.values()))]
         text = f"{len(labels):,} labelled pictures (atoll aesthetics evaluate)."
-        finding = Finding(title="Agreement with people", text=text, columns=columns, rows=rows)
+        finding = ReportTable(title="Agreement with people", text=text, columns=columns, rows=rows)
         finding.write(Store.open(out, create=True), "agreement")
     return found

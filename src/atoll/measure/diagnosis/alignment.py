@@ -7,15 +7,16 @@ same for all, so only differences mean something: over many rows, errors of two 
 mean-square distances to the exact flow do. `own` is told the cluster, so it may lie below the exact mixture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from atoll.campaign.results import Table
-from atoll.measure.diagnosis.running_stats import Means, Moments
-from atoll.measure.table import Cell
+from atoll.campaign.diagnosed import DifferenceRow, DisagreementRow, ErrorRow, ExpertRow, MissingRow
+from atoll.campaign.measured import Cluster, Time
+from atoll.measure.moments import Means, Moments
 
 MODELS = ("own", "selected", "others", "mixture", "monolith")
 """`own`: the expert of the row's cluster, as `oracle` takes it. `selected`: the one that the router finds
@@ -29,10 +30,7 @@ GAPS = (
     ("own", "monolith"),
 )
 """Differences of errors, first less second, taken row by row, so their standard errors are those of pairs."""
-MEAN = "mean"
-"""In place of a time: the mean over the times below 1 of each row."""
-ALL = "all"
-"""In place of a cluster: all rows whose cluster has an expert."""
+Name = TypeVar("Name", str, int)
 
 
 class Alignment:
@@ -106,49 +104,57 @@ class Alignment:
             each[f"without {name}"] = _without(number, logits, gram) - mixture if count > 1 else nan
         return each
 
-    def errors(self) -> Table:
-        """Error of every one of `MODELS` by time and cluster of the row, with the rows and standard error."""
-        return self._table("model", [(name, name) for name in self.models], "error")
-
-    def differences(self) -> Table:
-        """Every one of `GAPS` by time and cluster. `selected-own` is what the router's choice costs against
-        being told the cluster; below 0 in `selected-monolith` the ensemble wins."""
-        return self._table("gap", [(f"{a}-{b}", f"{a}-{b}") for a, b in self.gaps], "difference")
-
-    def experts(self) -> Table:
-        """Error of every expert on the rows of every cluster: lowest on its own where experts specialise
-        (expert-data alignment, arXiv 2602.02685)."""
-        return self._table("expert", [(n, f"expert {n}") for n in self.present], "error")
-
-    def missing(self) -> Table:
-        """What is lost without an expert: the mixture's error when the expert's weight is shared out among
-        the others in proportion to theirs, less the whole mixture's. Nothing is sampled."""
-        return self._table("expert", [(n, f"without {n}") for n in self.present], "loss")
-
-    def disagreement(self) -> Table:
-        """How far experts differ at one state. angle: between the velocities of two experts, in degrees, mean
-        over all pairs (arXiv 2602.02685). spread: mean-square distance of an expert drawn by the router's
-        weights to the mixture, that is, the error of drawing less that of mixing (ambiguity; Krogh and
-        Vedelsby 1995)."""
-        both = self._table("what", [(name, name) for name in ("angle", "spread")], "value").rows
-        columns = ("t", "cluster", "rows", "angle", "angle_se", "spread", "spread_se")
-        rows: list[list[Cell]] = [
-            [a[0], a[1], *a[3:], *b[4:]]
-            for a, b in zip(both[::2], both[1::2], strict=True)
-            if a[2] == "angle"
+    def errors(self) -> list[ErrorRow]:
+        """Error of every one of `MODELS` by time and cluster of the row."""
+        return [
+            ErrorRow(t=t, cluster=cluster, model=name, rows=rows, error=error, se=se)
+            for t, cluster, name, (rows, error, se) in self._cells(self.models, "{}")
         ]
-        return Table.of(columns, rows)
 
-    def _table(self, kind: str, names: Sequence[tuple[Cell, str]], value: str) -> Table:
-        rows: list[list[Cell]] = []
-        groups: list[tuple[Cell, Moments]] = [(ALL, self._means.pooled(self.present))]
+    def differences(self) -> list[DifferenceRow]:
+        """Every one of `GAPS` by time and cluster."""
+        names = [f"{a}-{b}" for a, b in self.gaps]
+        return [
+            DifferenceRow(t=t, cluster=cluster, gap=name, rows=rows, difference=difference, se=se)
+            for t, cluster, name, (rows, difference, se) in self._cells(names, "{}")
+        ]
+
+    def experts(self) -> list[ExpertRow]:
+        """Error of every expert on the rows of every cluster."""
+        return [
+            ExpertRow(t=t, cluster=cluster, expert=number, rows=rows, error=error, se=se)
+            for t, cluster, number, (rows, error, se) in self._cells(self.present, "expert {}")
+        ]
+
+    def missing(self) -> list[MissingRow]:
+        """What is lost without each expert."""
+        return [
+            MissingRow(t=t, cluster=cluster, expert=number, rows=rows, loss=loss, se=se)
+            for t, cluster, number, (rows, loss, se) in self._cells(self.present, "without {}")
+        ]
+
+    def disagreement(self) -> list[DisagreementRow]:
+        """How far experts differ at one state."""
+        angles, spreads = self._cells(["angle"], "{}"), self._cells(["spread"], "{}")
+        return [
+            DisagreementRow(
+                t=t, cluster=cluster, rows=rows, angle=angle, angle_se=angle_se, spread=spread, spread_se=se
+            )
+            for (t, cluster, _, (_, angle, angle_se)), (*_, (rows, spread, se)) in zip(
+                angles, spreads, strict=True
+            )
+        ]
+
+    def _cells(
+        self, names: Sequence[Name], column: str
+    ) -> Iterator[tuple[Time, Cluster, Name, tuple[int, float | None, float | None]]]:
+        groups: list[tuple[Cluster, Moments]] = [("all", self._means.pooled(self.present))]
         groups += [(n, self._means.of(n)) for n in range(self.k)]
-        times: list[Cell] = [*self.times, *([MEAN] if self._below else [])]
+        times: list[Time] = [*self.times, *(["mean"] if self._below else [])]  # type: ignore[list-item]
         for number, t in enumerate(times):
             for cluster, moments in groups:
-                for name, column in names:
-                    rows.append([t, cluster, name, *moments.cells(number, self._place[column])])
-        return Table.of(("t", "cluster", kind, "rows", value, "se"), rows)
+                for name in names:
+                    yield t, cluster, name, moments.cells(number, self._place[column.format(name)])
 
 
 def _without(number: int, logits: Tensor, gram: Tensor) -> Tensor:
@@ -161,10 +167,9 @@ def _without(number: int, logits: Tensor, gram: Tensor) -> Tensor:
 def _angle(v: Tensor) -> Tensor:
     """Mean angle between the velocities `(P, B, D)` of two experts `(B,)`, in degrees."""
     unit = v / v.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
-    pairs = [_between(unit[a], unit[b]) for a, b in combinations(range(len(v)), 2)]
+    # Kahan's formula: the arc cosine of a scalar product loses half the digits of small angles.
+    pairs = [
+        2 * torch.atan2((unit[a] - unit[b]).norm(dim=-1), (unit[a] + unit[b]).norm(dim=-1))
+        for a, b in combinations(range(len(v)), 2)
+    ]
     return torch.stack(pairs).mean(0).rad2deg()
-
-
-def _between(a: Tensor, b: Tensor) -> Tensor:
-    """The angle of unit vectors `(B, D)`, sharp for small ones too (Kahan)."""
-    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))

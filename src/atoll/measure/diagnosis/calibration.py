@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atoll.campaign.results import Table
-from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell, finite
+from atoll.base.table import finite
+from atoll.campaign.diagnosed import ReliabilityRow, RouterClusterRow, RouterRow
+from atoll.measure.moments import Means
 
 TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))
 """Tried for the best one: 1/8 to 8 in steps of an eighth of an octave."""
@@ -46,73 +46,79 @@ class Calibration:
         self._rows.add(torch.stack([loss, right], -1).transpose(0, 1), clusters)
         guess = (clusters == self.prior.argmax()).double()
         self._beside.add(torch.stack([-self.prior.log()[clusters], guess], -1), clusters)
-        self._bin(confidence, right)
-        for number, temperature in enumerate(TEMPERATURES):
-            cooled = (logits.double() / temperature).log_softmax(-1)
-            self._tempered[:, number] -= cooled.gather(-1, index)[..., 0].sum(1)
-
-    def _bin(self, confidence: Tensor, right: Tensor) -> None:
         # Bins are (i / M, (i + 1) / M], so that an answer of certainty 1 is in the last one.
         where = (confidence * self.bins).ceil().long().sub(1).clamp(0, self.bins - 1)
         parts = (torch.ones_like(confidence), confidence, right, confidence * (1 - confidence))
         for total, part in zip(self._binned, parts, strict=True):
             total.scatter_add_(1, where, part)
+        for number, temperature in enumerate(TEMPERATURES):
+            cooled = (logits.double() / temperature).log_softmax(-1)
+            self._tempered[:, number] -= cooled.gather(-1, index)[..., 0].sum(1)
 
-    def by_time(self) -> Table:
-        """The router at every time, over all rows.
-
-        nll: mean of -log p(own cluster), nats; nll_se its standard error. accuracy: share of rows whose own
-        cluster is the likeliest. confidence: mean probability of the likeliest; above the accuracy it is too
-        sure. ece: expected calibration error, the mean over bins of |accuracy - confidence|, weighted by
-        their rows (Guo et al. 2017, arXiv 1706.04599). ece_chance: what a perfectly calibrated router would
-        get from so few rows (bins' normal approximation: sqrt(2 / pi) of a standard deviation each); an ece
-        near it says nothing against the router. temperature: the one of `TEMPERATURES` that the logits,
-        divided by it, are likeliest at (same paper), and nll_tempered what that gives; chosen on these rows.
-        prior_nll, prior_accuracy: of the training shares as everybody's answer; prior_entropy: of these
-        shares, what prior_nll is where the rows are shared out alike.
-        """
-        columns = (
-            "t", "rows", "nll", "nll_se", "accuracy", "accuracy_se", "confidence", "ece", "ece_chance",
-            "temperature", "nll_tempered", "prior_nll", "prior_accuracy", "prior_entropy",
-        )  # fmt: skip
+    def by_time(self) -> list[RouterRow]:
+        """The router at every time, over all rows."""
         whole = self._rows.pooled(range(self.k))
         beside = self._beside.pooled(range(self.k))
         entropy = -float(torch.special.xlogy(self.prior, self.prior).sum())
-        rows: list[list[Cell]] = []
+        rows = []
         for number, t in enumerate(self.times):
             count, nll, nll_se = whole.cells(number, 0)
             _, accuracy, accuracy_se = whole.cells(number, 1)
             best = int(self._tempered[number].argmin())
-            sums = self._binned[:, number]
+            _, confidence, right, variance = self._binned[:, number]
             rows.append(
-                [
-                    t, count, nll, nll_se, accuracy, accuracy_se,
-                    float(sums[1].sum() / count),
-                    float((sums[1] - sums[2]).abs().sum() / count),
-                    float((sums[3] * 2 / math.pi).sqrt().sum() / count),
-                    TEMPERATURES[best], finite(self._tempered[number, best] / count),
-                    beside.cells(0)[1], beside.cells(1)[1], entropy,
-                ]
-            )  # fmt: skip
-        return Table.of(columns, rows)
+                RouterRow(
+                    t=t,
+                    rows=count,
+                    nll=nll,
+                    nll_se=nll_se,
+                    accuracy=accuracy,
+                    accuracy_se=accuracy_se,
+                    confidence=float(confidence.sum() / count),
+                    ece=float((confidence - right).abs().sum() / count),
+                    ece_chance=float((variance * 2 / math.pi).sqrt().sum() / count),
+                    temperature=TEMPERATURES[best],
+                    nll_tempered=finite(self._tempered[number, best] / count),
+                    prior_nll=beside.cells(0)[1],
+                    prior_accuracy=beside.cells(1)[1],
+                    prior_entropy=entropy,
+                )
+            )
+        return rows
 
-    def by_cluster(self) -> Table:
-        """The same by the cluster that rows belong to; accuracy is then the share that is found (recall)."""
-        columns = ("t", "cluster", "rows", "nll", "nll_se", "accuracy", "accuracy_se")
-        rows: list[list[Cell]] = []
+    def by_cluster(self) -> list[RouterClusterRow]:
+        """The same by the cluster that rows belong to."""
+        rows = []
         for number, t in enumerate(self.times):
             for cluster in range(self.k):
-                cells = self._rows.of(cluster)
-                rows.append([t, cluster, *cells.cells(number, 0), *cells.cells(number, 1)[1:]])
-        return Table.of(columns, rows)
+                moments = self._rows.of(cluster)
+                count, nll, nll_se = moments.cells(number, 0)
+                _, accuracy, accuracy_se = moments.cells(number, 1)
+                rows.append(
+                    RouterClusterRow(
+                        t=t,
+                        cluster=cluster,
+                        rows=count,
+                        nll=nll,
+                        nll_se=nll_se,
+                        accuracy=accuracy,
+                        accuracy_se=accuracy_se,
+                    )
+                )
+        return rows
 
-    def reliability(self) -> Table:
-        """Confidence against accuracy in bins of confidence (the reliability diagram); no empty bins."""
-        columns = ("t", "low", "high", "rows", "confidence", "accuracy")
-        rows: list[list[Cell]] = []
-        for number, t in enumerate(self.times):
-            for place, (count, sure, right, _) in enumerate(self._binned[:, number].T.tolist()):
-                if count:
-                    ends = (place / self.bins, (place + 1) / self.bins)
-                    rows.append([t, *ends, int(count), sure / count, right / count])
-        return Table.of(columns, rows)
+    def reliability(self) -> list[ReliabilityRow]:
+        """Confidence against accuracy in bins of confidence; no empty bins."""
+        return [
+            ReliabilityRow(
+                t=t,
+                low=place / self.bins,
+                high=(place + 1) / self.bins,
+                rows=int(count),
+                confidence=confidence / count,
+                accuracy=right / count,
+            )
+            for number, t in enumerate(self.times)
+            for place, (count, confidence, right, _) in enumerate(self._binned[:, number].T.tolist())
+            if count
+        ]

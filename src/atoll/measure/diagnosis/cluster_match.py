@@ -9,32 +9,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.campaign.results import Table
+from atoll.campaign.diagnosed import ClusterMatchRow
+from atoll.campaign.measured import Cluster
 from atoll.data.cluster import Features, nearest_centroid, normalise
 from atoll.measure.diagnosis.memorization import leaders
-from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell
-
-COLUMNS = (
-    "cluster", "samples", "landed", "landed_se", "served", "served_se", "others", "others_se",
-    "heldout", "own", "own_se", "heldout_others", "heldout_others_se",
-)  # fmt: skip
+from atoll.measure.moments import Means
 
 
-def landing(
+def cluster_match(
     features: NDArray[np.floating],
     weights: NDArray[np.float64],
     heldout: NDArray[np.floating],
     clusters: NDArray[np.int64],
     centroids: Features,
     prices: Features | None = None,
-) -> Table:
+) -> list[ClusterMatchRow]:
     """Samples by the expert that served them most, beside held-out pictures of its cluster; `all` first.
-
-    landed: share whose nearest centroid is that of the expert. served: distance to the centroids of the
-    experts that served it, by their weights; others: to the rest, by what the weights leave of 1. own and
-    heldout_others: the same of held-out pictures, which are wholly their cluster's. Distances are Euclidean,
-    between features of unit length and centroids.
 
     Args:
         features: of the samples `(N, D)`, by the partition's encoder.
@@ -44,17 +34,29 @@ def landing(
         centroids: of the partition `(K, D)`.
         prices: of the partition `(K,)`, where it has any.
     """
+
+    def stacked(*values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([value.astype(np.float64) for value in values], 1))
+
     k = len(centroids)
     served, share = leaders(weights), weights.mean(0)
     landed = nearest_centroid(normalise(features), centroids, prices) == served
     samples, real = Means(k, (3,)), Means(k, (2,))
-    samples.add(_columns(landed, *_distances(features, centroids, share)), torch.from_numpy(served))
+    samples.add(stacked(landed, *_distances(features, centroids, share)), torch.from_numpy(served))
     if len(heldout):
-        one_hot = np.eye(k)[clusters]
-        real.add(_columns(*_distances(heldout, centroids, one_hot)), torch.from_numpy(clusters))
-    names: list[Cell] = ["all", *range(k)]
-    rows = zip(names, _cells(samples, k), _cells(real, k), strict=True)
-    return Table.of(COLUMNS, [[name, *one_hot, *other] for name, one_hot, other in rows])
+        real.add(stacked(*_distances(heldout, centroids, np.eye(k)[clusters])), torch.from_numpy(clusters))
+    numbers: list[Cluster] = ["all", *range(k)]
+    rows = []
+    for number in numbers:
+        mine, theirs = (m.pooled(range(k)) if number == "all" else m.of(number) for m in (samples, real))
+        values: dict[str, Any] = {}
+        for moments, names in ((mine, ("landed", "served", "others")), (theirs, ("own", "heldout_others"))):
+            for column, name in enumerate(names):
+                _, values[name], values[f"{name}_se"] = moments.cells(column)
+        rows.append(
+            ClusterMatchRow(cluster=number, samples=mine.cells(0)[0], heldout=theirs.cells(0)[0], **values)
+        )
+    return rows
 
 
 def _distances(
@@ -66,14 +68,3 @@ def _distances(
     left = rest.sum(1)
     far = np.divide((apart * rest).sum(1), left, out=np.full(len(apart), np.nan), where=left > 0)
     return (apart * weights).sum(1), far
-
-
-def _columns(*values: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([value.astype(np.float64) for value in values], 1))
-
-
-def _cells(means: Means, k: int) -> list[list[Cell]]:
-    """Of all clusters together and of each: how many, then mean and standard error of every value."""
-    pooled = [means.pooled(range(k)), *(means.of(number) for number in range(k))]
-    places = range(means.mean.shape[1])
-    return [[one.cells(0)[0], *(cell for n in places for cell in one.cells(n)[1:])] for one in pooled]

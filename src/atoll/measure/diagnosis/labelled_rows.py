@@ -7,6 +7,7 @@ alone, and is the same at every time and for every model, so what is compared di
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
-from atoll.campaign.results import Table
+from atoll.campaign.diagnosed import DiagnosisTables, ErrorRow, ExpertRow
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
@@ -77,7 +78,7 @@ def measure(
     prior: Sequence[int],
     config: DiagnoseConfig,
     device: torch.device | str = "cpu",
-) -> dict[str, Table]:
+) -> dict[str, list[Any]]:
     """Router and errors on rows of known cluster.
 
     Args:
@@ -137,3 +138,34 @@ def _velocities(
     if not velocities.isfinite().all():
         raise DataError(f"{name} gives NaN or infinity", "look at its losses, and train it again")
     return velocities
+
+
+WEAK = 1.1
+"""How much larger than another's an expert's error on its own cluster is to be warned of."""
+
+
+def weak_experts(tables: DiagnosisTables, split: str) -> dict[int, tuple[float, float, str]]:
+    """Experts that a neighbour, or the monolith, surpasses for sure on their own cluster: what a compromised
+    island can do, and how it shows.
+
+    Returns:
+        By expert: its error, the lowest other one, and whose that is.
+    """
+    errors: dict[int, dict[str, tuple[float, float]]] = {}
+    named: list[tuple[str, ExpertRow | ErrorRow]] = [
+        *((f"expert {row.expert}", row) for row in tables.experts or ()),
+        *((row.model, row) for row in tables.errors or () if row.model == "monolith"),
+    ]
+    for name, row in named:
+        if (row.split, row.t) != (split, "mean") or row.cluster == "all":
+            continue
+        if row.error is not None and row.se is not None:
+            errors.setdefault(row.cluster, {})[name] = row.error, row.se
+    result = {}
+    for cluster, rivals in errors.items():
+        error, se = rivals.pop(f"expert {cluster}", (0.0, 0.0))
+        best = min(rivals, key=lambda name: rivals[name][0], default=None)
+        # Three standard errors, so that chance among K experts does not accuse an honest island.
+        if best is not None and error - 3 * se > WEAK * rivals[best][0]:
+            result[cluster] = (error, rivals[best][0], best)
+    return result

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
-from atoll.campaign.results import Table
+from atoll.base.table import finite
+from atoll.campaign.diagnosed import CopyRow, NearestRow
+from atoll.campaign.measured import Cluster
 from atoll.measure.metrics.projection import must_be_finite
-from atoll.measure.table import Cell, finite
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -133,77 +134,70 @@ class Copies:
         }
         return [", ".join(n for n, hit in tests.items() if hit[i]) for i in range(len(self.served))]
 
-    def by_cluster(self, k: int) -> Table:
-        """Samples by the expert that served them, beside held-out pictures of that cluster.
-
-        suspicious: share nearer to a training picture than the quantile of held-out pictures by ratio or by
-        distance; by chance up to twice the quantile. memorised: share with a ratio under 1/3;
-        memorised_heldout the same of held-out pictures. ratio, distance: medians (nearest over second
-        nearest; Euclidean to the nearest); ratio_heldout, distance_heldout: of held-out pictures. leaked:
-        share of the held-out pictures that are training pictures too, which the three before leave out.
-        """
-        columns = (
-            "cluster", "samples", "suspicious", "memorised", "ratio", "distance",
-            "heldout", "memorised_heldout", "ratio_heldout", "distance_heldout", "leaked",
-        )  # fmt: skip
+    def by_cluster(self, k: int) -> list[NearestRow]:
+        """Samples by the expert that served them, beside held-out pictures of that cluster; `all` first."""
         flagged = np.array([bool(reason) for reason in self.reasons()])
-        rows: list[list[Cell]] = []
-        for cluster in ["all", *range(k)]:
+        clusters: list[Cluster] = ["all", *range(k)]
+        rows = []
+        for cluster in clusters:
             mine = np.full(len(self.served), True) if cluster == "all" else self.served == cluster
             real = np.full(len(self.clusters), True) if cluster == "all" else self.clusters == cluster
-            share = float(flagged[mine].mean()) if mine.any() else None
-            leaked = float(self.heldout.same[real].mean()) if real.any() else None
-            sampled, other = _part(self.samples, mine), _part(self.heldout, real & ~self.heldout.same)
-            rows.append([cluster, sampled[0], share, *sampled[1:], int(real.sum()), *other[1:], leaked])
-        return Table.of(columns, rows)
+            memorised, ratio, distance = _medians(self.samples, mine)
+            # Held-out pictures that are training pictures themselves are no measure of what nobody copied.
+            memorised_heldout, ratio_heldout, distance_heldout = _medians(
+                self.heldout, real & ~self.heldout.same
+            )
+            rows.append(
+                NearestRow(
+                    cluster=cluster,
+                    samples=int(mine.sum()),
+                    suspicious=float(flagged[mine].mean()) if mine.any() else None,
+                    memorised=memorised,
+                    ratio=ratio,
+                    distance=distance,
+                    heldout=int(real.sum()),
+                    memorised_heldout=memorised_heldout,
+                    ratio_heldout=ratio_heldout,
+                    distance_heldout=distance_heldout,
+                    leaked=float(self.heldout.same[real].mean()) if real.any() else None,
+                )
+            )
+        return rows
 
-    def suspicious(self, most: int) -> Table:
-        """The most suspicious samples, nearest by ratio first: number of the sample, cluster whose expert
-        served it, nearest training row, ratio, distance, and why."""
+    def suspicious(self, most: int) -> list[CopyRow]:
+        """The most suspicious samples, nearest by ratio first."""
+        return [row for row in self._by_ratio() if row.why][:most]
+
+    def closest(self) -> list[CopyRow]:
+        """Of every cluster whose expert served a sample the nearest one; `why` may be empty."""
+        first: dict[int, CopyRow] = {}
+        for row in self._by_ratio():
+            first.setdefault(row.cluster, row)
+        return [first[cluster] for cluster in sorted(first)]
+
+    def _by_ratio(self) -> list[CopyRow]:
         reasons = self.reasons()
-        return self._table([n for n in self._nearest_first() if reasons[n]][:most], reasons)
-
-    def closest(self) -> Table:
-        """Of every cluster whose expert served a sample the nearest one, with the same columns; `why` is
-        empty where it is not suspicious."""
-        first: dict[int, int] = {}
-        for n in self._nearest_first():
-            first.setdefault(int(self.served[n]), n)
-        return self._table([first[cluster] for cluster in sorted(first)], self.reasons())
-
-    def _nearest_first(self) -> list[int]:
-        """Numbers of the samples by ratio, of equal ones by distance."""
-        order: list[int] = np.lexsort((self.samples.distances[:, 0], self.samples.ratio)).tolist()
-        return order
-
-    def _table(self, samples: Sequence[int], reasons: Sequence[str]) -> Table:
-        rows: list[list[Cell]] = [
-            [
-                n,
-                int(self.served[n]),
-                int(self.samples.rows[n, 0]),
-                finite(self.samples.ratio[n]),
-                finite(self.samples.distances[n, 0]),
-                reasons[n],
-            ]
-            for n in samples
+        order = np.lexsort((self.samples.distances[:, 0], self.samples.ratio))  # of equal ratios by distance
+        return [
+            CopyRow(
+                sample=int(n),
+                cluster=int(self.served[n]),
+                row=int(self.samples.rows[n, 0]),
+                ratio=finite(self.samples.ratio[n]),
+                distance=finite(self.samples.distances[n, 0]),
+                why=reasons[n],
+            )
+            for n in order
         ]
-        return Table.of(("sample", "cluster", "row", "ratio", "distance", "why"), rows)
 
 
-def beside(table: Table, monolith: Copies) -> Table:
-    """The table by cluster with a row for all samples of the monolith, whose `cluster` is `monolith`."""
-    whole = monolith.by_cluster(0).rows[0]
-    return Table.of(table.columns, [*table.rows, ["monolith", *whole[1:]]])
-
-
-def _part(nearest: Nearest, which: NDArray[np.bool_]) -> list[Cell]:
-    """Number, share memorised, median ratio and median distance of some pictures."""
+def _medians(nearest: Nearest, which: NDArray[np.bool_]) -> tuple[float | None, float | None, float | None]:
+    """Share memorised, median ratio and median distance of some pictures."""
     ratio = nearest.ratio[which]
     if not len(ratio):
-        return [0, None, None, None]
-    medians = (np.median(ratio), np.median(nearest.distances[which, 0]))
-    return [len(ratio), float((ratio < MEMORISED).mean()), *(finite(value) for value in medians)]
+        return None, None, None
+    medians = finite(np.median(ratio)), finite(np.median(nearest.distances[which, 0]))
+    return float((ratio < MEMORISED).mean()), *medians
 
 
 def leaders(weights: Sequence[F64] | F64) -> I64:

@@ -1,8 +1,8 @@
 """How a path from noise to data reacts to small changes: of its state, its start and its steps.
 
 Stable is not good: in arXiv 2602.02685 `full` is the stablest strategy and has the worst pictures, while
-what governs quality is that states meet experts which know them (`alignment`, `landing`). These numbers tell
-one from the other.
+what governs quality is that states meet experts which know them (`alignment`, `cluster_match`). These numbers
+tell one from the other.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.base.rng import normals
-from atoll.campaign.results import Table
-from atoll.measure.diagnosis.running_stats import Means
-from atoll.measure.table import Cell
+from atoll.campaign.diagnosed import LipschitzRow, StabilityRow
+from atoll.measure.moments import Means
 from atoll.model.bank import Bank
 from atoll.model.generate import Sampling, generate, samplers
 from atoll.model.sampler import Sampler, times
@@ -24,7 +23,7 @@ NUDGE = 0.01
 """Root mean square of a nudge, per dimension; noise has 1. Large enough for networks in half precision."""
 
 
-def stability(model: Bank, sampling: Sampling) -> tuple[Table, Table]:
+def stability(model: Bank, sampling: Sampling) -> tuple[StabilityRow, list[LipschitzRow]]:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
     Args:
@@ -32,11 +31,7 @@ def stability(model: Bank, sampling: Sampling) -> tuple[Table, Table]:
         sampling: of how many from the first, and how.
 
     Returns:
-        `stability`, one row. sensitivity: how much farther the ends of a sample and of its nudged twin are
-        apart than their starts were, where a change of expert counts. refinement: root mean square of what
-        twice the steps change in it, in units of the latents.
-        `lipschitz`, a row for each step. lipschitz: of the velocity, foreseen: of the picture; see `speeds`.
-        Both have the mean over samples and its standard error.
+        How the ends react, and for each step how fast the field changes there; see `speeds`.
 
     Raises:
         DataError: the model gives NaN or infinity.
@@ -64,15 +59,32 @@ def stability(model: Bank, sampling: Sampling) -> tuple[Table, Table]:
     gaps[:, 0] /= _size(nudge)
     gaps[:, 1] /= plain[0].numel() ** 0.5
     ends.add(gaps, torch.zeros(count).long())
-    whole, steps = ends.of(0), paths.of(0)
-    line: list[Cell] = [*whole.cells(0), *whole.cells(1)[1:]]
-    starting = times(generation.steps, generation.shift)[:-1]
+    samples, sensitivity, sensitivity_se = ends.of(0).cells(0)
+    _, refinement, refinement_se = ends.of(0).cells(1)
+    path = []
+    for n, t in enumerate(times(generation.steps, generation.shift)[:-1]):
+        _, lipschitz, lipschitz_se = paths.of(0).cells(n, 0)
+        _, foreseen, foreseen_se = paths.of(0).cells(n, 1)
+        path.append(
+            LipschitzRow(
+                step=n,
+                t=t,
+                samples=samples,
+                lipschitz=lipschitz,
+                lipschitz_se=lipschitz_se,
+                foreseen=foreseen,
+                foreseen_se=foreseen_se,
+            )
+        )
     return (
-        Table.of(("samples", "sensitivity", "sensitivity_se", "refinement", "refinement_se"), [line]),
-        Table.of(
-            ("step", "t", "samples", "lipschitz", "lipschitz_se", "foreseen", "foreseen_se"),
-            [[n, t, *steps.cells(n, 0), *steps.cells(n, 1)[1:]] for n, t in enumerate(starting)],
+        StabilityRow(
+            samples=samples,
+            sensitivity=sensitivity,
+            sensitivity_se=sensitivity_se,
+            refinement=refinement,
+            refinement_se=refinement_se,
         ),
+        path,
     )
 
 

@@ -1,7 +1,7 @@
 """The diagnose stage: why the ensemble is good or bad, from what a campaign published."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,25 +17,25 @@ from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.text import NONE
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
 from atoll.campaign.baselines import single_cards
+from atoll.campaign.diagnosed import CopyRow, Diagnosis, DiagnosisTables
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import Diagnosis, Table
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.encoders.extractors import extractor
 from atoll.encoders.vision import VisionEncoder, vision_encoder
-from atoll.measure.departure import Departure, possible, routings
-from atoll.measure.diagnosis.cluster_match import landing
-from atoll.measure.diagnosis.labelled_rows import labelled, measure
-from atoll.measure.diagnosis.memorization import Copies, beside, leaders, two_nearest
+from atoll.measure.diagnosis.cluster_match import cluster_match
+from atoll.measure.diagnosis.labelled_rows import labelled, measure, weak_experts
+from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest
 from atoll.measure.diagnosis.stability import stability
-from atoll.measure.diagnosis.suspects import suspects
 from atoll.measure.diagnosis.usage import switches, usage
 from atoll.measure.models import Candidate, RowConditions, published, samples_of
+from atoll.measure.override import SamplingOverride, strategies_for, supported
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -59,19 +59,19 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     baseline = single_cards(campaign, router, ("monolith",))
     parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, partition = _data(campaign)
-    departure = Departure.of(campaign, config)
-    strategies = [str(Routing.named(name)) for name in routings(campaign, config.strategies, USUAL)]
+    override = SamplingOverride.of(campaign, config)
+    strategies = [str(Routing.named(name)) for name in strategies_for(campaign, config.strategies, USUAL)]
     settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)})
     settings |= {"seed": seed, "strategies": strategies}
-    settings |= {name: getattr(departure.generation, name) for name in ("steps", "guidance")}
-    settings |= {"shift": departure.generation.shift} if departure.generation.shift != 1 else {}
+    settings |= {name: getattr(override.generation, name) for name in ("steps", "guidance")}
+    settings |= {"shift": override.generation.shift} if override.generation.shift != 1 else {}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
     if (known := Diagnosis.known(store, key)) is not None:
         say("diagnose: finished already")
         return known
     start = time.monotonic()
     with using_threads(config.threads):
-        diagnosis = _Diagnosis(campaign, dataset, partition, router, departure, strategies)
+        diagnosis = _Diagnosis(campaign, dataset, partition, router, override, strategies)
         tables, about = diagnosis.run(bool(baseline))
     result = Diagnosis(
         key=key,
@@ -79,7 +79,7 @@ def diagnose(campaign: Campaign) -> Diagnosis:
         code=code_version(),
         seconds=round(time.monotonic() - start, 1),
         settings=settings,
-        departures=departure.changes,
+        overrides=override.changes,
         k=partition.k,
         sizes=partition.sizes,
         missing=sorted(set(range(partition.k)) - set(content.experts)),
@@ -125,18 +125,18 @@ class _Diagnosis:
         dataset: DataSet,
         partition: Partition,
         router: Card,
-        departure: Departure,
+        override: SamplingOverride,
         strategies: list[str],
     ) -> None:
         self.campaign, self.dataset, self.partition, self.router = campaign, dataset, partition, router
-        self.departure, self.strategies = departure, strategies
+        self.override, self.strategies = override, strategies
         self.config, self.seed = campaign.config.diagnose, campaign.config.seed
         self.device = own_device()
         self.candidate = published(campaign, "ensemble", self.device)
         self.ensemble = self.candidate.model.bank
 
-    def run(self, baseline: bool) -> tuple[dict[str, Table], dict[str, Any]]:
-        """Tables by name, and what else is told."""
+    def run(self, baseline: bool) -> tuple[DiagnosisTables, dict[str, Any]]:
+        """The tables, and the other fields of the result."""
         if self.ensemble.missing:
             names = ", ".join(map(str, self.ensemble.missing))
             say(f"  warning: experts {names} are missing and left out; their share goes to the others")
@@ -144,31 +144,32 @@ class _Diagnosis:
         tables = self._measured(None if monolith is None else monolith.model.bank)
         named = self.strategies if self.config.samples else []
         pretrained = self.ensemble.pretrain is not None
-        kept = possible(named, len(self.ensemble.experts), self.candidate.missing, pretrained)
-        routings = {name: Routing.named(name) for name in kept}
+        strategies = supported(named, len(self.ensemble.experts), self.candidate.missing, pretrained)
+        routings = {name: Routing.named(name) for name in strategies}
         sampled = {name: self._sampled(routing) for name, routing in routings.items()}
         about: dict[str, Any] = {"strategies": list(sampled), "copies": None, "pictures": [], "closest": []}
         if sampled:
             tables |= self._traced(sampled) | self._stability(routings, monolith)
-            ends, facts = self._ends(sampled, monolith)
+            ends, facts = self._memorisation(sampled, monolith)
             tables, about = tables | ends, about | facts
-        _summarise(tables)
-        return tables, about
+        result = DiagnosisTables(**{name: tuple(rows) for name, rows in tables.items()})
+        _summarise(result)
+        return result, about
 
-    def _measured(self, monolith: Bank | None) -> dict[str, Table]:
-        config, tables = self.config, dict[str, dict[str, Table]]()
+    def _measured(self, monolith: Bank | None) -> dict[str, list[Any]]:
+        config, tables = self.config, dict[str, list[Any]]()
         for split in config.splits:
             samples = samples_of(self.campaign, self.dataset, split, self.router)
             say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
             rows = labelled(samples, self.partition.clusters, config.rows, self.seed, config.batch)
             measured = measure(self.ensemble, monolith, rows, self.partition.sizes, config, self.device)
-            for name, table in measured.items():
-                tables.setdefault(name, {})[split] = table
-        return {name: Table.stacked("split", by_split) for name, by_split in tables.items()}
+            for name, found in measured.items():
+                tables.setdefault(name, []).extend(labelled_by(found, split=split))
+        return tables
 
     def _sampling(self, routing: Routing, count: int) -> Sampling:
         """All about drawing the first pictures at the conditions of `_conditions`."""
-        generation = self.departure.generation.with_(routing=routing)
+        generation = self.override.generation.with_(routing=routing)
         conditions, shape = self._conditions, self.candidate.model.shape
         batch, labels = self.config.batch, conditions.labels
         return Sampling(
@@ -176,8 +177,8 @@ class _Diagnosis:
         )
 
     def _sampled(self, routing: Routing) -> Sampled:
-        count, steps = self.config.samples, self.departure.generation.steps
-        say(f"diagnose: {count:,} pictures under {routing}, {self.departure.text}")
+        count, steps = self.config.samples, self.override.generation.steps
+        say(f"diagnose: {count:,} pictures under {routing}, {self.override.text}")
         weights = torch.empty(steps, count, len(self.ensemble.experts))
         latents = torch.empty(count, *self.candidate.model.shape)
         for drawn in generate(self.ensemble, self._sampling(routing, count)):
@@ -195,41 +196,38 @@ class _Diagnosis:
         clusters = self.partition.clusters[samples.rows[index]]
         return RowConditions(samples, index, clusters, self.config.conditions)
 
-    def _traced(self, sampled: dict[str, Sampled]) -> dict[str, Table]:
+    def _traced(self, sampled: dict[str, Sampled]) -> dict[str, list[Any]]:
         clusters = self._conditions.labels
-        starts = times(self.departure.generation.steps, self.departure.generation.shift)[:-1]
-        used = {n: usage(s.weights, clusters, self.partition.sizes) for n, s in sampled.items()}
-        changed = {n: switches(s.weights, starts) for n, s in sampled.items()}
-        return {
-            "usage": Table.stacked("strategy", used),
-            "switches": Table.stacked("strategy", changed),
-        }
+        generation = self.override.generation
+        starts = times(generation.steps, generation.shift)[:-1]
+        tables: dict[str, list[Any]] = {"usage": [], "switches": []}
+        for name, samples in sampled.items():
+            used = usage(samples.weights, clusters, self.partition.sizes)
+            tables["usage"] += labelled_by(used, strategy=name)
+            tables["switches"] += labelled_by(switches(samples.weights, starts), strategy=name)
+        return tables
 
-    def _stability(self, routings: dict[str, Routing], monolith: Candidate | None) -> dict[str, Table]:
+    def _stability(self, routings: dict[str, Routing], monolith: Candidate | None) -> dict[str, list[Any]]:
         """Of every strategy and of the monolith, on the first of the samples."""
         count = min(self.config.probed, self.config.samples)
         if not count:
             return {}
-        say(
-            f"diagnose: {count:,} pictures of each nudged, and in {2 * self.departure.generation.steps} steps"
-        )
+        say(f"diagnose: {count:,} pictures of each nudged, and in {2 * self.override.generation.steps} steps")
         models: dict[str, tuple[Bank, Routing]] = {
             name: (self.ensemble, routing) for name, routing in routings.items()
         }
         if monolith is not None:
             models["monolith"] = (monolith.model.bank, Routing())
-        probed = {
-            name: stability(model, self._sampling(routing, count))
-            for name, (model, routing) in models.items()
-        }
-        return {
-            "stability": Table.stacked("strategy", {name: ends for name, (ends, _) in probed.items()}),
-            "lipschitz": Table.stacked("strategy", {name: path for name, (_, path) in probed.items()}),
-        }
+        tables: dict[str, list[Any]] = {"stability": [], "lipschitz": []}
+        for name, (model, routing) in models.items():
+            ends, path = stability(model, self._sampling(routing, count))
+            tables["stability"] += labelled_by([ends], strategy=name)
+            tables["lipschitz"] += labelled_by(path, strategy=name)
+        return tables
 
-    def _ends(
+    def _memorisation(
         self, sampled: dict[str, Sampled], monolith: Candidate | None
-    ) -> tuple[dict[str, Table], dict[str, Any]]:
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Whether samples lie in their experts' clusters, and whether those of the first strategy and of the
         monolith are copies; tables, and what is shown of the copies."""
         heldout = self.dataset.split("heldout")
@@ -239,23 +237,26 @@ class _Diagnosis:
         encoder, model = self._extractor(), self.candidate.model
         parts = [features for _, features in self._features(encoder, heldout)]
         real = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
-        tables, facts, landings = dict[str, Table](), dict[str, Any](), dict[str, Table]()
-        for name, one in sampled.items():
+        tables, facts = dict[str, list[Any]](), dict[str, Any]()
+        for name, samples in sampled.items():
             first = name == next(iter(sampled))
             if not own_space and not first:
                 break
-            numbers = torch.arange(len(one.latents)).split(self.config.batch)
-            pictures = [p for part in numbers for p in model.pictures(one.latents[part], part.tolist())]
-            features, weights = encoder.encode(pictures).numpy(), one.weights.numpy()
+            numbers = torch.arange(len(samples.latents)).split(self.config.batch)
+            pictures = [p for part in numbers for p in model.pictures(samples.latents[part], part.tolist())]
+            features, weights = encoder.encode(pictures).numpy(), samples.weights.numpy()
             if own_space:
                 cut, clusters = self.partition, self.partition.clusters[heldout]
-                landings[name] = landing(features, weights, real, clusters, cut.centroids, cut.prices)
+                ends = cluster_match(features, weights, real, clusters, cut.centroids, cut.prices)
+                tables.setdefault("landing", []).extend(labelled_by(ends, strategy=name))
             if first and len(heldout):
                 copies = self._copies(encoder, features, real, leaders(weights))
-                tables, facts = self._told(copies, encoder, pictures)
+                copied, facts = self._copied(copies, encoder, pictures)
+                tables |= copied
                 if monolith is not None:
-                    tables["nearest"] = beside(tables["nearest"], self._copies_of(monolith, encoder, copies))
-        return tables | ({"landing": Table.stacked("strategy", landings)} if landings else {}), facts
+                    whole = self._copies_of(monolith, encoder, copies).by_cluster(0)
+                    tables["nearest"] += labelled_by(whole, cluster="monolith")
+        return tables, facts
 
     def _copies(self, encoder: VisionEncoder, features: F32, real: F32, served: NDArray[np.int64]) -> Copies:
         """Samples and held-out pictures beside their nearest training pictures."""
@@ -274,9 +275,9 @@ class _Diagnosis:
         near = two_nearest(features, self._features(encoder, self.dataset.split("train")))
         return replace(like, samples=near, served=np.zeros(count, np.int64))
 
-    def _told(
+    def _copied(
         self, copies: Copies, encoder: VisionEncoder, pictures: list[Image.Image]
-    ) -> tuple[dict[str, Table], dict[str, Any]]:
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Tables of the copies, and the pictures that they name."""
         limits = dict(zip(("ratio", "distance"), copies.limits, strict=True)) if copies.limits else None
         same = copies.heldout.same
@@ -286,15 +287,16 @@ class _Diagnosis:
                 f"  warning: {leaked} of {len(same)} held-out pictures are training pictures too: what is"
                 " measured on held-out rows flatters (see data.ingest.group)"
             )
-        tables = {
+        suspicious, closest = copies.suspicious(self.config.named), copies.closest()
+        tables: dict[str, list[Any]] = {
             "nearest": copies.by_cluster(self.partition.k),
-            "suspicious": copies.suspicious(self.config.named),
-            "closest": copies.closest(),
+            "suspicious": suspicious,
+            "closest": closest,
         }
         return tables, {
             "copies": {"limits": limits, "leaked": leaked, **encoder.producer()},
-            "pictures": self._show(tables["suspicious"], pictures, "pairs"),
-            "closest": self._show(tables["closest"], pictures, "closest"),
+            "pictures": self._show(suspicious, pictures, "pairs"),
+            "closest": self._show(closest, pictures, "closest"),
         }
 
     def _extractor(self) -> VisionEncoder:
@@ -319,38 +321,44 @@ class _Diagnosis:
             else:
                 yield part, encoder.encode([self.dataset.image(int(row)) for row in part]).numpy()
 
-    def _show(self, named: Table, pictures: list[Image.Image], folder: str) -> list[dict[str, Any]]:
+    def _show(
+        self, copies: Sequence[CopyRow], pictures: list[Image.Image], folder: str
+    ) -> list[dict[str, Any]]:
         """Write the samples of a table and their nearest training pictures; their keys and the caption."""
         shown = []
-        for number, record in enumerate(named.records):
-            sample, row = record["sample"], record["row"]
-            assert isinstance(sample, int) and isinstance(row, int)
+        for number, copy in enumerate(copies):
             keys = {name: f"{FOLDER}/{folder}/{number:02d}-{name}.png" for name in ("sample", "training")}
-            self.campaign.store.put(keys["sample"], png(pictures[sample]))
-            self.campaign.store.put(keys["training"], png(self.dataset.image(row)))
-            caption = self.dataset.take([row]).column("caption").to_pylist()[0]
-            shown.append({**keys, "caption": caption, "id": self.dataset.ids[row]})
+            self.campaign.store.put(keys["sample"], png(pictures[copy.sample]))
+            self.campaign.store.put(keys["training"], png(self.dataset.image(copy.row)))
+            caption = self.dataset.take([copy.row]).column("caption").to_pylist()[0]
+            shown.append({**keys, "caption": caption, "id": self.dataset.ids[copy.row]})
         return shown
 
 
-def _summarise(tables: dict[str, Table]) -> None:
+def labelled_by(rows: Sequence[Any], **labels: str) -> list[Any]:
+    """Typed rows with a value more that says what they were measured of."""
+    return [row.model_copy(update=labels) for row in rows]
+
+
+def _summarise(tables: DiagnosisTables) -> None:
     """A few lines for whoever waits."""
-    first = tables["router"].records[0]["split"]
-    for record in tables["router"].records:
-        if record["split"] == first:
+
+    def shown(value: float | None) -> str:
+        return NONE if value is None else f"{value:.4f}"
+
+    assert tables.router and tables.errors is not None
+    split = tables.router[0].split
+    for row in tables.router:
+        if row.split == split:
             say(
-                f"  t = {record['t']:<7g} router: accuracy {_f(record['accuracy'])}, NLL {_f(record['nll'])}"
-                f" (prior {_f(record['prior_nll'])}), calibration error {_f(record['ece'])}"
+                f"  t = {row.t:<7g} router: accuracy {shown(row.accuracy)}, NLL {shown(row.nll)}"
+                f" (prior {shown(row.prior_nll)}), calibration error {shown(row.ece)}"
             )
-    for record in tables["errors"].records:
-        if (record["split"], record["t"], record["cluster"]) == (first, "mean", "all"):
-            say(f"  error of {record['model']:<9} {_f(record['error'])} ± {_f(record['se'])}")
-    for number, (error, best, whose) in suspects(tables, str(first)).items():
+    for error in tables.errors:
+        if (error.split, error.t, error.cluster) == (split, "mean", "all"):
+            say(f"  error of {error.model:<9} {shown(error.error)} ± {shown(error.se)}")
+    for number, (own, best, whose) in weak_experts(tables, split).items():
         say(
-            f"  warning: expert {number} errs on its own cluster by {_f(error)}, {whose} by {_f(best)};"
+            f"  warning: expert {number} errs on its own cluster by {shown(own)}, {whose} by {shown(best)};"
             f" to leave it out: atoll assemble --quarantine {number}"
         )
-
-
-def _f(value: float | int | str | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atoll.campaign.results import Comparison
+from atoll.campaign.measured import Comparison
 from atoll.report.charts import Axis, Chart, Series, linear_axis, log_axis
 from atoll.report.facts import Facts, Point, pixelated
 from atoll.report.palette import DENSE, model_name, model_styles
@@ -14,7 +14,7 @@ MOST_PAIRS = 12
 def section(facts: Facts) -> dict[str, Any] | None:
     """Everything that the part shows; None before anything of it was measured."""
     compared = facts.comparison
-    if compared is None or not any(table.rows for table in compared.tables.values()):
+    if compared is None or not any(table.rows for table in compared.tables.present().values()):
         return None
     rows = [*compared.records("guidance"), *compared.records("curve")]
     styles = model_styles(row["model"] for row in rows)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from atoll.campaign.points import MeasuredPoint
+from atoll.campaign.measured import MeasuredPoint
 from atoll.report.facts import Facts
 from atoll.report.text import clean_tree
 
@@ -20,14 +20,14 @@ def section(facts: Facts) -> dict[str, Any] | None:
     groups: dict[str, list[MeasuredPoint]] = {}
     for one in sorted(_points(facts), key=lambda point: str(point.subject["name"])):
         key = one.protocol.model_dump(mode="json", exclude={*COLUMNS, *NAMES})
-        key["settings"] = {name: value["settings"] for name, value in one.values.items()}
+        key["settings"] = {name: value.settings for name, value in one.values.items()}
         groups.setdefault(json.dumps(key, sort_keys=True), []).append(one)
     return {"tables": [_table(facts, points) for points in groups.values()]} if groups else None
 
 
 def _table(facts: Facts, points: Sequence[MeasuredPoint]) -> dict[str, Any]:
     """Points of one protocol, each with whether it is of other weights than are published."""
-    notes = {value.get("note") for one in points for value in one.values.values()}
+    notes = {value.note for one in points for value in one.values.values()}
     return {
         "rows": [(one, facts.is_stale(one.subject.get("weights") or {})) for one in points],
         "columns": [n for n in COLUMNS if any(getattr(one.protocol, n) is not None for one in points)],

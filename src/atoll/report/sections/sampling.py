@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from atoll.campaign.results import Diagnosis
+from atoll.campaign.diagnosed import Diagnosis
 from atoll.report.charts import Series, by_time
 from atoll.report.facts import Facts
 from atoll.report.palette import model_styles

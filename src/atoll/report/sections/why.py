@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.base.text import ratio, significant
-from atoll.campaign.results import Diagnosis
+from atoll.campaign.diagnosed import Diagnosis
 from atoll.report.charts import Chart, Series, by_time
 from atoll.report.facts import Facts, pixelated
 

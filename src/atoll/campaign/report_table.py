@@ -14,7 +14,7 @@ CONCEPTS, SCORES, TOLD_BY = "concepts", "scores", "told by"
 in the second is its first column of numbers."""
 
 
-class Finding(File):
+class ReportTable(File):
     """`reports/findings/*.json`: one table of the report page."""
 
     FORMAT, PLACE, ERROR = "atoll/finding", f"{FOLDER}/*.json", DataError
@@ -41,10 +41,10 @@ class Finding(File):
         return key
 
 
-def findings(store: Store) -> list[Finding]:
+def findings(store: Store) -> list[ReportTable]:
     """All tables that were left, by their files' names."""
     keys = [key for key in store.list(FOLDER) if key.endswith(".json")]
-    return [Finding.read(store, key) for key in sorted(keys)]
+    return [ReportTable.read(store, key) for key in sorted(keys)]
 
 
 def of_clusters(store: Store) -> dict[int, str]:
@@ -53,7 +53,7 @@ def of_clusters(store: Store) -> dict[int, str]:
     for name in (CONCEPTS, SCORES):
         if not store.exists(key := f"{FOLDER}/{name}.json"):
             continue
-        found = Finding.read(store, key)
+        found = ReportTable.read(store, key)
         what = TOLD_BY if TOLD_BY in found.columns else "mean score"
         column = found.columns.index(TOLD_BY) if what == TOLD_BY else 1
         for row in found.rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.measure.table import finite
+from atoll.base.table import finite
 
 
 class Means:

@@ -15,7 +15,7 @@ WIDE = 26
 
 
 @dataclass(frozen=True)
-class Departure:
+class SamplingOverride:
     """How samples are drawn to be measured.
 
     Attributes:
@@ -27,7 +27,7 @@ class Departure:
     changes: dict[str, list[Any]]
 
     @classmethod
-    def of(cls, campaign: Campaign, config: CompareConfig | DiagnoseConfig) -> "Departure":
+    def of(cls, campaign: Campaign, config: CompareConfig | DiagnoseConfig) -> "SamplingOverride":
         """Of a stage. Noise and draws are those of the campaign's seed."""
         sampled = generation_of(campaign).for_condition(campaign.config.condition)
         generation = generation_of(campaign).with_(steps=config.steps, guidance=config.guidance)
@@ -51,13 +51,13 @@ def generation_of(campaign: Campaign) -> Generation:
     return Generation(**{name: values[name] for name in Generation.model_fields})
 
 
-def routings(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[str]) -> list[str]:
+def strategies_for(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[str]) -> list[str]:
     """Strategies that a stage asks for: those named, or the campaign's own and then the usual ones."""
     default = str(campaign.config.sampling.routing)
     return list(names) if names is not None else list(dict.fromkeys([default, *usual]))
 
 
-def possible(names: Sequence[str], experts: int, missing: Sequence[int], pretrained: bool) -> list[str]:
+def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretrained: bool) -> list[str]:
     """The strategies that an ensemble of these networks can follow; which are left out is said."""
     kept = []
     for name in names:

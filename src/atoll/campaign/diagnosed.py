@@ -1,0 +1,397 @@
+"""What `atoll diagnose` measured of a campaign: the typed tables of `diagnostics.json`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import DataError
+from atoll.base.table import Tables, measured
+from atoll.campaign.measured import Cluster, Number, Report, Time
+
+
+class OfSplit(Config):
+    """A row of a table that is measured on the rows of a split. `_se` is the standard error of the column
+    before it, as of independent rows."""
+
+    split: str = ""
+    """Rows that were measured: `heldout` or `train`."""
+
+
+class OfCluster(OfSplit):
+    """A row by time and cluster."""
+
+    t: Time
+    """Time, or `mean`: over the times below 1 of each row."""
+    cluster: Cluster
+    """Of the rows; `all` are those whose cluster has an expert."""
+
+
+class OfStrategy(Config):
+    """A row of a table that is measured on samples; `_se` as above, over samples."""
+
+    strategy: str = ""
+    """Routing that was sampled; of `stability` and `lipschitz` the `monolith` too."""
+
+
+class RouterRow(OfSplit):
+    """The router at one time, over all rows."""
+
+    t: float
+    """Time that it was asked at."""
+    rows: int
+    """Their number."""
+    nll: Number = measured(unit="nats")
+    """Mean of -log p(own cluster)."""
+    nll_se: Number = measured(unit="nats")
+    accuracy: Number = measured(unit="share")
+    """Share of rows whose own cluster is the likeliest."""
+    accuracy_se: Number = measured(unit="share")
+    confidence: Number = measured(unit="share")
+    """Mean probability of the likeliest; above the accuracy it is too sure."""
+    ece: Number = None
+    """Expected calibration error: the mean over bins of |accuracy - confidence|, weighted by their rows (Guo
+    et al. 2017, arXiv 1706.04599)."""
+    ece_chance: Number = None
+    """What a perfectly calibrated router would get from so few rows (bins' normal approximation, sqrt(2 / pi)
+    of a standard deviation each); an ece near it says nothing against the router."""
+    temperature: Number = None
+    """The tried one that the logits, divided by it, are likeliest at (same paper); chosen on these rows."""
+    nll_tempered: Number = measured(unit="nats")
+    """What that gives."""
+    prior_nll: Number = measured(unit="nats")
+    """Of the training shares as everybody's answer."""
+    prior_accuracy: Number = measured(unit="share")
+    """Likewise."""
+    prior_entropy: Number = measured(unit="nats")
+    """Of these shares: what prior_nll is where the rows are shared out alike."""
+
+
+class RouterClusterRow(OfSplit):
+    """The same by the cluster that rows belong to; accuracy is then the share that is found (recall)."""
+
+    t: float
+    """Time."""
+    cluster: int
+    """Of the rows."""
+    rows: int
+    """Their number."""
+    nll: Number = measured(unit="nats")
+    """Mean of -log p(own cluster)."""
+    nll_se: Number = measured(unit="nats")
+    accuracy: Number = measured(unit="share")
+    """Share of rows whose own cluster is the likeliest."""
+    accuracy_se: Number = measured(unit="share")
+
+
+class ReliabilityRow(OfSplit):
+    """A bin of the reliability diagram; empty ones are left out."""
+
+    t: float
+    """Time."""
+    low: float
+    """Lower end of the bin of confidence."""
+    high: float
+    """Its upper end."""
+    rows: int
+    """Rows in it."""
+    confidence: float
+    """Their mean confidence."""
+    accuracy: float
+    """Their accuracy."""
+
+
+class ErrorRow(OfCluster):
+    """Error of one way to answer, by time and cluster of the row."""
+
+    model: str
+    """Who answers: the cluster's own expert, the router's first choice, the mean of the others, the mixture
+    weighted by the router, or the monolith."""
+    rows: int
+    """Their number."""
+    error: Number
+    """Mean over rows and dimensions of (v - (eps - x0))^2."""
+    se: Number
+
+
+class DifferenceRow(OfCluster):
+    """Difference of two errors, taken row by row, so its standard error is that of pairs."""
+
+    gap: str
+    """First less second: `selected-own` is what the router's choice costs against being told the cluster;
+    below 0 in `selected-monolith` the ensemble wins."""
+    rows: int
+    """Their number."""
+    difference: Number
+    """Mean over rows."""
+    se: Number
+
+
+class ExpertRow(OfCluster):
+    """Error of an expert on the rows of a cluster: lowest on its own where experts specialise (expert-data
+    alignment, arXiv 2602.02685)."""
+
+    expert: int
+    """Its number."""
+    rows: int
+    """Number of rows."""
+    error: Number
+    """Mean over rows."""
+    se: Number
+
+
+class MissingRow(OfCluster):
+    """What is lost without an expert. Nothing is sampled."""
+
+    expert: int
+    """Who is missing."""
+    rows: int
+    """Number of rows."""
+    loss: Number
+    """The mixture's error when the expert's weight is shared out among the others in proportion to theirs,
+    less the whole mixture's."""
+    se: Number
+
+
+class DisagreementRow(OfCluster):
+    """How far experts differ at one state."""
+
+    rows: int
+    """Number of rows."""
+    angle: Number = measured(unit="degrees")
+    """Between the velocities of two experts, mean over all pairs (arXiv 2602.02685)."""
+    angle_se: Number = measured(unit="degrees")
+    spread: Number
+    """Mean-square distance of an expert drawn by the router's weights to the mixture: the error of drawing
+    less that of mixing (ambiguity; Krogh and Vedelsby 1995)."""
+    spread_se: Number
+
+
+class UsageRow(OfStrategy):
+    """How much an expert is used."""
+
+    expert: int
+    """Its number."""
+    size: float = measured(unit="share")
+    """Share of the training rows."""
+    asked: float = measured(unit="share")
+    """Share of the samples whose condition comes from a row of this cluster: what a router that knows all
+    would come to."""
+    used: Number = measured(unit="share")
+    """Mean weight over samples and steps."""
+    used_se: Number = measured(unit="share")
+    first: Number = measured(unit="share")
+    """Mean weight at the first step, next to pure noise."""
+
+
+class SwitchRow(OfStrategy):
+    """How often the leading expert changes along a trajectory."""
+
+    step: int | Literal["all"]
+    """Where the new expert takes over; `all` is the whole trajectory."""
+    t: Number
+    """Time of that step."""
+    rate: Number
+    """Mean over samples: of `all` the share of passages between steps that change."""
+    se: Number
+    ever: float
+    """Share of the samples that change by then at least once."""
+
+
+class ClusterMatchRow(OfStrategy):
+    """Samples by the expert that served them most, beside held-out pictures of its cluster.
+
+    Distances are Euclidean, between features of unit length and centroids.
+    """
+
+    cluster: Cluster
+    """Number of the expert."""
+    samples: int
+    """That it served."""
+    landed: Number = measured(unit="share")
+    """Share whose nearest centroid is that of the expert."""
+    landed_se: Number = measured(unit="share")
+    served: Number
+    """Distance to the centroids of the experts that served a sample, by their weights."""
+    served_se: Number
+    others: Number
+    """Distance to the other centroids, by what the weights leave of 1."""
+    others_se: Number
+    heldout: int
+    """Held-out pictures of the cluster."""
+    own: Number
+    """As `served`, of held-out pictures, which are wholly their cluster's."""
+    own_se: Number
+    heldout_others: Number
+    """As `others`, of held-out pictures."""
+    heldout_others_se: Number
+
+
+class StabilityRow(OfStrategy):
+    """How the ends of paths react to small changes."""
+
+    samples: int
+    """That were sampled again."""
+    sensitivity: Number
+    """How much farther the ends of a sample and of its nudged twin are apart than their starts were, where a
+    change of expert counts."""
+    sensitivity_se: Number
+    refinement: Number
+    """Root mean square of what twice the steps change in a sample, in units of the latents."""
+    refinement_se: Number
+
+
+class LipschitzRow(OfStrategy):
+    """How fast the field changes around the states of one step."""
+
+    step: int
+    """Number of the step."""
+    t: float
+    """Its time."""
+    samples: int
+    """That were probed."""
+    lipschitz: Number
+    """Of the velocity, along one random direction: a lower bound on average."""
+    lipschitz_se: Number
+    foreseen: Number
+    """The same of the picture that is foreseen, x - t v."""
+    foreseen_se: Number
+
+
+class NearestRow(Config):
+    """Samples by the expert that served them, beside held-out pictures of that cluster."""
+
+    cluster: Cluster | Literal["monolith"]
+    """Number of the expert; `monolith` is all samples of the monolith."""
+    samples: int
+    """That it served."""
+    suspicious: Number = measured(unit="share")
+    """Share nearer to a training picture than the quantile of held-out pictures, by ratio or by distance; by
+    chance up to twice the quantile."""
+    memorised: Number = measured(unit="share")
+    """Share with a ratio under 1/3."""
+    ratio: Number
+    """Median of nearest over second nearest."""
+    distance: Number
+    """Median of the Euclidean distance to the nearest."""
+    heldout: int
+    """Held-out pictures of the cluster."""
+    memorised_heldout: Number = measured(unit="share")
+    """As `memorised`, of the held-out pictures that are no training pictures."""
+    ratio_heldout: Number
+    """Likewise."""
+    distance_heldout: Number
+    """Likewise."""
+    leaked: Number = measured(unit="share")
+    """Share of the held-out pictures that are training pictures too."""
+
+
+class CopyRow(Config):
+    """A sample and the training row that it is nearest to."""
+
+    sample: int
+    """Its number."""
+    cluster: int
+    """Whose expert served it."""
+    row: int
+    """The training row."""
+    ratio: Number
+    """Distance to the nearest over that to the second nearest."""
+    distance: Number
+    """To the nearest."""
+    why: str
+    """`copy`, `ratio`, `distance`, several of them, or nothing."""
+
+
+class DiagnosisTables(Tables):
+    """What a diagnosis measures."""
+
+    router: tuple[RouterRow, ...] | None = None
+    """The router at every time."""
+    router_clusters: tuple[RouterClusterRow, ...] | None = None
+    """By cluster."""
+    reliability: tuple[ReliabilityRow, ...] | None = None
+    """Confidence against accuracy."""
+    errors: tuple[ErrorRow, ...] | None = None
+    """Of the ways to answer."""
+    differences: tuple[DifferenceRow, ...] | None = None
+    """Between them."""
+    experts: tuple[ExpertRow, ...] | None = None
+    """Every expert on every cluster."""
+    missing: tuple[MissingRow, ...] | None = None
+    """Without each expert."""
+    disagreement: tuple[DisagreementRow, ...] | None = None
+    """Between experts."""
+    usage: tuple[UsageRow, ...] | None = None
+    """Of the experts while sampling."""
+    switches: tuple[SwitchRow, ...] | None = None
+    """Between experts while sampling."""
+    stability: tuple[StabilityRow, ...] | None = None
+    """Of paths."""
+    lipschitz: tuple[LipschitzRow, ...] | None = None
+    """Of fields along paths."""
+    nearest: tuple[NearestRow, ...] | None = None
+    """Distances to training pictures."""
+    suspicious: tuple[CopyRow, ...] | None = None
+    """The most suspicious samples, nearest by ratio first."""
+    closest: tuple[CopyRow, ...] | None = None
+    """Of every cluster whose expert served a sample the nearest one."""
+    landing: tuple[ClusterMatchRow, ...] | None = None
+    """Where samples end."""
+
+
+class PicturePair(Config):
+    """A sample and the training picture that it is nearest to."""
+
+    sample: str
+    """Key of the sample."""
+    training: str
+    """Key of the training picture."""
+    caption: str
+    """What was sampled."""
+    id: str = ""
+    """Of the training picture's row."""
+
+
+class Diagnosis(Report):
+    """`diagnostics.json`: why the ensemble is as good as it is."""
+
+    FORMAT, PLACE = "atoll/diagnosis", "reports/diagnostics.json"
+    ERROR, REMEDY = DataError, "run 'atoll diagnose' again"
+
+    settings: dict[str, Any]
+    """Of the group `diagnose`, and the seed."""
+    k: int = 0
+    """Number of clusters."""
+    sizes: list[int] = []
+    """Training rows of each."""
+    missing: list[int]
+    """Numbers of the experts that were not there."""
+    strategies: list[str]
+    """Routings that were sampled."""
+    copies: dict[str, Any] | None
+    """How copies of training pictures were looked for, and `leaked`: held-out pictures that are copies."""
+    pictures: list[PicturePair]
+    """The suspicious samples, in the order of their table."""
+    closest: list[PicturePair] = []
+    """Of each cluster the sample nearest to a training picture."""
+    tables: DiagnosisTables = DiagnosisTables()
+    """What was measured; the same as the CSV files beside it."""
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> Self:
+        if not isinstance(self.settings.get("splits"), list) or not self.settings["splits"]:
+            raise ValueError("settings.splits is missing")
+        return self
+
+    @property
+    def splits(self) -> list[str]:
+        """Rows that were measured, `heldout` or `train`; the first is the one that is shown."""
+        return list(self.settings["splits"])
+
+    def select(self, table: str, **where: Any) -> list[dict[str, Any]]:
+        """Rows of a table that have these values; of the first split, unless another is asked for."""
+        rows = self.records(table)
+        if rows and "split" in rows[0]:
+            where = {"split": self.splits[0], **where}
+        return [row for row in rows if all(row[name] == value for name, value in where.items())]

@@ -1,0 +1,371 @@
+"""What was measured of a campaign: the typed tables of its reports, which pages and cards read."""
+
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, DataError
+from atoll.base.format import File
+from atoll.base.hashing import digest
+from atoll.base.table import Table, Tables, measured
+from atoll.campaign.runs import BASELINE, BESIDE
+from atoll.model.routing import Routing
+from atoll.store.store import Store
+
+BASE = BASELINE
+"""The model that others are compared with."""
+Weights = list[list[list[float]]]
+"""Weights of the experts, `[step][picture][expert]`, from noise to data."""
+Number = float | None
+Time = float | Literal["mean"]
+Cluster = int | Literal["all"]
+Partner = Literal["same noise", "same cluster", "any"]
+How = Literal["between points", "at the first point", "never"]
+
+
+# Points.
+
+
+class Protocol(Config):
+    """How something was measured."""
+
+    extractor: str
+    """Name of the extractor."""
+    extractor_hash: str
+    """Digest of its weights."""
+    extractor_size: int
+    """Side in pixels that it sees."""
+    extractor_token: str | None = None
+    """What of a DINOv2 is the feature."""
+    resize: str
+    """How pictures are brought to that size."""
+    rounding: str
+    """How pictures became 8 bits a channel."""
+    picture_size: tuple[int, int]
+    """Width and height of the judged pictures, in pixels."""
+    reference: str
+    """What they were held against, as the user called it."""
+    reference_hash: str
+    """Digest of its pictures."""
+    reference_split: str | None = None
+    """Which rows of a data set."""
+    reference_count: int
+    """Its number of pictures."""
+    samples: int
+    """Number of judged pictures."""
+    conditions: str | None = None
+    """Whose captions or labels were sampled; none for a folder of pictures, as everything below."""
+    conditions_hash: str | None = None
+    """Digest of these rows."""
+    sampler: str | None = None
+    """How the flow was integrated."""
+    steps: int | None = None
+    """Steps of the sampler."""
+    guidance: float | None = None
+    """Scale of classifier-free guidance."""
+    shift: float | None = None
+    """Time shift of the sampler; none for 1."""
+    routing: str | None = None
+    """Routing strategy; none for a single network."""
+    seed: int | None = None
+    """Of noise and routing."""
+    ema: bool | None = None
+    """Whether weights were averages over the training."""
+    code: str
+    """Version of Atoll."""
+
+
+class MeasuredValue(Config):
+    """One number of a point."""
+
+    label: str
+    """What it may be called: FID is the distance on Inception's features and nowhere else."""
+    value: float
+    """The number."""
+    deviation: float | None = None
+    """Standard deviation over subsets or pictures; none for a single number."""
+    settings: dict[str, Any]
+    """What decides it beside the protocol."""
+    note: str | None = None
+    """What a reader of the number must know beside it."""
+
+
+class MeasuredPoint(File):
+    """One model, or one folder of pictures, measured under one protocol."""
+
+    FORMAT, PLACE = "atoll/point", "reports/points/KEY.json"
+    ERROR, REMEDY = DataError, "measure again: atoll evaluate, or atoll compare"
+
+    subject: dict[str, Any]
+    """What was judged: `name`, and the digests of its weights or pictures."""
+    protocol: Protocol
+    """How."""
+    values: dict[str, MeasuredValue]
+    """Numbers by metric."""
+    cost: dict[str, float | None] = {}
+    """Seconds, processes; of a model also what a step of one sample takes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_key(cls, tree: Any) -> Any:
+        return {name: tree[name] for name in tree if name != "key"} if isinstance(tree, dict) else tree
+
+    @property
+    def key(self) -> str:
+        """Names the point: subject, protocol, and which metrics with what settings."""
+        settings = {name: value.settings for name, value in self.values.items()}
+        return point_key(self.subject, self.protocol, settings)
+
+    def number(self, metric: str) -> float | None:
+        """The value of a metric; None where it was not measured."""
+        return self.values[metric].value if metric in self.values else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content."""
+        return {"key": self.key, **super().to_json()}
+
+
+def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:
+    """Digest of everything that decides a point: not what the reference is called, nor Atoll's version,
+    whose changes of numbers raise `MeasuredPoint.VERSION`."""
+    decisive = protocol.model_dump(mode="json", exclude={"reference", "code"})
+    tree = {"version": MeasuredPoint.VERSION, "subject": subject, "protocol": decisive, "metrics": settings}
+    return digest(tree)[:16]
+
+
+class Report(File):
+    """What a comparison and a diagnosis have in common as files."""
+
+    key: str = ""
+    """Digest of what was measured and how: the same is not measured again."""
+    code: str = ""
+    """Version of Atoll."""
+    seconds: float = 0.0
+    """That it took."""
+    parts: dict[str, str] = {}
+    """Digest of the weights of each network that was measured."""
+    tables: Tables
+    overrides: dict[str, list[float]] = {}
+    """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """Rows of a table as mappings; none where it was not measured."""
+        return self._records.get(name, [])
+
+    @cached_property
+    def _records(self) -> dict[str, list[dict[str, Any]]]:
+        # Once for all: a page asks for the rows of one table some fifty times.
+        return {name: table.records for name, table in self.tables.present().items()}
+
+    @classmethod
+    def known(cls, store: Store, key: str) -> Self | None:
+        """What was measured before, where it is of this version and this key."""
+        content = store.get_json(cls.PLACE) if store.exists(cls.PLACE) else {}
+        fits = cls.fits(content) and content.get("key") == key
+        return cls.of_json(content, store.name(cls.PLACE)) if fits else None
+
+    def csv_tables(self) -> dict[str, Table]:
+        """Tables that lie beside the JSON as CSV."""
+        return self.tables.present()
+
+    def write(self, store: Store) -> None:
+        """Write the file and, before it, its tables as CSV; those of other settings are deleted."""
+        folder = self.PLACE.removesuffix(".json")
+        tables = {f"{folder}/{name}.csv": table for name, table in self.csv_tables().items()}
+        for key in store.list(folder):
+            if key.endswith(".csv") and key not in tables:
+                store.delete(key)
+        for key, table in tables.items():
+            store.put(key, table.to_csv())
+        store.put_json(self.PLACE, self.to_json())
+
+
+# What `atoll compare` measures.
+
+
+class ComparedModel(Config):
+    """A row of the comparison: the monolith, the student, or the ensemble under one routing."""
+
+    name: str
+    """`monolith`, `student`, or the routing."""
+    distance: Number = None
+    """Fréchet distance to the reference."""
+    precision: Number = measured(None, "share")
+    """Share of samples that lie among real pictures."""
+    recall: Number = measured(None, "share")
+    """Share of real pictures that lie among samples."""
+    seconds: Number = measured(None, "s")
+    """Of sampling."""
+    gflops_per_step: Number = measured(None, "GFLOPs")
+    """Operations of a sample at a step of the sampler, for one branch of guidance."""
+    experts_per_step: Number = None
+    """Experts that are evaluated for a sample at a step."""
+    router_calls_per_step: Number = None
+    """How often the router is."""
+    router_share: Number = measured(None, "share")
+    """Part of the operations that is the router's."""
+
+    @cached_property
+    def routing(self) -> Routing | None:
+        """The routing of this name; None for a dense model, and for a function of the user's own."""
+        with suppress(ConfigError):
+            return Routing.named(self.name)
+        return None
+
+
+class GuidanceRow(Config):
+    """A model at one guidance scale."""
+
+    model: str
+    """A single network, or a routing of the ensemble."""
+    guidance: float
+    """Scale of classifier-free guidance."""
+    distance: Number
+    """As in the comparison, like the two that follow."""
+    precision: Number
+    """Likewise."""
+    recall: Number
+    """Likewise."""
+
+
+class BestRow(GuidanceRow):
+    """A model at its own best guidance: the smallest distance, of equal ones the smaller scale."""
+
+    edge: str
+    """`low` or `high` where the best is at an end of the scales, so that a better one may lie beyond."""
+    ratio: Number
+    """Its distance over that of the monolith at its own best."""
+
+
+class CurveRow(Config):
+    """A model after a part of its training."""
+
+    model: str
+    """A single network, or a routing of the ensemble."""
+    share: float
+    """Part of its own training; of an ensemble, of its experts'."""
+    train_flops: float = measured(unit="FLOPs")
+    """Operations spent by then."""
+    of_monolith: Number
+    """The same over the whole of the monolith's."""
+    distance: Number
+    """As in the comparison, like the two that follow."""
+    precision: Number
+    """Likewise."""
+    recall: Number
+    """Likewise."""
+
+
+class ReachRow(Config):
+    """When a model is as good as the finished monolith. The monolith's own row is what the others are read
+    against: it comes before its end where the monolith no longer improves, or by the noise of distances."""
+
+    model: str
+    """A single network, or a routing of the ensemble."""
+    target: float
+    """The monolith's final distance."""
+    train_flops: Number = measured(unit="FLOPs")
+    """Operations that were spent by then; none if it never was."""
+    of_monolith: Number
+    """The same over the whole of the monolith's."""
+    how: How
+    """Interpolated `between points`; `at the first point` it was as good already, and maybe before."""
+
+
+class PairRow(Config):
+    """Correlations of the monolith's samples with a strategy's, for one way to choose partners."""
+
+    strategy: str
+    """Of the ensemble."""
+    space: Literal["pixels", "features"]
+    """What is correlated."""
+    partner: Partner
+    """Which sample each is paired with."""
+    pairs: int
+    """Number of them."""
+    mean: Number
+    """Mean Pearson correlation."""
+    deviation: Number
+    """Sample standard deviation."""
+    low: Number
+    """Lower end of the mean's 95 % interval (normal)."""
+    high: Number
+    """Its upper end."""
+    effect: Number
+    """How far the same noise is above it, in pooled standard deviations (Cohen's d)."""
+    higher: Number
+    """Share of samples whose partner of the same noise correlates more than this one."""
+
+
+class ComparisonTables(Tables):
+    """What a comparison measures beside its models."""
+
+    guidance: tuple[GuidanceRow, ...] | None = None
+    """Every model at every scale."""
+    best: tuple[BestRow, ...] | None = None
+    """Each model at its own best scale."""
+    curve: tuple[CurveRow, ...] | None = None
+    """Every model after every part of its training."""
+    reach: tuple[ReachRow, ...] | None = None
+    """When each model is as good as the finished monolith."""
+    pairs: tuple[PairRow, ...] | None = None
+    """Whether the same noise gives similar pictures."""
+
+
+class Comparison(Report):
+    """`compare.json`: every model's distance under the same conditions, noise and judge."""
+
+    FORMAT, PLACE = "atoll/comparison", "reports/compare.json"
+    ERROR, REMEDY = DataError, "run 'atoll compare' again"
+
+    default: str | None = None
+    """Routing that the campaign samples with."""
+    metric: dict[str, Any]
+    """What the distance is: `distance` (a sentence), then the extractor, axes, reference, samples, steps,
+    guidance, sampler and seed; `real_training_pictures`, the floor; `neighbours` of precision and recall."""
+    rows: list[ComparedModel]
+    """The models."""
+    prompts: list[str]
+    """Captions of the pictures that are shown, in `reports/compare/MODEL/NN.png`."""
+    clusters: list[int]
+    """Cluster of the training picture that each caption is of."""
+    routing: dict[str, Weights]
+    """What the router said of them, by routing."""
+    train_flops: dict[str, float | None] = {}
+    """Operations of training, by part: monolith, experts, router, pretrain, student."""
+    sweep: dict[str, Any] | None = None
+    """What the guidance sweep was of; none where there was none."""
+    curve: dict[str, Any] | None = None
+    """The same of the training curve."""
+    tables: ComparisonTables = ComparisonTables()
+    """What was measured beside the models; the same as the CSV files beside it."""
+
+    def csv_tables(self) -> dict[str, Table]:
+        """Its tables, and the models as `models.csv`."""
+        return {"models": Table.of(ComparedModel, self.rows, "models"), **super().csv_tables()}
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if len(self.clusters) != len(self.prompts):
+            raise ValueError("prompts and clusters differ in number")
+        return self
+
+    def row(self, name: str | None) -> ComparedModel | None:
+        """The row of this name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def best(self) -> ComparedModel | None:
+        """The routing of the smallest distance. `oracle` is told the cluster, so it does not compete."""
+        rows = [r for r in self.rows if r.name not in BESIDE and not (r.routing and r.routing.needs_labels)]
+        return min((r for r in rows if r.distance is not None), key=lambda r: r.distance or 0.0, default=None)
+
+    def ratio(self, row: ComparedModel | None) -> float | None:
+        """Distance over the monolith's."""
+        base = self.row(BASE)
+        if row is None or row.distance is None or base is None or not base.distance:
+            return None
+        return row.distance / base.distance
