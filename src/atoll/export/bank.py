@@ -22,7 +22,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.folder import EXPERTS, ExpertIndex
 from atoll.model.model_card import listed
-from atoll.model.opened import Chosen, choose, read_index
+from atoll.model.opened import Chosen, read_index, select_experts
 from atoll.model.routing import PRETRAIN
 from atoll.model.settings import Residency
 from atoll.model.stored import REMEDY, StoredExpert
@@ -89,7 +89,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     @property
     def pretrain(self) -> Denoiser | None:
         """The network of shared pretraining, which guidance's null branch may ask."""
-        return None if self.pretrain_card is None else _Place(self, PRETRAIN)
+        return None if self.pretrain_card is None else _BankExpert(self, PRETRAIN)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     def __getitem__(self, number: int) -> Denoiser:
         if not 0 <= number < self.k:
             raise IndexError(f"there are {self.k} experts")
-        return _Place(self, number if number in self.cards else self.present[0])
+        return _BankExpert(self, number if number in self.cards else self.present[0])
 
     def forward(self, number: PartName, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`.
@@ -267,7 +267,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """
         root = Path(pretrained_model_name_or_path)
         index = read_index(root)
-        numbers = choose(experts, index.numbers)
+        numbers = select_experts(experts, index.numbers)
         limited = residency is not None and residency.limited
         loaded = {n: read_expert(root / str(n), stored=limited) for n in numbers}
         pretrain = read_expert(root / PRETRAIN, stored=False) if PRETRAIN in index.experts else None
@@ -277,7 +277,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         return bank if kind is None else nn.Module.to(bank, dtype=kind)
 
 
-class _Place(Denoiser):
+class _BankExpert(Denoiser):
     """One place of a bank; asks through the bank's own call, so that hooks on it (offload) are obeyed."""
 
     def __init__(self, bank: ExpertBank, number: PartName) -> None:

@@ -23,7 +23,7 @@ from atoll.export.stock_run import encode, unpacked
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import Checkpoint, use_default_permissions
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
-from atoll.model.opened import target
+from atoll.model.opened import output_folder
 from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.store import to_json
 
@@ -45,7 +45,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
         raise ConfigError(f"--key with --model {request.model}", "only exports of an ensemble are signed")
-    root = target(request.to, stock.limits.pipeline)
+    root = output_folder(request.to, stock.limits.pipeline)
     components = by_name(card, (), (), campaign.config.encoders)
     config, weights = published.read()
     check_card(card, config, components.get("vae"))

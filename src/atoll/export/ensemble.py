@@ -25,7 +25,7 @@ from atoll.model.folder import (
     verify_folder,
 )
 from atoll.model.model_card import listed
-from atoll.model.opened import Chosen, choose, claim, inspect_folder, target
+from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
 from atoll.store.signatures import SUFFIX, public_key, sign
 from atoll.store.store import Store
 
@@ -64,11 +64,11 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: the folder holds something else, an expert or an encoder that is not there.
         StoreError: not assembled, or a file is not what the manifest says.
     """
-    store, root = campaign.store, target(request.to)
+    store, root = campaign.store, output_folder(request.to)
     if request.key is not None:
         public_key(request.key)  # a wrong one is told now
     manifest = read_manifest(store)
-    chosen = choose(request.experts, manifest.experts)
+    chosen = select_experts(request.experts, manifest.experts)
     facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
@@ -77,7 +77,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, (), (), campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
-    claim(root)
+    mark_incomplete(root)
     Store.open(root).delete(MANIFEST + SUFFIX)  # of an earlier export
     folder = Store.open(root)
     folder.sweep()

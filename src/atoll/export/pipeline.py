@@ -45,7 +45,7 @@ from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
 from atoll.model.generation import Generation
 from atoll.model.model import Model
-from atoll.model.opened import Chosen, check_router, claim, open_folder, target
+from atoll.model.opened import Chosen, check_router, mark_incomplete, open_folder, output_folder
 from atoll.model.routing import Routing
 from atoll.model.settings import Residency
 from atoll.model.trace import Costs, Trace
@@ -408,9 +408,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 "pipelines are saved as safetensors without variants", "leave these options out"
             )
         check_flow(self.scheduler)
-        root, bank, router = target(save_directory), plain(self.experts), plain(self.router)
+        root, bank, router = output_folder(save_directory), plain(self.experts), plain(self.router)
         bank.check_folder(root / "experts")
-        claim(root)
+        mark_incomplete(root)
         for name in OTHERS:
             save_component(root, name, getattr(self, name))
         writer = FolderWriter(Store.open(root), len(bank))

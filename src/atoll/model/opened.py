@@ -106,7 +106,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
     root = _fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
     numbers = read_index(root / "experts").numbers
-    wanted = [f"experts/{number}/*" for number in choose(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
+    wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
@@ -130,7 +130,7 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         raise StoreError(f"{root} is not complete (no {MANIFEST})", REMEDY)
     manifest = Manifest.read(files, MANIFEST)
     listing = read_index(root / "experts")
-    chosen = choose(experts, listing.numbers)
+    chosen = select_experts(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
     parts = manifest.checkpoints(files, chosen)
@@ -150,7 +150,7 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     return OpenFolder(root, listing.k, cards, router, manifest.parts, encoders, manifest.about)
 
 
-def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
+def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
     """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline.
 
     Raises:
@@ -170,7 +170,7 @@ def target(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
     return root
 
 
-def claim(root: Path) -> None:
+def mark_incomplete(root: Path) -> None:
     """Make the folder, and write first what says that it is a pipeline's, so that a later try may go on."""
     folder = Store.open(root, create=True)
     if not folder.exists(MODEL_INDEX):
@@ -184,7 +184,7 @@ def read_index(root: Path) -> ExpertIndex:
     return ExpertIndex.read(Store.open(root), EXPERTS)
 
 
-def choose(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
+def select_experts(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
     """The numbers that are meant, in order.
 
     Raises:

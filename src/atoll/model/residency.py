@@ -59,8 +59,8 @@ class ResidentExperts:
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.residency, self.device, self.dtype = residency or Residency(), torch.device(device), dtype
-        self._skeletons: dict[str, _Skeleton] = {}
-        self._experts: dict[int, _Own] = {}
+        self._skeletons: dict[str, _SharedModule] = {}
+        self._experts: dict[int, _ExpertSlot] = {}
         self._count = len(stored)
         for number, one in enumerate(stored):
             if one is not None:
@@ -69,12 +69,11 @@ class ResidentExperts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
         self.place_bytes = max(expert.skeleton.layout.nbytes for expert in self._experts.values())
         self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
-        self._places: list[_Place] = []
+        self._places: list[_Slot] = []
         self._queue: deque[int] = deque()
         self._worker: ThreadPoolExecutor | None = None
-        if (
-            self.residency.prefetch
-        ):  # one thread, of one core: torch would give it a team to wait beside the step's
+        if self.residency.prefetch:
+            # One thread, of one core: torch would give it a team of threads that wait beside the step's.
             self._worker = ThreadPoolExecutor(1, "experts", torch.set_num_threads, (1,))
         self._host: HostMemory | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -123,8 +122,9 @@ class ResidentExperts:
         self, number: int, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of one expert, which is brought first if it is not there."""
+        # Bound before the next ones are brought: the slot of the expert that runs must not be given away.
         stored, place = self._experts[number], self._bring(number)
-        stored.skeleton.point(place)
+        stored.skeleton.bind(place)
         self._bring_ahead(place)
         v = stored.expert.velocity(x_t, t, cond)
         if place.done is not None:
@@ -141,14 +141,13 @@ class ResidentExperts:
             torch.cuda.synchronize(self.device)
             self._host.clear()
         for skeleton in self._skeletons.values():
-            skeleton.point(None)
+            skeleton.bind(None)
         self._places.clear()
         self._queue.clear()
 
     # Bringing experts. Only the caller's thread chooses places; the worker only copies.
 
-    def _bring(self, number: int) -> "_Place":
-        """The place of an expert, once its weights are there."""
+    def _bring(self, number: int) -> "_Slot":
         with contextlib.suppress(ValueError):
             self._queue.remove(number)
         place = self._holding(number)
@@ -160,7 +159,7 @@ class ResidentExperts:
             try:
                 place.pending.result()
             except BaseException:
-                place.number = None  # what it holds is neither the one nor the other
+                place.number = None  # half a copy: neither the expert that was here nor the one that comes
                 raise
             finally:
                 place.pending = None
@@ -170,8 +169,8 @@ class ResidentExperts:
         place.used = self._clock
         return place
 
-    def _bring_ahead(self, running: "_Place | None") -> None:
-        """Start to bring what is wanted next, into places that nothing wanted earlier lies in."""
+    def _bring_ahead(self, running: "_Slot | None") -> None:
+        # Whoever is wanted earlier keeps its slot, or it would have to be brought again.
         if self._worker is None:
             return
         wanted = list(self._queue)
@@ -183,23 +182,22 @@ class ResidentExperts:
                 return
             self._fill(place, number)
 
-    def _holding(self, number: int) -> "_Place | None":
+    def _holding(self, number: int) -> "_Slot | None":
         return next((place for place in self._places if place.number == number), None)
 
-    def _free(self, kept: Sequence[int] | set[int], running: "_Place | None" = None) -> "_Place | None":
-        """The place to use next: an unused one, else of the expert that is unwanted longest."""
+    def _free(self, kept: Sequence[int] | set[int], running: "_Slot | None" = None) -> "_Slot | None":
         empty = next((p for p in self._places if p.number is None), None)
         if empty is not None:
             return empty
         if len(self._places) < self._most:
-            self._places.append(_Place.make(self.place_bytes, self.device))
+            self._places.append(_Slot.make(self.place_bytes, self.device))
             return self._places[-1]
-        # What is wanted last goes first, if all are wanted.
+        # The expert that is wanted last makes room, as in Belady's rule; of those unwanted the oldest first.
         wanted = {number: -position for position, number in enumerate(self._queue)}
         open_ = [p for p in self._places if p is not running and p.number not in kept]
         return min(open_, key=lambda p: (wanted.get(p.number or 0, -len(wanted) - 1), p.used), default=None)
 
-    def _fill(self, place: "_Place", number: int) -> None:
+    def _fill(self, place: "_Slot", number: int) -> None:
         place.number = number
         self.loads += 1
         self.loaded_bytes += self._experts[number].skeleton.layout.nbytes
@@ -213,8 +211,7 @@ class ResidentExperts:
             except BaseException as error:
                 place.pending.set_exception(error)
 
-    def _copy(self, place: "_Place", number: int) -> None:
-        """From disk, or by way of host memory, into a place."""
+    def _copy(self, place: "_Slot", number: int) -> None:
         stored = self._experts[number]
         layout, read = stored.skeleton.layout, stored.read
         if self._host is None or self._stream is None:
@@ -228,14 +225,14 @@ class ResidentExperts:
 
     def _own(
         self, stored: StoredExpert, number: int, dtype: torch.dtype | None, compile: Mapping[str, Any] | None
-    ) -> "_Own":
+    ) -> "_ExpertSlot":
         key = digest({"family": stored.family, "config": dict(stored.config)})
         if key not in self._skeletons:
-            self._skeletons[key] = _Skeleton.make(stored, self.device, dtype, compile)
+            self._skeletons[key] = _SharedModule.make(stored, self.device, dtype, compile)
         skeleton = self._skeletons[key]
         skeleton.layout.check(stored, f"expert {number}")
         expert = Expert(skeleton.network, stored.family, stored.prediction, stored.schedule, stored.card)
-        return _Own(stored, skeleton, expert)
+        return _ExpertSlot(stored, skeleton, expert)
 
 
 @dataclass(frozen=True)
@@ -300,7 +297,7 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Slot:
     """One expert's room on the device.
 
     Attributes:
@@ -322,7 +319,7 @@ class _Place:
     views: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, size: int, device: torch.device) -> "_Place":
+    def make(cls, size: int, device: torch.device) -> "_Slot":
         with torch.inference_mode(False):  # its tensors become parameters, which inference tensors cannot
             block = torch.empty(size, dtype=torch.uint8, device=device)
         if device.type != "cuda":
@@ -339,14 +336,14 @@ class _Place:
         return self.views[id(layout)]
 
 
-class _Skeleton:
+class _SharedModule:
     """A network of one architecture, whose parameters point at one expert's weights at a time."""
 
     def __init__(self, network: nn.Module, layout: Layout) -> None:
         self.network, self.layout = network, layout
         self._held: dict[str, Tensor] = dict(network.state_dict(keep_vars=True))
         self._nothing = {name: value.detach() for name, value in self._held.items()}
-        self._place: _Place | None = None
+        self._place: _Slot | None = None
 
     @classmethod
     def make(
@@ -355,7 +352,7 @@ class _Skeleton:
         device: torch.device,
         dtype: torch.dtype | None,
         compile: Mapping[str, Any] | None,
-    ) -> "_Skeleton":
+    ) -> "_SharedModule":
         """The network of these settings, without memory for weights."""
         with torch.inference_mode(False):
             network = stored.network().eval().requires_grad_(False)
@@ -363,28 +360,30 @@ class _Skeleton:
             for name, value in network.state_dict(keep_vars=True).items():
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 specs[name] = Spec(kind, tuple(value.shape))
+                # The module takes no memory of its own; `bind` points its parameters into a slot.
                 value.data = value.data.new_empty(0)
             nn.Module.to(network, device=device, dtype=dtype)  # diffusers' own warns of nothing
             if compile is not None:
                 network.compile(**compile)
             return cls(network, Layout(specs))
 
-    def point(self, place: _Place | None) -> None:
+    def bind(self, place: _Slot | None) -> None:
         """Use the weights in this place from now on; with None they take no memory."""
         if place is not None and place is self._place:
             return
         self._place = place
         tensors = self._nothing if place is None else place.tensors(self.layout)
+        # `.data` is exchanged and not the parameter: compiled code holds on to the parameters themselves.
         for name, held in self._held.items():
             held.data = tensors[name]
 
 
 @dataclass(frozen=True)
-class _Own:
+class _ExpertSlot:
     """What is kept of one expert wherever its weights are."""
 
     stored: StoredExpert
-    skeleton: _Skeleton
+    skeleton: _SharedModule
     expert: Expert
 
     def read(self, block: Tensor) -> None:
