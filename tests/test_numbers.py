@@ -1,69 +1,78 @@
-"""Numbers of the documentation against the JSONs of the benchmarks.
+"""Numbers of the documentation are those of the results: each names the file, row and column that it is.
 
-A paragraph or table under `<!-- numbers: a.json b.json -->` holds no number with decimals that is not,
-rounded to as many, among the values of these files in `benchmarks/results/`.
+`tests/numbers.json` says which; `python tests/numbers_of.py` proposes for what is new.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from helpers import ROOT
+from numbers_of import NUMBER, PAGES, RECORD, SETTING, leaves, numbers, said, values
 
-PAGES = [
-    "README.md",
-    "examples/emoji/README.md",
-    *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")),
-]
-MARK = re.compile(r"<!-- numbers: (?P<files>[\w. -]+) -->\n(?P<block>.+?)(?=\n\n|\Z)", re.DOTALL)
-NUMBER = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.])")
+BLOCKS: dict[str, dict[str, list[str]]] = json.loads(RECORD.read_text())
 
 
-def leaves(tree: Any) -> Iterator[float]:
-    """All numbers of a JSON tree; large ones in millions too."""
-    if isinstance(tree, dict | list):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(value)
-    elif isinstance(tree, int | float) and not isinstance(tree, bool):
-        yield from (abs(tree), abs(tree) / 1e6) if abs(tree) > 1e5 else (abs(tree),)
-
-
-def wrong(block: str, values: set[float]) -> list[str]:
-    """Numbers of a text that are none of the values, rounded as they are."""
-    texts = NUMBER.findall(re.sub(r"\A\|.*\n\|-.*\n|`[^`]*`|\]\([^)]*\)", "", block))  # less a table's head
-    return [text for text in texts if text not in {f"{v:.{len(text.split('.')[1])}f}" for v in values}]
-
-
-def blocks() -> list[Any]:
-    found = []
-    for page in PAGES:
-        for number, match in enumerate(MARK.finditer((ROOT / page).read_text())):
-            found.append(pytest.param(match["files"].split(), match["block"], id=f"{page}-{number}"))
+def texts(page: str, text: str) -> dict[str, dict[str, list[str]]]:
+    """Numbers of a page's marked blocks, by block and cell, and the files that may hold them."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for block, _, cell, content in numbers(page, text):
+        found.setdefault(block, {}).setdefault(cell, []).extend(NUMBER.findall(content))
     return found
 
 
-@pytest.mark.parametrize(("files", "block"), blocks())
-def test_numbers_are_those_of_the_results(files: list[str], block: str) -> None:
-    values = {
-        v for file in files for v in leaves(json.loads((ROOT / "benchmarks/results" / file).read_text()))
+def wrong(record: dict[str, list[str]], cells: dict[str, list[str]]) -> list[str]:
+    """What is not the value that the record names, or is not named."""
+    if record.keys() != cells.keys():
+        return [f"not in both: {sorted(record.keys() ^ cells.keys())}"]
+    return [
+        f"{cell}: {text} is not {place}"
+        for cell, found in cells.items()
+        for text, place in zip(found, record[cell], strict=True)
+        if place != SETTING and not said(text, values(place.partition(" | ")[0])[place])
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_are_those_of_the_results(page: str) -> None:
+    found = texts(page, (ROOT / page).read_text())
+    assert found.keys() == {block for block in BLOCKS if block.startswith(f"{page}: ")}
+    assert [line for block, cells in found.items() for line in wrong(BLOCKS[block], cells)] == []
+    for block, files, _, _ in numbers(page, (ROOT / page).read_text()):
+        named = {place.partition(" | ")[0] for places in BLOCKS[block].values() for place in places}
+        assert named - {SETTING} <= set(files), block
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_two_swapped_cells_are_found(page: str) -> None:
+    """Any two neighbours in any row of any table, unless they are alike."""
+    for block, cells in texts(page, (ROOT / page).read_text()).items():
+        rows = list(cells)
+        for one, other in pairwise(rows):
+            if len(cells[one]) == len(cells[other]) and cells[one] != cells[other]:
+                assert wrong(BLOCKS[block], cells | {one: cells[other], other: cells[one]}), (block, one)
+
+
+def test_a_number_that_equals_another_value_is_found() -> None:
+    """It once passed when it was any value of the file."""
+    block = next(name for name in BLOCKS if name.startswith("README.md: How fast it is"))
+    cells = texts("README.md", (ROOT / "README.md").read_text())[block]
+    (name, own), *_ = cells.items()
+    for other in set(own) - {own[0]}:
+        assert wrong(BLOCKS[block], cells | {name: [other, *own[1:]]})
+
+
+def test_rows_are_named_by_case_and_metric() -> None:
+    row: dict[str, Any] = {"case": "a", "metric": "b", "value": -2.5e6, "spread": [1, 2], "met": True}
+    assert dict(leaves({"rows": [row]}, "f.json")) == {
+        "f.json | rows | a | b | value": 2.5e6,
+        "f.json | rows | a | b | value | millions": 2.5,
+        "f.json | rows | a | b | spread | 0": 1,
+        "f.json | rows | a | b | spread | 1": 2,
     }
-    assert NUMBER.search(block), "a mark over text without numbers"
-    assert not wrong(block, values)
-
-
-def test_a_wrong_number_is_found() -> None:
-    assert (
-        wrong(
-            "| at 9.5 |\n|---|\n| `top-1 9.9` | 0.74 (0.73 to 0.76) | 399.1 |",
-            {0.7421, 0.7349, 0.7551, 399.06},
-        )
-        == []
-    )
-    assert wrong("it has 0.75 and 1.0", {0.744, 1.04}) == ["0.75"]
-    assert list(leaves({"a": [1, True, {"b": -2.5}], "c": "3"})) == [1, 2.5]
 
 
 def test_the_tables_of_results_are_marked() -> None:
