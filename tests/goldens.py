@@ -93,7 +93,7 @@ MORE = {
     "weighted": ["top-1 null pretrain"],
 }
 """Strategies drawn beside those."""
-SERVED = ("class", "unconditional", "text", "buckets", "adopted")
+SERVED = ("class", "text", "buckets", "adopted")
 """Campaigns whose pictures are drawn by `atoll serve` and the diffusers pipeline too."""
 
 
@@ -341,22 +341,22 @@ def broken(whole: Path, folder: Path, source: Path) -> None:
     run(folder, [["assemble"], *using("partial", ["monolith"])], source)
 
 
-def record(scratch: Path, names: list[str], source: Path) -> Numbers:
-    """Everything of these campaigns that is compared, by path."""
-    found = Numbers()
-    for name in names:
-        folder, start = scratch / name, time.monotonic()
-        if name == "partial":
-            if not (scratch / "class").exists():
-                made("class", scratch / "class", source)
-            broken(scratch / "class", folder, source)
-        else:
-            made(name, folder, source)
-        for section in (losses, pictures, tables, numbers, weights, data):
-            prefix = f"{name}/{section.__name__}/"
-            found |= {prefix + path: value for path, value in section(folder).items()}
-        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-    return found
+def record(name: str, scratch: Path, source: Path) -> Numbers:
+    """Everything of a campaign that is compared, by path."""
+    folder, start = scratch / name, time.monotonic()
+    if name == "partial":
+        if not (scratch / "class").exists():
+            made("class", scratch / "class", source)
+        broken(scratch / "class", folder, source)
+    else:
+        made(name, folder, source)
+    print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+    sections = (losses, pictures, tables, numbers, weights, data)
+    return {
+        f"{name}/{section.__name__}/{path}": value
+        for section in sections
+        for path, value in section(folder).items()
+    }
 
 
 def sha(data: bytes | str) -> str:
@@ -498,7 +498,12 @@ def main() -> None:
     """Record, and keep or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--record", type=Path, metavar="FILE", help="write what the code at hand computes")
+    what.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write what the code computes, in place of what FILE has of the same",
+    )
     what.add_argument("--against", type=Path, metavar="FILE", help="compare it with what was recorded")
     names = [*CHANGES, "partial", *LESS]
     parser.add_argument(
@@ -510,20 +515,25 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this new folder and leave it there")
     asked = parser.parse_args()
     chosen = [name for name in names if name in (asked.only or names)]
+    file = asked.record or asked.against
+    content = json.loads(file.read_text()) if file.exists() else {"rows": {}}
+    found = Numbers()
     with tempfile.TemporaryDirectory() as scratch:
-        found = record((asked.keep or Path(scratch)).resolve(), chosen, asked.source.resolve())
-    if asked.record:
+        for name in chosen:
+            found |= record(name, (asked.keep or Path(scratch)).resolve(), asked.source.resolve())
+    old = {
+        f"{row}/{last}": value for row, values in content["rows"].items() for last, value in values.items()
+    }
+    mine = {path for path in old if path.partition("/")[0] in chosen}
+    if asked.record:  # what was recorded of other campaigns stays
         versions = {package: version(package) for package in ("torch", "diffusers", "numpy")}
         rows: dict[str, Numbers] = {}
-        for path, value in sorted(found.items()):
+        for path, value in sorted({**{path: old[path] for path in old.keys() - mine}, **found}.items()):
             rows.setdefault(path.rpartition("/")[0], {})[path.rpartition("/")[2]] = value
         content = {"machine": platform.platform(), "versions": versions, "rows": rows}
-        asked.record.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
+        file.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
     else:
-        rows = json.loads(asked.against.read_text())["rows"]
-        old = {f"{name}/{last}": value for name, row in rows.items() for last, value in row.items()}
-        old = {path: value for path, value in old.items() if path.partition("/")[0] in chosen}
-        sys.exit(not compare(old, found))
+        sys.exit(not compare({path: old[path] for path in mine}, found))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python tests/numbers_of.py
 
-keeps what is right and proposes a place in the results for every number that has none, or whose place has
-another value: read the difference before you commit it. A number is named by its block, row, column and order in
-the cell; a place in the results is `FILE | case | metric | value`, or the keys of the JSON from the outside in.
+keeps what is right and proposes a place in the results for every number without one, or of another value:
+read the difference before you commit it. A number is named by its block, row, column and order in the cell;
+a place is `FILE | rows | case | metric | value`, or the keys of the JSON from the outside in.
 """
 
 import json
