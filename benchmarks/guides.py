@@ -98,27 +98,27 @@ class GuidedSampler(Sampler):
     def velocity(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Guided velocity."""
         way, (low, high) = self.way, self.way.interval
-        conditional = self._chosen(x_t, t, self.cond)
+        conditional = self._served(x_t, t, self.cond)
         if (way.caption == 1 and way.cluster in (None, 1)) or not low <= float(t[0]) <= high:
             return conditional
         away = self._null(x_t, t)
         if way.cluster is None:
             return away + way.caption * (conditional - away)
-        own = self._chosen(x_t, t, self.null)
+        own = self._served(x_t, t, self.null)
         return away + way.cluster * (own - away) + way.caption * (conditional - own)
 
-    def _chosen(self, x_t: Tensor, t: Tensor, cond: Condition, networks: Networks | None = None) -> Tensor:
+    def _served(self, x_t: Tensor, t: Tensor, cond: Condition, networks: Networks | None = None) -> Tensor:
         """Velocity of the network that serves the picture."""
         assert self.weights is not None
         return Dispatch(self.weights.to(x_t), cond).run(networks or self.bank, x_t, t)
 
     def _null(self, x_t: Tensor, t: Tensor) -> Tensor:
         if self.way.null == "own":
-            return self._chosen(x_t, t, self.null)
+            return self._served(x_t, t, self.null)
         if len(self.others) == 1:
             return self.others[0].velocity(x_t, t, self.null)
         if self.others:
-            return self._chosen(x_t, t, self.null, self.others)
+            return self._served(x_t, t, self.null, self.others)
         positions, seed = [row.position for row in self.rows], self.rows[0].generation.seed
         draws = uniforms(seed, f"route-null/{self.rows[0].step}", positions, (1,))
         logits = self.bank.logits(x_t, t, self.null)

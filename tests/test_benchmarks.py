@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from atoll.base.condition import Condition
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model

@@ -32,9 +32,9 @@ class Size(Config):
     """All experts' places there."""
     peak: int = measured(unit="bytes")
     """Most of the device's memory that was in use, or of the process where the device is the CPU."""
-    rows: float = measured(digits=3)
+    rows: float = measured(unit="1/s", digits=3)
     """Steps of pictures a second at full batches."""
-    pictures: float = measured(digits=3)
+    pictures: float = measured(unit="1/s", digits=3)
     """Pictures a second."""
     swaps: float = measured(digits=3)
     """Experts brought for each picture."""
