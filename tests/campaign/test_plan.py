@@ -372,13 +372,13 @@ def test_configs_of_a_folder_tell_shapes_without_weights(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("data.vae=no/such-vae", ["shape of the VAE 'no/such-vae'"]),
-        ("data.text_encoder=no/such-text", ["width of the text encoder 'no/such-text'"]),
+        ("data.vae=no/such-vae", ["cannot load the VAE 'no/such-vae'"]),
+        ("data.text_encoder=no/such-text", ["cannot load the text encoder 'no/such-text'"]),
     ],
 )
 def test_what_nobody_knows_is_asked_for(key: str, words: list[str], run: Run, tmp_path: Path) -> None:
     text = {"condition": "text", "network": {"family": "pixart"}}
-    refused(run("plan", write_campaign(tmp_path / "c", text), "--set", key), *words, "atoll data encode")
+    refused(run("plan", write_campaign(tmp_path / "c", text), "--set", key), *words)
 
 
 def test_a_size_that_a_vae_does_not_divide(run: Run, tmp_path: Path) -> None:

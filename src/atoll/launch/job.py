@@ -94,7 +94,7 @@ class Job:
         return f"{shlex.join(before)} {meet} {shlex.join(after)}"
 
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The command in two, with torchrun's options in between where there is more than one process."""
+        # In two: torchrun's options for where processes meet go in between.
         python, *rest = self.argv
         if self.nodes == self.processes == 1:
             return (python,), tuple(rest)

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from atoll.base.console import say
@@ -48,7 +48,7 @@ def _gpus() -> int:
 
 
 class _Running:
-    """A started job; a thread forwards its lines, so that the process never blocks on a full pipe."""
+    """A started job."""
 
     def __init__(self, job: Job, devices: set[int], gpus: int, said: "dict[str, _Running] | None") -> None:
         environment = {**os.environ, **job.environment}
@@ -64,8 +64,9 @@ class _Running:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in the terminal is ours to pass on, once
         )
+        # A thread forwards its lines, so that the process never blocks on a full pipe.
         self.tail: deque[str] = deque(maxlen=30)
         self.thread = threading.Thread(target=self._forward, daemon=True)
         self.thread.start()
@@ -98,26 +99,32 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     # Processes of one command do one work together: what they find alike is told by the first.
     said = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
     start = time.monotonic()
-    with _noted() as signals:
+    with _caught_signals() as signals:
         try:
             while waiting or running:
                 if signals:
                     raise KeyboardInterrupt
-                while (job := _ready(waiting, running)) and (free := _room(job, running, gpus)) is not None:
+                # A job is ready when none of those that it needs is left, waiting or running.
+                while True:
+                    left = {job.name for job in waiting} | {other.job.name for other in running}
+                    job = next((job for job in waiting if not left.intersection(job.needs)), None)
+                    free = None if job is None else _room(job, running, gpus)
+                    if job is None or free is None:
+                        break
                     waiting.remove(job)
                     running.append(_Running(job, free, gpus, said.get(job.argv)))
                     say(f"started {job.name} (process {running[-1].process.pid})")
                 time.sleep(0.2)
-                _bury(running)
+                _reap(running)
         finally:
             _stop(running)
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
 
 
 @contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Signals that came so far. They raise nothing: one that came between the start of a process and its
-    entry among those running would leave it without a parent, and so would a second one while all stop."""
+def _caught_signals() -> Iterator[list[int]]:
+    # They raise nothing: one that came between the start of a process and its entry among those running would
+    # leave it without a parent, and so would a second one while all stop.
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -132,13 +139,15 @@ def _noted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _bury(running: list[_Running]) -> None:
+def _reap(running: list[_Running]) -> None:
     """Take out the processes that have ended; `AtollError` if one failed."""
-    for done in [r for r in running if r.process.poll() is not None]:
+    for done in [one for one in running if one.process.poll() is not None]:
         done.thread.join()
         running.remove(done)
-        if done.process.returncode != 0:
-            raise _failure(done)
+        if (code := done.process.returncode) != 0:
+            last = next((line for line in reversed(done.tail) if line.strip()), "no output")
+            fix = "correct it and launch again; finished work stays"
+            raise AtollError(f"{done.job.name} ended with code {code} ({last})", fix)
 
 
 def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
@@ -150,13 +159,6 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"
             raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)
-
-
-def _ready(waiting: Iterable[Job], running: list[_Running]) -> Job | None:
-    """The first job whose needs are all met."""
-    waiting = list(waiting)
-    left = {job.name for job in waiting} | {r.job.name for r in running}
-    return next((job for job in waiting if not left.intersection(job.needs)), None)
 
 
 def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
@@ -173,23 +175,15 @@ def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
     return set() if sum(r.job.memory for r in running) + job.memory <= memory else None
 
 
-def _failure(done: _Running) -> AtollError:
-    code = done.process.returncode
-    last = next((line for line in reversed(done.tail) if line.strip()), "no output")
-    return AtollError(
-        f"{done.job.name} ended with code {code} ({last})", "correct it and launch again; finished work stays"
-    )
-
-
 def _stop(running: list[_Running]) -> None:
     """Tell every process to save and leave; end those that do not."""
-    for one in running:
-        one.process.terminate()
-    deadline = time.monotonic() + GRACE
-    for one in running:
+    for started in running:
+        started.process.terminate()
+    deadline = time.monotonic() + GRACE  # for all together: they save side by side
+    for started in running:
         try:
-            one.process.wait(max(0.1, deadline - time.monotonic()))
+            started.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-        one.thread.join(GRACE)  # its last lines
+            started.process.kill()
+            started.process.wait()
+        started.thread.join(GRACE)  # its last lines

@@ -118,7 +118,7 @@ def gpus(accelerators: str | None) -> int | None:
 
 
 def _script(jobs: Sequence[Job], campaign: str) -> str:
-    """Launches every job that is not queued; before a job that needs others it waits for them."""
+    # SkyPilot knows no dependencies, so the script waits for the jobs that the next one needs.
     lines = ["#!/bin/sh", "# Launches the runs of a campaign; run again, it leaves out what is queued."]
     lines += ["set -eu", 'cd "$(dirname "$0")"', "queued=$(sky jobs queue --skip-finished)"]
     lines += ['queued=" $(printf "%s" "$queued" | tr -s "[:space:]" " ") "']  # words, each between spaces

@@ -82,7 +82,7 @@ def _options(job: Job, site: Site) -> Iterator[str]:
 
 
 def _quoted(option: str) -> str:
-    """An option as sbatch reads it from a script: in double quotes, in which a backslash keeps the next."""
+    # sbatch reads options from a script in double quotes, in which a backslash keeps the next character.
     if not option.isprintable():
         raise ConfigError(f"{option!r} has a line break or control character", "use names without them")
     plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
@@ -140,7 +140,8 @@ def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:
 
 
 def _queued(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
-    """Numbers of the jobs that Slurm knows already, waiting or running."""
+    # Those that Slurm knows already, waiting or running: a launch that is run again submits none of them
+    # twice.
     names = {job.label(campaign): job.name for job in jobs}
     answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
     queued = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
