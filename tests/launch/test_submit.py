@@ -97,8 +97,8 @@ def test_a_run_waits_for_what_trains_elsewhere(
     from atoll.launch.job import Job
 
     jobs = [
-        Job("seed", ("x",), "slurm"),
-        Job("expert 0", ("x",), "slurm", needs=("seed",)),
+        Job("seed", ("x",), target="slurm"),
+        Job("expert 0", ("x",), needs=("seed",), target="slurm"),
         Job("expert 1", ("x",), needs=("seed",)),
         Job("router", ("x",)),
     ]

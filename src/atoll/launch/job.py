@@ -18,7 +18,6 @@ class Job:
     Attributes:
         name: for messages, unique.
         argv: the command, its first part a Python.
-        target: the launcher that runs it.
         cpus: cores that it uses on a node.
         memory: bytes it needs at most on a node, roughly; an estimate unless `memory_asked`.
         work: how long it takes in relation to others; longer ones start first.
@@ -34,11 +33,11 @@ class Job:
         slurm: what only Slurm asks for.
         sky: what only SkyPilot asks for.
         options: what only a launcher of the user's own asks for.
+        target: the launcher that runs it.
     """
 
     name: str
     argv: tuple[str, ...]
-    target: str = "local"
     cpus: int = 1
     memory: int = 0
     work: float = 0.0
@@ -54,6 +53,7 @@ class Job:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sky: SkyConfig = field(default_factory=SkyConfig)
     options: Mapping[str, str] = field(default_factory=dict)
+    target: str = "local"
 
     @property
     def slug(self) -> str:
