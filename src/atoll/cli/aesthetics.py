@@ -1,4 +1,4 @@
-"""The commands about looks: train a scorer on people's scores, score pictures, compare."""
+"""Commands that train, apply and evaluate an image-aesthetics scorer."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LABELS = click.argument("labels", metavar="LABELS", type=LOCAL)
 
 @click.group()
 def aesthetics() -> None:
-    """How pictures look: a scorer of a whole and its parts, trained on people's scores."""
+    """Train and apply an image-aesthetics scorer."""
 
 
 @aesthetics.command("train")
