@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import BESIDE
+from atoll.campaign.roles import BESIDE
 from atoll.measure import models
 from atoll.measure.training_curve import TrainingCurve
 from atoll.model.checkpoint import Checkpoint

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from atoll.base.errors import StoreError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import BESIDE
+from atoll.campaign.roles import BESIDE
 from atoll.model.card import Card, check_together
 from atoll.model.checkpoint import Checkpoint
 

@@ -7,7 +7,8 @@ from atoll.base.errors import AtollError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import Comparison
 from atoll.campaign.report_table import of_clusters
-from atoll.campaign.runs import BESIDE, SINGLE, experts_of, read_partition
+from atoll.campaign.roles import BESIDE, SINGLE
+from atoll.campaign.runs import experts_of, read_partition
 from atoll.data.dataset import MANIFEST, WEIGHTS, DataSet
 from atoll.model.checkpoint import Checkpoint
 

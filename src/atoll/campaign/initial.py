@@ -19,7 +19,8 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.campaign.budget import router_arguments
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import RUNS, Init, Run, RunPlan, experts_of
+from atoll.campaign.roles import RUNS, Init
+from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
 from atoll.model.checkpoint import Checkpoint

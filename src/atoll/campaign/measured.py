@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
 from atoll.base.table import Table, Tables, measured
-from atoll.campaign.runs import BASELINE, BESIDE
+from atoll.campaign.roles import BASELINE, BESIDE
 from atoll.model.routing import Routing
 from atoll.store.store import Store
 

@@ -14,7 +14,8 @@ from atoll.base.text import in_common, size
 from atoll.campaign.budget import RunBudget, divide, router_arguments
 from atoll.campaign.data_spec import CaptionBytes, DataSpec, row_bytes, token_bytes
 from atoll.campaign.gpus import Gpu
-from atoll.campaign.runs import BASELINE, RUNS, Run, runs_of
+from atoll.campaign.roles import BASELINE, RUNS
+from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
 from atoll.networks.families import family

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.text import in_common
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import RUNS, Run, RunPlan, runs_of, stored_bytes
+from atoll.campaign.roles import RUNS
+from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import History
 from atoll.store.signatures import UNSIGNED, signer

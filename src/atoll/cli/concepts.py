@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import click
 
-from atoll.campaign.runs import BASELINE
+from atoll.campaign.roles import BASELINE
 from atoll.cli.common import CAMPAIGN, LOCAL, open_campaign
 
 

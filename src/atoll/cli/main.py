@@ -14,7 +14,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, PeerFailed, first_line
-from atoll.campaign.runs import BESIDE, RUNS
+from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 from atoll.cli.concepts import concepts, filter_rows

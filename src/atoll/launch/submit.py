@@ -16,7 +16,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.initial import copy_initial_weights, pretrain_finished
 from atoll.campaign.prepare import prepare
-from atoll.campaign.runs import BESIDE, RunPlan, runs_of
+from atoll.campaign.roles import BESIDE
+from atoll.campaign.runs import RunPlan, runs_of
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.encoders.text import text_parameters
 from atoll.launch import local

@@ -18,7 +18,7 @@ from atoll.campaign.baselines import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, BestRow, ComparedModel, Comparison, ComparisonTables, GuidanceRow
-from atoll.campaign.runs import RUNS
+from atoll.campaign.roles import RUNS
 from atoll.campaign.settings.measure import EXTRA
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K

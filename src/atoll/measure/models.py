@@ -14,7 +14,7 @@ from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import SINGLE
+from atoll.campaign.roles import SINGLE
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples

@@ -17,7 +17,7 @@ from atoll.base.table import Table
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE, ComparedModel, Comparison
-from atoll.campaign.runs import RUNS
+from atoll.campaign.roles import RUNS
 from atoll.measure.comparison import compare
 from atoll.measure.override import WIDE
 from atoll.measure.pictures import Rows

@@ -15,7 +15,8 @@ from atoll.base.text import in_common
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.measured import Comparison
 from atoll.campaign.results import Frozen, MetricsLine
-from atoll.campaign.runs import RUNS, RunPlan, read_partition
+from atoll.campaign.roles import RUNS
+from atoll.campaign.runs import RunPlan, read_partition
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
 from atoll.report.palette import DENSE

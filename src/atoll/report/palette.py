@@ -6,7 +6,7 @@ tritanopia (Machado et al. 2009); numbers and names always stand beside them, so
 
 from collections.abc import Iterable
 
-from atoll.campaign.runs import RUNS, SINGLE
+from atoll.campaign.roles import RUNS, SINGLE
 
 LIGHT = ("#0a6fb0", "#e3a62b", "#9c3015", "#3fbfb9", "#5f3467", "#8b93f0", "#cf8089", "#86762f")
 """On a light page."""

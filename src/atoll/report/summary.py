@@ -3,7 +3,7 @@
 from typing import Any
 
 from atoll.base.format import File
-from atoll.campaign.runs import RUNS
+from atoll.campaign.roles import RUNS
 from atoll.report.facts import Facts, Run, total
 
 

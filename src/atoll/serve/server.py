@@ -18,7 +18,7 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import of_clusters
-from atoll.campaign.runs import BESIDE
+from atoll.campaign.roles import BESIDE
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST
 from atoll.model.model import ENSEMBLE, Model

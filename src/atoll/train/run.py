@@ -14,7 +14,8 @@ from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
 from atoll.campaign.publication import KEY, tidy
-from atoll.campaign.runs import RUNS, Recipe, Run, RunPlan
+from atoll.campaign.roles import RUNS
+from atoll.campaign.runs import Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig

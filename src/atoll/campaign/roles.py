@@ -1,0 +1,129 @@
+"""The kinds of runs of a campaign: `RUNS` has one row for each, and every stage loops over it.
+
+A new role is a row here and, where it learns something new, a `Task` in `train/run.py`. The command line
+lists its choices from this table, so it imports nothing: settings alone take a second.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from atoll.campaign.settings.campaign import CampaignConfig
+
+Init = Literal["scratch", "checkpoint", "pretrain", "experts"]
+"""Where weights start: drawn, a published file, shared pretraining, or the experts (their mean, or one)."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What sets one kind of run apart from the others.
+
+    Attributes:
+        name: in commands, cards and folders.
+        title: on pages.
+        rows: training rows: those of one cluster (then there are K such runs), or all.
+        counted: where its FLOPs count: the ensemble's and the baseline's are equal, an extra comes on top.
+        task: what it learns: `denoise`, `route`, or `distill` (to denoise as its teachers do).
+        assembled: whether the ensemble waits for it.
+        sampled: whether it is a model by itself.
+        wanted: whether the campaign trains it.
+        late: whether it may be added when the campaign is partitioned.
+        absent: what to say where the campaign has no such run, and the remedy.
+        needs: roles that publish before it starts.
+        init: where its weights start; None is what its network's setting `init` says.
+    """
+
+    name: str
+    title: str
+    rows: Literal["cluster", "all"]
+    counted: Literal["ensemble", "baseline", "extra"]
+    task: Literal["denoise", "route", "distill"] = "denoise"
+    assembled: bool = False
+    sampled: bool = False
+    wanted: Callable[["CampaignConfig"], bool] = lambda config: True
+    late: bool = False
+    absent: tuple[str, str] = ("", "")
+    needs: Callable[["CampaignConfig"], tuple[str, ...]] = lambda config: ()
+    init: Callable[["CampaignConfig"], Init | None] = lambda config: None
+
+    @property
+    def plural(self) -> str:
+        """Name of all runs of this role together: `experts`, `router`."""
+        return f"{self.name}s" if self.rows == "cluster" else self.name
+
+    def planned(self, config: "CampaignConfig") -> bool:
+        """Whether the partition writes its folder; a baseline's numbers are there without being trained."""
+        return self.counted == "baseline" or self.wanted(config)
+
+
+def _teachers(config: "CampaignConfig") -> tuple[str, ...]:
+    routed = config.student is not None and config.student.teacher == "routed"
+    return ("expert", "router") if routed else ("expert",)
+
+
+def _student_init(config: "CampaignConfig") -> Init | None:
+    drawn = config.student is None or config.student.origin()[0] == "scratch"
+    return None if drawn else "experts"
+
+
+_ROLES = (
+    Role(
+        "pretrain",
+        "Shared pretraining",
+        rows="all",
+        counted="ensemble",
+        sampled=True,
+        wanted=lambda config: bool(config.budget.pretrain),
+        absent=(
+            "has no shared pretraining (budget.pretrain is 0)",
+            "start a campaign with, for example, --set budget.pretrain=0.3",
+        ),
+    ),
+    Role(
+        "expert",
+        "Expert",
+        rows="cluster",
+        counted="ensemble",
+        assembled=True,
+        needs=lambda config: ("pretrain",),
+        init=lambda config: "pretrain" if config.budget.pretrain else None,
+    ),
+    Role(
+        "router",
+        "Router",
+        rows="all",
+        counted="ensemble",
+        task="route",
+        assembled=True,
+        init=lambda config: "scratch",
+    ),
+    Role(
+        "monolith",
+        "Monolith",
+        rows="all",
+        counted="baseline",
+        sampled=True,
+        wanted=lambda config: config.monolith,
+    ),
+    Role(
+        "student",
+        "Student",
+        rows="all",
+        counted="extra",
+        task="distill",
+        sampled=True,
+        wanted=lambda config: config.student is not None,
+        late=True,
+        absent=("has no student", "add 'student: {}' to campaign.yaml, then run 'atoll partition' again"),
+        needs=_teachers,
+        init=_student_init,
+    ),
+)
+RUNS: dict[str, Role] = {role.name: role for role in _ROLES}
+"""All roles by name, those first that others start from."""
+BESIDE = tuple(role.name for role in _ROLES if role.counted != "ensemble")
+"""Roles that the ensemble does without."""
+SINGLE = tuple(role.name for role in _ROLES if role.sampled)
+"""Roles whose network is a model by itself."""
+BASELINE = next(role.name for role in _ROLES if role.counted == "baseline")
