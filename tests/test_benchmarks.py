@@ -23,6 +23,7 @@ from atoll.store.store import Store
 from atoll.train import loop
 from helpers import assembled, command
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
 Bench = Callable[[str], Any]
@@ -191,7 +192,6 @@ def test_both_sides_of_the_evaluation_benchmark_find_the_same(bench: Bench) -> N
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
 def test_every_turn_of_the_training_loop_writes_one_checkpoint(
     training: Any, variant: dict[str, Any]
@@ -248,7 +248,6 @@ def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) ->
     assert shares[0] == pytest.approx(router / (router + 2)) and shares == sorted(shares, reverse=True)
 
 
-@pytest.mark.slow
 def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None:
     setting = sampling.Setting("S", 4, 4, 2, depth=2, router_depth=1, router_heads=1, router_width=8, k=4)
     rows = {line["metric"]: line for line in sampling.one_resident("tiny", setting, 1, 1)}
@@ -277,7 +276,6 @@ def test_experts_of_the_papers_variants_share_one_batch(
         assert sets == [f"partition.k={k}", f"budget.expert_batch={batch}"]
 
 
-@pytest.mark.slow
 def test_variants_of_a_campaign_cost_what_it_costs(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +409,6 @@ def test_the_concepts_benchmark_searches_the_glyphs(bench: Bench) -> None:
     assert found["case"].startswith("500 glyphs, ") and found["value"] > 1000
 
 
-@pytest.mark.slow
 def test_faults_that_are_seen_are_scored(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +422,6 @@ def test_faults_that_are_seen_are_scored(
     assert 0 < rows["scoring", "backbone's throughput"]["value"] < 2
 
 
-@pytest.mark.slow
 def test_the_long_tail_is_drawn_as_it_is_and_by_weight(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
