@@ -403,8 +403,8 @@ def tables(place: Path) -> Numbers:
 def numbers(place: Path) -> Numbers:
     """The essence of the JSONs of `compare`, `diagnose` and `evaluate`."""
     compared = json.loads((place / "reports/compare.json").read_text())
-    looked = place / "reports/diagnose.json"
-    diagnosed = json.loads(looked.read_text()) if looked.exists() else {"copies": None}
+    looked = [json.loads(path.read_text()) for path in place.glob("reports/diagnos*.json")]
+    (diagnosed,) = looked or [{"copies": None}]
     evaluated = [json.loads(path.read_text()) for path in place.glob("reports/evaluate/*.json")]
     kept = ("components", "real_training_pictures", "reference_rows", "neighbours")
     tree = {
