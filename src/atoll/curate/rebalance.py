@@ -94,9 +94,9 @@ def rebalance_stage(
     if dry_run:
         return None
     producer = {"name": "rebalance", "t": t, "per_expert": rule.per_expert, "other": rule.other}
-    # Held-out rows are not drawn, and a weight of 0 would take them out.
+    # Held-out rows are not drawn; a weight of 0 would take them out of what measures.
     held = dataset.column("split").read(np.arange(len(dataset))).numpy() != 0
-    weights = np.where(held, np.float32(1), weights)
+    weights = np.where(held & (weights == 0), np.float32(1), weights)
     write_weights(dataset, {**producer, "vocabulary": vocabulary.hash}, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights
