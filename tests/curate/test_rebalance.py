@@ -150,4 +150,4 @@ def test_weights_that_are_none(campaign: Path, capsys: pytest.CaptureFixture[str
     dataset.write_column(
         "weights", {"name": "none"}, lambda shard: {"values": torch.zeros(dataset.shards[shard].rows)}
     )
-    refused(command(capsys, "partition", folder), "no row of cluster 0 has any weight")
+    refused(command(capsys, "partition", folder), "no training row has any weight")

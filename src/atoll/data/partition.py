@@ -125,6 +125,8 @@ def make(
         PartitionError: K is larger than the rows, or a cluster stays empty.
     """
     train = dataset.split("train")
+    if not len(train) and not dataset.weights.all():
+        raise PartitionError("no training row has any weight", "write weights above 0, or remove the column")
     if config.k > len(train):
         what = f"K = {config.k} clusters for {len(train)} training rows"
         raise PartitionError(what, "choose 1 <= partition.k <= rows")

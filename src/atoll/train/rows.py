@@ -16,7 +16,7 @@ from atoll.base.rng import normals, uniforms
 from atoll.base.version import code_version
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples
 from atoll.data.settings import ConditionKind
@@ -98,6 +98,8 @@ class TrainingRows:
     def order(self) -> Order | BucketOrder:
         """Which row each position of the run sees."""
         dataset, plan = self.train.dataset, self.recipe.plan
+        if plan.weighted:
+            dataset.column(WEIGHTS)  # without it all rows would count 1, and another order would be trained
         weights = dataset.weights[self.train.rows] if plan.weighted else None
         if self.train.buckets is not None:
             return BucketOrder(self.train.buckets, plan.batch, plan.seed, dataset.id_hash, weights)
