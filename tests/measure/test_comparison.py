@@ -435,9 +435,20 @@ def test_milestones_of_another_run_do_not_count(folder: Path, capsys: pytest.Cap
 
 
 def test_measuring_starts_from_the_campaigns_own_sampling(
-    folder: Path, net: Path, capsys: pytest.CaptureFixture[str], draws: list[Drawing]
+    folder: Path,
+    net: Path,
+    capsys: pytest.CaptureFixture[str],
+    draws: list[Drawing],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a campaign that samples by top-1 in 3 steps at guidance 1.5, all but what a stage says otherwise."""
+    make, chosen = models.RowConditions.of, list[list[int]]()
+
+    def noted(*given: Any) -> models.RowConditions:
+        chosen.append(given[2].tolist())
+        return make(*given)
+
+    monkeypatch.setattr(models.RowConditions, "of", noted)
     own = ["sampling.steps=3", "sampling.guidance=1.5", "compare.strategies=null", "compare.steps=null"]
     first = compare(capsys, folder, *own, "compare.samples=12")
     assert "12 pictures each, 3 steps, guidance 1.5\n" in first.out and result(folder)["overrides"] == {}
@@ -461,6 +472,8 @@ def test_measuring_starts_from_the_campaigns_own_sampling(
     assert answer.code == 0 and "8 pictures under top-1, 2 steps (sampling: 3), guidance 1.5" in answer.out
     why = json.loads((folder / "reports/diagnostics.json").read_text())
     assert why["strategies"] == ["top-1", "once"] and why["overrides"] == {"steps": [2, 3]}
+    # Both stages draw at the same rows' conditions.
+    assert len(chosen) == 3 and chosen[0] == chosen[1] and chosen[2] == chosen[0][:8]
 
 
 def test_a_point_is_measured_once_for_all_who_ask(

@@ -189,12 +189,11 @@ class _Diagnosis:
 
     @cached_property
     def _conditions(self) -> RowConditions:
-        """Those of rows of the chosen split, in a seeded order."""
+        """Those that `compare` draws at as well, with the same seed, split and number."""
         samples = samples_of(self.campaign, self.dataset, self.config.conditions, self.router)
-        order = np.random.default_rng(self.seed).permutation(len(samples))
-        index = np.resize(order, self.config.samples).astype(np.int64)
-        clusters = self.partition.clusters[samples.rows[index]]
-        return RowConditions(samples, index, clusters, self.config.conditions)
+        return RowConditions.drawn(
+            self.campaign, samples, self.config.conditions, self.config.samples, self.seed
+        )
 
     def _traced(self, sampled: dict[str, Sampled]) -> dict[str, list[Any]]:
         clusters = self._conditions.labels
