@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import finish, median_row, row, run_command, tiny
+from harness import comparison_of, finish, median_row, row, run_command, tiny
 
+from atoll.campaign.measured import Comparison
 from atoll.measure.seeds import unlike
 
 STRATEGIES = ["once", "top-1"]
@@ -72,7 +73,7 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     found = {}
     for name in options.only or variants:
         folder = options.to / "-".join(re.findall(r"\w+", name))
-        found[name] = run(folder, settings, variants[name], options.threads, base)
+        found[name] = run(folder, settings, variants[name], options.threads, comparison_of(options.campaign))
     notes = {"metric": base["metric"], "quick": options.quick}
     finish("ablations", table(base, found, options.strategies), options.json, notes)
 
@@ -108,7 +109,7 @@ def derived(campaign: Path, strategies: list[str], metric: Mapping[str, Any]) ->
     return settings
 
 
-def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, base: Result) -> Result:
+def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, base: Comparison) -> Result:
     """Train and compare a variant, as far as that has not happened yet; what its comparison says."""
     if not (folder / "campaign.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def run(folder: Path, settings: dict[str, Any], sets: list[str], threads: int, b
         run_command(stage[0], folder, *changes, *stage[1:])
     made = json.loads((folder / "campaign.json").read_text())["config"]
     found: Result = json.loads((folder / "reports/compare.json").read_text())
-    if differs := [name for name in unlike(base, found) if name not in OWN]:
+    if differs := [name for name in unlike(base, comparison_of(folder)) if name not in OWN]:
         raise SystemExit(
             f"{folder} was measured otherwise: {', '.join(differs)}; remove its reports/compare.json"
         )

@@ -9,14 +9,14 @@ over seeds). `--quick` trains two tiny campaigns by itself, whose distances mean
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import finish, median_row, row, tiny
+from harness import comparison_of, finish, median_row, row, tiny
 
+from atoll.campaign.measured import Comparison
 from atoll.measure.seeds import over_seeds, unlike
 
 
@@ -32,25 +32,26 @@ def main() -> None:
         parser.error("give campaigns, or --quick")
     with tempfile.TemporaryDirectory() as scratch:
         folders = options.campaigns or [tiny(Path(scratch), seed) for seed in (0, 1)]
-        found = [json.loads((folder / "reports/compare.json").read_text()) for folder in folders]
+        found = [comparison_of(folder) for folder in folders]
     for folder, other in zip(folders, found, strict=True):
         if differs := unlike(found[0], other):
             parser.error(f"{folder} was measured otherwise than {folders[0]}: {', '.join(differs)}")
-    real = [one["metric"]["real_training_pictures"] for one in found]
+    real = [comparison.metric["real_training_pictures"] for comparison in found]
     lines = [*table(found, options.over), median_row("real training pictures", "distance", real)]
-    finish(options.name, lines, options.json, {"metric": found[0]["metric"], "quick": options.quick})
+    finish(options.name, lines, options.json, {"metric": found[0].metric, "quick": options.quick})
 
 
-def table(found: Sequence[dict[str, Any]], over: str) -> list[dict[str, Any]]:
+def table(found: Sequence[Comparison], over: str) -> list[dict[str, Any]]:
     """Rows for what all campaigns measured."""
     lines = []
-    for one in over_seeds(found, over):
+    for line in over_seeds(found, over):
         # Where a campaign has no number, the others' median says so: one that never got there is a miss.
-        of = "" if len(one.values) == len(found) else f", in {len(one.values)} of {len(found)}"
-        if one.measure.startswith("distance - "):
-            lines.append(row(one.model, f"{one.measure}, 95 %", one.mean, spread=one.interval))
+        of = "" if line.campaigns == len(found) else f", in {line.campaigns} of {len(found)}"
+        if line.measure.startswith("distance - "):
+            ends = None if line.low is None or line.high is None else (line.low, line.high)
+            lines.append(row(line.model, f"{line.measure}, 95 %", line.mean, spread=ends))
         else:
-            lines.append(median_row(one.model, one.measure + of, one.values))
+            lines.append(row(line.model, line.measure + of, line.median, spread=(line.least, line.most)))
     return lines
 
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import finish, median_row, row, tiny
+from harness import comparison_of, finish, median_row, row, tiny
 
 from atoll.measure.seeds import interval, unlike
 
@@ -37,9 +37,9 @@ def main() -> None:
         own = "student={step_share: 1.0}"
         folders = options.campaigns or [tiny(Path(scratch), seed, own) for seed in (0, 1)]
         found, thirds = ([read(folder) for folder in some] for some in (folders, options.third))
-    for one in (*found, *thirds):
-        if differs := unlike(found[0], one):
-            raise SystemExit(f"{one['folder']} was compared otherwise: {', '.join(differs)}")
+        for folder in (*folders, *options.third):
+            if differs := unlike(comparison_of(folders[0]), comparison_of(folder)):
+                raise SystemExit(f"{folder} was compared otherwise: {', '.join(differs)}")
     notes = {
         "metric": found[0]["metric"],
         "quick": options.quick,

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from scipy.stats import ttest_ind
 
+from atoll.campaign.measured import Comparison
 from atoll.cli.main import atoll
 from atoll.cli.main import run_command as exit_code
 from atoll.measure.seeds import interval
+from atoll.store.store import Store
 
 RESULTS = Path(__file__).parent / "results"
 TINY = [
@@ -133,6 +135,11 @@ def command() -> str:
         path = Path(word)
         words.append(path.name if path.is_absolute() else word)
     return "python " + " ".join(shlex.quote(word) for word in words)
+
+
+def comparison_of(folder: Path) -> Comparison:
+    """What `atoll compare` found of a campaign."""
+    return Comparison.read(Store.open(folder), Comparison.PLACE)
 
 
 def tiny(folder: Path, seed: int, *own: str) -> Path:

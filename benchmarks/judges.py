@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import Run, experts_of
-from atoll.campaign.settings.train import RunPlan
+from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.data.samples import Samples
 from atoll.encoders.extractors import extractor
 from atoll.measure.evaluation import Request, evaluate

@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from atoll.base.condition import Condition
+from atoll.campaign.measured import BestRow, Comparison, ComparisonTables, PairRow, ReachRow
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model
@@ -63,17 +64,16 @@ def campaigns(bench: Bench) -> Any:
     return bench("campaigns")
 
 
+def compared(rows: dict[str, float], **more: Any) -> Comparison:
+    named = [{"name": name, "distance": distance} for name, distance in rows.items()]
+    beside = {"metric": {}, "prompts": [], "clusters": [], "routing": {}}
+    return Comparison.parse({"rows": named, **beside, **more}, "here")
+
+
 def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
-    found = [
-        {
-            "rows": [
-                {"name": "monolith", "distance": m, "router_share": 0.0},
-                {"name": "once", "distance": d},
-            ],
-            "train_flops": {"monolith": 100.0, "experts": 90.0, "router": 4.0, "pretrain": 5.0},
-        }
-        for m, d in ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
-    ]
+    spent = {"monolith": 100.0, "experts": 90.0, "router": 4.0, "pretrain": 5.0}
+    pairs = ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
+    found = [compared({"monolith": m, "once": d}, train_flops=spent) for m, d in pairs]
     lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
     ratio = lines["once", "distance / monolith"]
     assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
@@ -82,31 +82,26 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
     assert lines["ensemble", "training FLOPs / monolith"]["value"] == 0.99
     assert lines["once", "distance"]["spread"] == [8.0, 40.0]
+    over = {(line["case"], line["metric"]) for line in campaigns.table(found, "once")}
+    assert ("monolith", "distance / once") in over and ("once", "distance / monolith") not in over
 
 
 def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: Any) -> None:
-    found: list[dict[str, Any]] = [
-        {
-            "rows": [{"name": "monolith", "distance": 1.0}],
-            "tables": {
-                "best": {
-                    "columns": ["model", "guidance", "ratio"],
-                    "rows": [["monolith", 3.0, None], ["once", guidance, ratio]],
-                },
-                "reach": {"columns": ["model", "of_monolith", "how"], "rows": [["once", share, how]]},
-                "pairs": {
-                    "columns": ["strategy", "space", "partner", "mean"],
-                    "rows": [["once", "pixels", "same noise", mean]],
-                },
-            },
-        }
-        for guidance, ratio, mean, share, how in (
+    def tables(guidance: float, ratio: float, mean: float, share: float | None, how: str) -> ComparisonTables:
+        best = BestRow.model_construct(model="once", guidance=guidance, ratio=ratio)
+        base = BestRow.model_construct(model="monolith", guidance=3.0, ratio=None)
+        pair = PairRow.model_construct(strategy="once", space="pixels", partner="same noise", mean=mean)
+        reach = ReachRow.model_construct(model="once", of_monolith=share, how=how)
+        return ComparisonTables.model_construct(best=(base, best), reach=(reach,), pairs=(pair,))
+
+    found = [
+        compared({"monolith": 1.0}).model_copy(update={"tables": tables(*values)})
+        for values in (
             (2.0, 0.8, 0.5, 0.4, "between points"),
             (3.0, 0.7, 0.7, None, "never"),
             (2.0, 0.9, 0.6, 0.5, "at the first point"),
         )
     ]
-    found[0]["tables"]["curve"] = {"columns": ["model"], "rows": [["once"]]}  # is a picture, no number
     lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
     assert lines["once", "distance / monolith, each at its best"]["value"] == 0.8
     assert lines["once", "best guidance"]["spread"] == [2.0, 3.0]
@@ -333,9 +328,13 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
     assert ratios.pop(f"{told}: monolith") == pytest.approx(0.4)
     assert ratios == {"islands: top-1": 0.5, "plain: monolith": pytest.approx((0.8 * 0.45) ** 0.5)}
     assert not any("recall, over" in line["metric"] for line in rows)
-    assert (
-        len(rows) == 5 * 3 + 1 + 3
-    )  # nothing costs as much as the longer one, and the best is held against nobody
+    # Three ratios, each with an unpaired interval beside it: nothing costs as much as the longer one, and the
+    # best is compared with nobody.
+    assert len(rows) == 5 * 3 + 1 + 2 * 3
+    headline.report(found, tmp_path / "headline.json", {"Lite2": 2.0})
+    rows = json.loads((tmp_path / "headline.json").read_text())["rows"]
+    excess = {line["case"]: line["value"] for line in rows if "excess" in line["metric"]}
+    assert excess["islands: top-1"] == pytest.approx((3 / 8 * 8 / 18) ** 0.5)
     assert len({entry.folder(tmp_path, 3) for entry in headline.ENTRIES}) == len(headline.ENTRIES)
 
 

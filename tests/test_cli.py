@@ -432,7 +432,7 @@ def test_damaged_weights_are_not_sampled_and_can_be_mended(run: Run, trained: Pa
     data[-1] ^= 1
     path.write_bytes(data)
     argv = ["sample", folder, "1", "--out", tmp_path / "a.png"]
-    refused(run(*argv), "does not match its SHA-256")
+    refused(run(*argv), "is not what its card says")
     assert run("assemble", folder).code == 0
     assert run(*argv).code == 0
 

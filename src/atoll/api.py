@@ -9,12 +9,13 @@ import torch
 import yaml
 
 from atoll.base.device import own_device
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, nearest
 from atoll.base.plain import expanded, read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
+from atoll.campaign.roles import SINGLE
 from atoll.campaign.runs import Run
 from atoll.data.partition import Partition
 from atoll.measure import evaluation
@@ -99,6 +100,8 @@ def load(
     where = device or own_device()
     if not isinstance(source, Campaign) and not _is_campaign(source):
         return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
+    if name not in (models := ["ensemble", *SINGLE]):
+        raise ConfigError(f"there is no model {name!r}", nearest(name, models))
     source = _opened(source)
     if name == "ensemble":
         assemble(source, trusted=trusted)  # what ensemble/ holds afterwards is what these keys signed

@@ -142,6 +142,6 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
     for path in named:
         (place / path).write_bytes(b"{}")
         for residency in (None, Residency(experts=1)):
-            with pytest.raises(StoreError, match=r"instead of|is of version None"):
+            with pytest.raises(StoreError, match=r"instead of|is of no format"):
                 load_ensemble(folder, residency)
         assemble(Campaign.open(folder))

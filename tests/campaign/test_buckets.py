@@ -21,6 +21,7 @@ from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import Comparison
 from atoll.campaign.plan import make_plan
+from atoll.campaign.runs import experts_of
 from atoll.data.dataset import DataSet
 from atoll.data.partition import load
 from atoll.export.pipeline import AtollPipeline
@@ -114,11 +115,11 @@ def test_the_plan_counts_tokens(made: Path) -> None:
         for w, h in (size.split("x") for size in SIZES["none" if factor(made) == 1 else "vae"])
     )
     plan = make_plan(campaign.config, known, gpus.load(), "l4")
-    for number, run in enumerate(plan.experts):
-        card = json.loads((made / f"islands/{number}/island.json").read_text())
-        assert run.share.train_flops == card["train_flops"]
-    spent = sum(run.share.train_flops for run in plan.own)
-    assert spent == pytest.approx(plan.monolith.share.train_flops, rel=0.05)
+    for run in experts_of(2):
+        card = json.loads((made / run.plan).read_text())
+        assert plan.runs[run].budget.train_flops == card["train_flops"]
+    spent = sum(cost.budget.train_flops for cost in plan.own)
+    assert spent == pytest.approx(plan.monolith.budget.train_flops, rel=0.05)
 
 
 def test_pictures_of_two_sizes(made: Path) -> None:

@@ -59,7 +59,7 @@ def test_saved_again_the_files_are_the_same(saved: Path, tmp_path: Path) -> None
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(bytes(data))
-    with pytest.raises(StoreError, match="does not match its SHA-256"):  # before anything is sampled
+    with pytest.raises(StoreError, match="is not what its card says"):  # before anything is sampled
         load(tmp_path, residency=Residency(experts=1))
     with pytest.raises(ConfigError, match=r"residency\.bytes is 10, and an expert takes"):
         load(saved, residency=Residency(bytes=10))

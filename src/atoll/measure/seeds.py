@@ -99,14 +99,18 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def over_seeds(comparisons: Sequence[Comparison]) -> Iterator[SeedsRow]:
+def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[SeedsRow]:
     """All that comparisons of different seeds, measured alike (`unlike` finds nothing), have in common.
+
+    Args:
+        comparisons: one or more.
+        base: the model that ratios and differences are taken to, where it was measured.
 
     Yields:
         Numbers that all comparisons have; of `best` and `reach` also those that only some have, as a model
         need not get as far as the monolith in every campaign.
     """
-    bases = [comparison.row(BASE) for comparison in comparisons]
+    bases = [comparison.row(base) for comparison in comparisons]
     for first in comparisons[0].rows:
         rows = [row for comparison in comparisons if (row := comparison.row(first.name)) is not None]
         if len(rows) < len(comparisons):
@@ -116,10 +120,10 @@ def over_seeds(comparisons: Sequence[Comparison]) -> Iterator[SeedsRow]:
             if None not in values:
                 yield SeedsRow.of(first.name, measure, values)
         # Within a campaign both sides start from the same conditions and noise: ratios vary less than levels.
-        if first.name != BASE and all(bases):
+        if first.name != base and all(bases):
             pairs = list(zip(map(_distance, rows), map(_distance, bases), strict=True))
-            yield SeedsRow.of(first.name, f"distance / {BASE}", [one / base for one, base in pairs])
-            yield SeedsRow.of(first.name, f"distance - {BASE}", [one - base for one, base in pairs])
+            yield SeedsRow.of(first.name, f"distance / {base}", [own / other for own, other in pairs])
+            yield SeedsRow.of(first.name, f"distance - {base}", [own - other for own, other in pairs])
 
     # What was spent on training, over the monolith's.
     spent = [comparison.train_flops for comparison in comparisons]

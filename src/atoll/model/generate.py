@@ -94,7 +94,7 @@ class Sampling:
     device: torch.device | str = "cpu"
     labels: Int[Tensor, "N"] | None = None
     positions: Sequence[Position] | None = None
-    noise: Float[Tensor, "N C H W"] | None = None
+    noise: Float[Tensor, "M C H W"] | None = None
     sampler: Callable[..., Sampler] = Sampler
 
     def start(self, bank: Bank, numbers: Sequence[int], **more: Any) -> Sampler:

@@ -36,7 +36,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
-REMEDY = "restore it, or write the folder again: train, assemble, export or fetch it"
+REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,13 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.C
     shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
     everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
     dataset.write_column("split", {"name": "none held out"}, lambda n: {"values": everything[n]})
+    partition = folder / "partition/partition.json"
+    tree = json.loads(partition.read_text())
+    tree |= {
+        "sizes": [sum(rows) for rows in zip(tree["sizes"], tree["heldout"], strict=True)],
+        "heldout": [0, 0],
+    }
+    partition.write_text(json.dumps(tree))
     refused(diagnose(capsys, folder), "no held-out rows", "diagnose.splits=[train]")
     said = diagnose(capsys, folder, "diagnose.splits=[train]", "diagnose.conditions=train")
     assert said.code == 0
