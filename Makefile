@@ -33,7 +33,7 @@ test: $(DEV)
 OLD := -W "ignore:numpy.core:DeprecationWarning"
 lowest: .venv-lowest/.stamp
 	.venv-lowest/bin/pytest $(OLD) $(SPREAD) -m "not slow" tests/store/test_kinds.py tests/store/test_remote.py tests/encoders \
-	    tests/model/test_sample.py tests/export/test_pipeline.py tests/test_api.py
+	    tests/model/test_sampler.py tests/export/test_pipeline.py tests/test_api.py
 	.venv-lowest/bin/pytest $(OLD) tests/hostile -k "pipeline or pickle"
 
 lint: $(DEV)
