@@ -23,7 +23,7 @@ from atoll.model.settings import Residency
 from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.facts import Facts
-from atoll.report.summary import summary
+from atoll.report.page import summary
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import atoll, command, environment, partitioned, write_campaign

@@ -23,7 +23,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.facts import Facts
-from atoll.report.summary import summary
+from atoll.report.page import summary
 from atoll.train.expert import DenoiserTask
 from atoll.train.run import train_run
 from helpers import (

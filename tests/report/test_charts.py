@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.report import charts, palette, text
+from atoll.report import charts, facts, html, palette
 from atoll.report.charts import Axis, Chart, Series, Strip
-from atoll.report.page import environment
+from atoll.report.html import environment
 from report.pages import Page
 
 # Charts.
@@ -197,11 +197,11 @@ def test_colours_go_on_after_the_eighth():
     [(0, "0"), (0.2, "0.2"), (1000, "1k"), (60_000, "60k"), (2_500_000, "2.5M"), (1e9, "1G")],
 )
 def test_tick(value: float, words: str):
-    assert text.tick(value) == words
+    assert charts.tick(value) == words
 
 
 def test_what_is_no_finite_number_is_none():
     odd = [None, "1", True, float("nan"), float("inf"), [1]]
-    assert [text.finite(value) for value in odd] == [None] * 6
-    assert (text.finite(2), text.finite(0.5)) == (2.0, 0.5)
-    assert (text.decimals(-0.034), text.whole(12345.6), text.decimals(None)) == ("−0.03", "12,346", "–")
+    assert [facts.finite(value) for value in odd] == [None] * 6
+    assert (facts.finite(2), facts.finite(0.5)) == (2.0, 0.5)
+    assert (html.decimals(-0.034), html.whole(12345.6), html.decimals(None)) == ("−0.03", "12,346", "–")

@@ -12,8 +12,8 @@ import pytest
 
 from atoll.base.errors import AtollError, DataError, PartitionError
 from atoll.model.routing import Routing
+from atoll.report.facts import clean
 from atoll.report.page import write_report
-from atoll.report.text import clean
 from report.campaigns import DISTANCES, METRIC, PROMPTS, Builder
 from report.pages import Page
 

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.base.errors import DataError
 from atoll.report.page import write_report
-from atoll.report.sections.why import Cell
+from atoll.report.why import Cell
 from report.campaigns import Builder
 from report.pages import Page
 

@@ -202,7 +202,7 @@ def text(table: Table) -> list[str]:
         for column in table.columns
     ]
     rows = [
-        [_shown(value, column) for value, column in zip(row, table.columns, strict=True)]
+        [shown(value, column) for value, column in zip(row, table.columns, strict=True)]
         for row in table.cells
     ]
     left = [
@@ -211,7 +211,8 @@ def text(table: Table) -> list[str]:
     return [*([table.title] if table.title else []), *columns([heads, *rows], left)]
 
 
-def _shown(value: Any, column: Column) -> str:
+def shown(value: Any, column: Column) -> str:
+    """A cell as a person reads it, in its unit and without control characters."""
     if value is None:
         return NONE
     if isinstance(value, str):

@@ -389,9 +389,9 @@ class Diagnosis(Report):
         """Rows that were measured, `heldout` or `train`; the first is the one that is shown."""
         return list(self.settings["splits"])
 
-    def select(self, table: str, **where: Any) -> list[dict[str, Any]]:
-        """Rows of a table that have these values; of the first split, unless another is asked for."""
-        rows = self.records(table)
-        if rows and "split" in rows[0]:
+    def select(self, table: str, **where: Any) -> list[Any]:
+        """Typed rows of a table that have these values; of the first split, unless another is asked for."""
+        rows = getattr(self.tables, table) or ()
+        if rows and isinstance(rows[0], OfSplit):
             where = {"split": self.splits[0], **where}
-        return [row for row in rows if all(row[name] == value for name, value in where.items())]
+        return [row for row in rows if all(getattr(row, name) == value for name, value in where.items())]

@@ -7,43 +7,34 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from atoll.report.facts import Point
-from atoll.report.text import tick
 
 WIDTH, HEIGHT = 440, 254
 LEFT, RIGHT, TOP, BOTTOM = 42, WIDTH - 20, 12, HEIGHT - 42
 
 
+def tick(value: float) -> str:
+    """The label of a mark on an axis: `0.2`, `5k`, `1M`."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.6g}{name}"
+    return f"{value:.6g}"
+
+
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart.
-
-    Attributes:
-        name: for legend and tooltips.
-        style: CSS class of its colour.
-        points: of the line.
-        raw: of the faint line behind it.
-        dots: whether every point gets a dot with a tooltip.
-    """
+    """A line of a chart, in the colour of its CSS class, with the faint `raw` one behind it."""
 
     name: str
     style: str
     points: Sequence[Point]
     raw: Sequence[Point] = ()
     dots: bool = True
+    """Whether every point gets a dot with a tooltip."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis.
-
-    Attributes:
-        title: what it measures.
-        low: value at its start.
-        high: value at its end, above `low`.
-        log: logarithmic; `low` is positive then.
-        marks: values that get a label.
-        label: text of a mark.
-    """
+    """One axis, from `low` to `high`, which are positive where it is logarithmic."""
 
     title: str
     low: float
@@ -61,15 +52,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over two axes; the last is on top.
-
-    Attributes:
-        title: what it shows, for those who do not see it.
-        series: the lines.
-        x: horizontal axis.
-        y: vertical axis.
-        guides: names, which may be empty, and heights of dashed lines.
-    """
+    """Lines over two axes, the last on top, and names (which may be empty) and heights of dashed guides."""
 
     title: str
     series: Sequence[Series]
@@ -79,7 +62,7 @@ class Chart:
 
     @property
     def about(self) -> str:
-        """The title, and whose lines there are."""
+        """For those who do not see it: the title, and whose lines there are."""
         return f"{self.title}: {', '.join(line.name for line in self.series)}"
 
     def across(self, value: float) -> float:
@@ -96,12 +79,13 @@ class Chart:
 
 
 def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis:
-    """An axis whose ends are round and hold all values."""
+    """An axis whose ends are round and hold all values, and 0 if so asked."""
     numbers = list(values) or [0.0, 1.0]
     low, high = min(0.0, *numbers) if zero else min(numbers), max(numbers)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * (abs(low) or 1.0) * (not zero), high + 0.5 * (abs(high) or 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    # Without the tolerances, 0.30000000000000004 would get a step and a mark of its own.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if (high - low) / 5 <= m * power * (1 + 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     marks = [round(i * step, 12) for i in range(first, last + 1)]
@@ -109,7 +93,7 @@ def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis
 
 
 def log_axis(title: str, values: Iterable[float]) -> Axis:
-    """A logarithmic axis that holds all positive values, with marks at 1, 2 and 5."""
+    """A logarithmic axis that holds all positive values, with at most six marks at round numbers."""
     numbers = [value for value in values if value > 0] or [1.0, 10.0]
     low, high = min(numbers), max(numbers)
     if high < 1.05 * low:
@@ -120,8 +104,7 @@ def log_axis(title: str, values: Iterable[float]) -> Axis:
         marks = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]
         if len(marks) <= 6:
             break
-    marks = marks[:: max(1, -(-len(marks) // 6))]
-    return Axis(title, low, high, log=True, marks=marks)
+    return Axis(title, low, high, log=True, marks=marks[:: max(1, -(-len(marks) // 6))])
 
 
 _SHARES = Axis("", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label="{:.0%}".format)
@@ -137,44 +120,37 @@ def by_time(
     zero: bool = False,
     share: bool = False,
 ) -> Chart | None:
-    """Lines over the time t of the flow; None where there is no point.
+    """Lines over the time t of the flow, with guides of known height; None where there is no point.
 
-    Args:
-        title: what the chart shows.
-        series: the lines.
-        unit: title of the other axis.
-        guides: names and heights of dashed lines; those without a height are left out.
-        zero: whether the axis begins at 0.
-        share: whether it is one of shares, from 0 to 1.
+    The other axis has the title `unit`. It begins at 0 if `zero`, and ends at 1 too if `share`.
     """
-    lines = [one for one in series if one.points]
+    lines = [line for line in series if line.points]
     if not lines:
         return None
     dashed = [(name, value) for name, value in guides if value is not None]
-    values = [v for one in lines for _, v in one.points] + [value for _, value in dashed]
+    values = [v for line in lines for _, v in line.points] + [value for _, value in dashed]
     y = replace(_SHARES, title=unit) if share else linear_axis(unit, values, zero)
     return Chart(title, lines, _TIME, y, dashed)
 
 
 def training_curve(title: str, curves: Sequence[Series]) -> Chart | None:
-    """Losses against images seen, both logarithmic: smoothed, with the raw values behind.
-
-    The raw lines decide the range but for their few most extreme values, which the frame clips.
-    """
+    """Losses against images seen, both logarithmic: smoothed, with the raw values behind."""
     lines = [
-        Series(one.name, one.style, smooth(one.points), thin(one.points), dots=False)
-        for one in curves
-        if len(one.points) > 1
+        Series(curve.name, curve.style, smooth(curve.points), thin(curve.points), dots=False)
+        for curve in curves
+        if len(curve.points) > 1
     ]
     if not lines:
         return None
-    raw = sorted(y for one in lines for _, y in one.raw if y > 0)
+    # One spike would press all lines to the floor: the raw values decide the range but for their highest
+    # few, which the frame clips.
+    raw = sorted(y for line in lines for _, y in line.raw if y > 0)
     high = raw[min(len(raw) - 1, int(0.995 * len(raw)))] if raw else 1.0
-    x = log_axis("images seen", [p[0] for one in lines for p in one.points])
-    y = log_axis(title.lower(), [v for one in lines for _, v in one.points] + [v for v in raw if v <= high])
+    x = log_axis("images seen", [seen for line in lines for seen, _ in line.points])
+    y = log_axis(title.lower(), [v for line in lines for _, v in line.points] + [v for v in raw if v <= high])
     clipped = [
-        replace(one, raw=[(seen, min(max(loss, y.low), y.high)) for seen, loss in one.raw if seen > 0])
-        for one in lines
+        replace(line, raw=[(seen, min(max(loss, y.low), y.high)) for seen, loss in line.raw if seen > 0])
+        for line in lines
     ]
     return Chart(f"{title} against images seen", clipped, x, y)
 
@@ -183,6 +159,7 @@ def smooth(points: Sequence[Point], width: float = 1.18, most: int = 400) -> lis
     """Geometric mean of a window that is even on a logarithmic axis: from x / width to x * width."""
     positive = [(x, y) for x, y in points if x > 0 and y > 0]
     seen = [x for x, _ in positive]
+    # Running sums, so that each of the points costs two look-ups and not a window.
     sums = [0.0, *accumulate(math.log(y) for _, y in positive)]
 
     def mean(x: float) -> float:
@@ -207,12 +184,7 @@ def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
 
 @dataclass(frozen=True)
 class Strip:
-    """Which experts served one sample, from noise (left) to data (right).
-
-    Attributes:
-        name: of sample and routing.
-        weights: `[step][expert]`; a step's colours share its height in these proportions.
-    """
+    """Which experts served one sample, from noise (left) to data (right), by weights `[step][expert]`."""
 
     name: str
     weights: Sequence[Sequence[float]]
@@ -263,11 +235,10 @@ def ring(sizes: Sequence[int]) -> list[str]:
     gap = (0.52 if count <= 6 else 0.5 / count + 0.04) * (count > 1)
     start, arcs = gap / 2 - math.pi / 2, []
     for size in sizes:
+        # Two arcs of half the length each: one of more than half a turn would need another flag of SVG's.
         end = start + max((2 * math.pi - gap * count - 0.01) * size / sum(sizes), 0.02)
         angles = (start, (start + end) / 2, end)
-        places = [f"{32 + radius * math.cos(a):.2f} {32 + radius * math.sin(a):.2f}" for a in angles]
-        arcs.append(
-            f"M{places[0]}" + "".join(f"A{radius:g} {radius:g} 0 0 1 {place}" for place in places[1:])
-        )
+        stops = [f"{32 + radius * math.cos(a):.2f} {32 + radius * math.sin(a):.2f}" for a in angles]
+        arcs.append(f"M{stops[0]}" + "".join(f"A{radius:g} {radius:g} 0 0 1 {stop}" for stop in stops[1:]))
         start = end + gap
     return arcs

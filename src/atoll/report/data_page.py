@@ -1,6 +1,5 @@
 """The page of a data set: what it holds, with pictures of its rows, of duplicates and of rejects."""
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,6 @@ from PIL import Image
 from atoll.base.errors import AtollError
 from atoll.base.pictures import png
 from atoll.base.rng import generator
-from atoll.base.text import size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import PAIRS
 from atoll.data.contents import Contents, Tally
@@ -25,9 +23,9 @@ from atoll.data.formats import Reject
 from atoll.data.formats import clean as clean_key
 from atoll.data.records import Record
 from atoll.data.sources import open_sources
-from atoll.report.facts import Facts, Picture, pixelated
-from atoll.report.page import environment, write_page
-from atoll.report.text import clean
+from atoll.report.facts import Facts, Picture, clean, pixelated
+from atoll.report.html import environment
+from atoll.report.page import write_page
 
 SHOWN, PAIRED, REJECTED = 60, 24, 24
 """Rows, pairs of duplicates, and rejected positions that are shown."""
@@ -46,52 +44,70 @@ class Bar:
     height: float
 
 
-def write_data_page(campaign: Campaign, found: Contents, path: Path) -> None:
+def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
     """Write the page of a campaign's data set. Pictures that cannot be read are left out.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_page(path, render(campaign, found), "--page")
+    dataset, manifest = contents.dataset, contents.dataset.manifest
 
+    def caption(row: int) -> str:
+        try:
+            return clean(dataset.take([row])["caption"][0].as_py())
+        except AtollError:
+            return "cannot be read"
 
-def render(campaign: Campaign, found: Contents) -> str:
-    """The page as text."""
-    rows = _rows(found)
-    pairs = _pairs(found)
-    manifest = found.dataset.manifest
-    rejects = _rejects(campaign, found)
-    pictures = [picture for _, picture in rows]
-    tallies = (("Width", found.widths), ("Height", found.heights), ("Width over height", found.aspects))
-    return (
+    def picture(row: int) -> Picture | None:
+        try:
+            return _thumbnail(dataset.image(row))
+        except AtollError:
+            return None
+
+    rows = [(caption(row), picture(row)) for row in _drawn(len(dataset), SHOWN)]
+    rows = [(text, shown) for text, shown in rows if shown]
+    pairs = []
+    if contents.duplicates is not None:
+        kept = dataset.column(COLUMN).read(np.arange(len(dataset))).numpy()
+        again = np.flatnonzero(kept != np.arange(len(kept)))
+        for row, other in ((row, int(kept[row])) for row in again[_drawn(len(again), PAIRED)].tolist()):
+            left, right = picture(row), picture(other)
+            if left and right:
+                pairs.append((f"{caption(row)} / {caption(other)}", left, right))
+    tallies = {
+        "Width": contents.widths,
+        "Height": contents.heights,
+        "Width over height": contents.aspects,
+        "Words of a caption": contents.words,
+    }
+    page = (
         environment()
         .get_template("data.html")
         .render(
-            name=clean("/".join(found.dataset.store.location.rstrip("/").split("/")[-2:])),
-            found=found,
+            name=clean("/".join(dataset.store.location.rstrip("/").split("/")[-2:])),
+            contents=contents,
             source=clean(manifest.source.get("name", "")),
-            total=len(found.dataset),
+            total=len(dataset),
             manifest=manifest,
-            bytes=[(kind, found.bytes(kind)) for kind in ("rows", "images")],
-            licences=_most(found.licences),
-            sources=_most(found.sources),
-            captions=[(clean(text), count) for text, count in found.captions if count > 1],
-            histograms=[
-                (title, bars(one), one)
-                for title, one in (*tallies, ("Words of a caption", found.words))
-                if one
+            bytes=[(kind, contents.bytes(kind)) for kind in ("rows", "images")],
+            licences=_most(contents.licences),
+            sources=_most(contents.sources),
+            captions=[(clean(text), count) for text, count in contents.captions if count > 1],
+            histograms=[(title, bars(tally), tally) for title, tally in tallies.items() if tally],
+            columns=[
+                vars(column) | {"form": clean(column.form), "producer": clean(column.producer)}
+                for column in contents.columns
             ],
-            columns=[(one, clean(one.form), clean(one.producer)) for one in found.columns],
-            problems=[clean(problem) for problem in found.problems],
+            problems=[clean(problem) for problem in contents.problems],
             rows=rows,
             pairs=pairs,
             doubtful=Facts(campaign.store).picture(PAIRS),
-            rejects=rejects,
-            size=size,
-            pixelated=pixelated(pictures),
+            rejects=_rejects(campaign, contents),
+            pixelated=pixelated([shown for _, shown in rows]),
             colours="",
         )
     )
+    write_page(path, page, "--page")
 
 
 def bars(tally: Tally, most: int = BARS) -> list[Bar]:
@@ -118,52 +134,32 @@ def _most(counts: Mapping[str, int], shown: int = 20) -> list[tuple[str, int]]:
     return [*named, *([(f"{len(ranked) - shown:,} others", rest)] if rest else [])]
 
 
-def _rows(found: Contents) -> list[tuple[str, Picture]]:
-    """Captions and pictures of rows drawn by a seed."""
-    shown = [(_caption(found, row), _picture(found, row)) for row in _drawn(len(found.dataset), SHOWN)]
-    return [(caption, picture) for caption, picture in shown if picture is not None]
-
-
-def _pairs(found: Contents) -> list[tuple[str, Picture, Picture]]:
-    """Captions of rows that are left out, their pictures, and those of what is kept in their place."""
-    if found.duplicates is None:
-        return []
-    of = found.dataset.column(COLUMN).read(np.arange(len(found.dataset))).numpy()
-    again = np.flatnonzero(of != np.arange(len(of)))
-    shown = []
-    for row in again[_drawn(len(again), PAIRED)].tolist():
-        one, other = _picture(found, row), _picture(found, int(of[row]))
-        if one is not None and other is not None:
-            shown.append((f"{_caption(found, row)} / {_caption(found, int(of[row]))}", one, other))
-    return shown
-
-
-def _rejects(campaign: Campaign, found: Contents) -> list[tuple[Reject, Picture | None]]:
+def _rejects(campaign: Campaign, contents: Contents) -> list[tuple[Reject, Picture | None]]:
     """Some rejected positions, of every reason, with their pictures where the source still has them."""
-    store, key = found.dataset.store, "rejects.jsonl"
+    store, key = contents.dataset.store, "rejects.jsonl"
     try:
         text = store.get(key).decode("utf-8", "replace") if store.exists(key) else ""
-        named = [Reject.model_validate_json(line) for line in text.splitlines()[: 100 * REJECTED]]
+        rejects = [Reject.model_validate_json(line) for line in text.splitlines()[: 100 * REJECTED]]
     except (AtollError, ValueError):
         return []
-    of_reason = Counter[str]()
-    chosen = []
-    for one in named:
-        of_reason[one.reason] += 1
-        if of_reason[one.reason] <= REJECTED // min(REJECTED, len({other.reason for other in named})):
-            chosen.append(one)
-    pictures = dict(_found_again(campaign, {one.key for one in chosen}))
-    return [(one, pictures.get(one.key)) for one in chosen]
+    reasons = {reject.reason for reject in rejects}
+    seen, chosen = Counter[str](), list[Reject]()
+    for reject in rejects:
+        seen[reject.reason] += 1
+        if seen[reject.reason] <= REJECTED // min(REJECTED, len(reasons)):
+            chosen.append(reject)
+    pictures = dict(_in_source(campaign, {reject.key for reject in chosen}))
+    return [(reject, pictures.get(reject.key)) for reject in chosen]
 
 
-def _found_again(campaign: Campaign, keys: set[str]) -> Iterator[tuple[str, Picture]]:
+def _in_source(campaign: Campaign, keys: set[str]) -> Iterator[tuple[str, Picture]]:
     """Pictures of the source's positions of these keys, as far as it has them and they can be read."""
-    named = campaign.config.source(campaign.store.location)
-    if not keys or named is None or named == "glyphs":
+    source = campaign.config.source(campaign.store.location)
+    if not keys or source is None or source == "glyphs":
         return
     try:
-        source = open_sources(named, campaign.config.data.ingest)
-        for item in source.records(0, min(len(source), SEARCHED)):
+        opened = open_sources(source, campaign.config.data.ingest)
+        for item in opened.records(0, min(len(opened), SEARCHED)):
             if isinstance(item, Record) and clean_key(item.key) in keys and isinstance(item.image, bytes):
                 with suppress(BadImageError):
                     yield clean_key(item.key), _thumbnail(decode(item.image))
@@ -171,26 +167,12 @@ def _found_again(campaign: Campaign, keys: set[str]) -> Iterator[tuple[str, Pict
         return
 
 
-def _picture(found: Contents, row: int) -> Picture | None:
-    """The picture of a row; None where it cannot be read or there are none."""
-    try:
-        return _thumbnail(found.dataset.image(row))
-    except AtollError:
-        return None
-
-
 def _thumbnail(image: Image.Image) -> Picture:
     image = image.copy()
     image.thumbnail((SIDE, SIDE))
-    uri = "data:image/png;base64," + base64.b64encode(png(image)).decode()
-    return Picture(uri, image.width, image.height)
-
-
-def _caption(found: Contents, row: int) -> str:
-    try:
-        return clean(found.dataset.take([row])["caption"][0].as_py())
-    except AtollError:
-        return "cannot be read"
+    picture = Picture.of_png(png(image))
+    assert picture is not None
+    return picture
 
 
 def _drawn(count: int, most: int) -> list[int]:

@@ -1,8 +1,9 @@
 """A campaign as the page sees it: its typed files; None or empty where a stage has not been yet."""
 
 import base64
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,16 +16,42 @@ from atoll.base.text import in_common
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.measured import Comparison
 from atoll.campaign.results import Frozen, MetricsLine
-from atoll.campaign.roles import RUNS
-from atoll.campaign.runs import RunPlan, read_partition
+from atoll.campaign.roles import BASELINE, RUNS, SINGLE
+from atoll.campaign.runs import Run, RunPlan, read_partition, runs_as
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
-from atoll.report.palette import DENSE
-from atoll.report.text import clean, clean_tree, finite
 from atoll.store.store import Store
 
 Point = tuple[float, float]
 Kind = TypeVar("Kind", bound=File)
+LONGEST = 240
+"""Characters of a text of unknown origin."""
+
+
+def finite(value: Any) -> float | None:
+    """A number that JSON and a chart can hold, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def clean(value: Any) -> str:
+    """Text of unknown origin as one line that can be encoded: no control characters, of bounded length."""
+    text = "".join(c if c.isprintable() or c.isspace() else "\ufffd" for c in str(value))
+    # A lone surrogate is printable to Python, and no encoder takes it.
+    text = " ".join(text.encode("utf-8", "replace").decode().split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1].rstrip() + "…"
+
+
+def clean_tree(value: Any) -> Any:
+    """Plain data whose texts are clean and whose numbers are finite, or null."""
+    if isinstance(value, dict):
+        return {clean(key): clean_tree(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_tree(item) for item in value]
+    if isinstance(value, float):
+        return finite(value)
+    return clean(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,15 @@ class Picture:
     width: int
     height: int
 
+    @classmethod
+    def of_png(cls, data: bytes) -> "Picture | None":
+        """None where the bytes are no PNG."""
+        if len(data) < 24 or not data.startswith(b"\x89PNG\r\n\x1a\n"):
+            return None
+        # The header chunk IHDR always comes first, so nothing is decoded to learn the size.
+        width, height = struct.unpack(">II", data[16:24])
+        return cls("data:image/png;base64," + base64.b64encode(data).decode(), width, height)
+
 
 def pixelated(pictures: Sequence[Picture | None]) -> bool:
     """Whether pictures are so small that their pixels should stay sharp squares."""
@@ -42,19 +78,10 @@ def pixelated(pictures: Sequence[Picture | None]) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run: its plan, how far it is, and what it logged.
+class LoggedRun:
+    """A run with its plan and the card of its published network, where they are there, and its log."""
 
-    Attributes:
-        role: a name of `RUNS`.
-        island: number of the cluster, for an expert.
-        plan: its numbers; None if they are not there.
-        card: of the published network; None while there is none.
-        lines: of its metrics.
-    """
-
-    role: str
-    island: int | None
+    run: Run
     plan: RunPlan | None
     card: Card | None
     lines: Sequence[MetricsLine]
@@ -62,13 +89,13 @@ class Run:
     @property
     def name(self) -> str:
         """As the page calls it."""
-        title = RUNS[self.role].title
-        return title if self.island is None else f"{title} {self.island}"
+        number = "" if self.run.expert is None else f" {self.run.expert}"
+        return f"{self.run.kind.title}{number}"
 
     @property
     def style(self) -> str:
         """CSS class of its colour."""
-        return f"e{self.island}" if self.role == "expert" else self.role
+        return self.run.role if self.run.expert is None else f"e{self.run.expert}"
 
     @property
     def finished(self) -> bool:
@@ -83,10 +110,10 @@ class Run:
     @cached_property
     def losses(self) -> list[Point]:
         """Images seen and training loss, where it is finite."""
-        points = [(float(line.samples), finite(line.loss)) for line in self.trained]
+        points = ((float(line.samples), finite(line.loss)) for line in self.trained)
         return [(seen, loss) for seen, loss in points if loss is not None]
 
-    @property
+    @cached_property
     def checked(self) -> MetricsLine:
         """The last validation; an empty line where there was none."""
         return next((line for line in reversed(self.lines) if line.validation), MetricsLine(samples=0))
@@ -94,16 +121,20 @@ class Run:
     @property
     def validation(self) -> list[Point]:
         """Times t of the last validation and losses."""
-        return _points(self.checked, self.checked.validation)
+        return self._over_time(self.checked.validation)
 
     @property
     def accuracy(self) -> list[Point]:
         """Times t of the last validation and the router's accuracy."""
-        return _points(self.checked, self.checked.accuracy_by_time)
+        return self._over_time(self.checked.accuracy_by_time)
+
+    def _over_time(self, values: Sequence[float | None]) -> list[Point]:
+        pairs = zip(self.checked.times, map(finite, values), strict=False)
+        return [(t, value) for t, value in pairs if value is not None]
 
     @property
     def validation_loss(self) -> float | None:
-        """Mean of the last validation losses."""
+        """Mean of the last validation losses; none where one of them is not finite."""
         values = [value for _, value in self.validation]
         return sum(values) / len(values) if values and len(values) == len(self.checked.validation) else None
 
@@ -132,11 +163,6 @@ class Run:
         return numbers.train_flops if numbers else None
 
 
-def _points(line: MetricsLine, values: Sequence[float | None]) -> list[Point]:
-    pairs = zip(line.times, map(finite, values), strict=False)
-    return [(t, value) for t, value in pairs if value is not None]
-
-
 @dataclass(frozen=True)
 class Facts:
     """A campaign as far as it is, from the partition on. A file is read when it is first asked for."""
@@ -151,7 +177,7 @@ class Facts:
     @cached_property
     def frozen(self) -> Frozen:
         """Its settings, and the version of Atoll that made it."""
-        return self.file("campaign.json", Frozen)
+        return self.file(Frozen.PLACE, Frozen)
 
     @cached_property
     def partition(self) -> PartitionFile:
@@ -159,45 +185,60 @@ class Facts:
         return read_partition(self.store)
 
     @cached_property
-    def experts(self) -> list[Run]:
-        """One run per cluster."""
-        return [self._run(f"islands/{k}", "expert", k) for k in range(self.partition.k)]
+    def by_role(self) -> dict[str, list[LoggedRun]]:
+        """Runs that are planned, by role: first those that every ensemble has, then as in `RUNS`."""
+        chosen = {}
+        for role in sorted(RUNS.values(), key=lambda role: not role.assembled):
+            runs = runs_as(role, self.partition.k)
+            if role.assembled or role.name == BASELINE or self.store.exists(runs[0].plan):
+                chosen[role.name] = [
+                    LoggedRun(
+                        run,
+                        self.optional(run.plan, RunPlan),
+                        self.optional(f"{run.network}/card.json", Card),
+                        list(self._lines(f"{run.folder}/run/metrics.jsonl")),
+                    )
+                    for run in runs
+                ]
+        return chosen
 
-    @cached_property
-    def router(self) -> Run:
-        """The router's run."""
-        return self._run("router", "router")
+    def _lines(self, key: str) -> Iterator[MetricsLine]:
+        text = self.store.get(key).decode("utf-8", "replace") if self.store.exists(key) else ""
+        for line in text.splitlines():
+            try:
+                yield MetricsLine.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors()[0]
+                # The run may be writing this very line: what is torn is passed over, what is wrong is not.
+                if first["type"] in ("json_invalid", "missing") or not first["loc"]:
+                    continue
+                what = f"{self.store.name(key)} is not what Atoll writes ({first['loc'][0]!r} in a line)"
+                raise DataError(what, "restore it or remove it") from None
 
-    @cached_property
-    def monolith(self) -> Run:
-        """The baseline's run."""
-        return self._run("monolith", "monolith")
-
-    @cached_property
-    def pretrain(self) -> Run | None:
-        """The run that the experts start from; None where they start without one."""
-        return self._run("pretrain", "pretrain") if self.store.exists("pretrain/island.json") else None
-
-    @cached_property
-    def student(self) -> Run | None:
-        """The run that learns from the experts; None where there is none."""
-        return self._run("student", "student") if self.store.exists("student/island.json") else None
+    def one(self, role: str) -> LoggedRun | None:
+        """The run of a role of one run; None where the campaign plans none."""
+        return next(iter(self.by_role.get(role, ())), None)
 
     @property
-    def ensemble(self) -> list[Run]:
-        """The runs that together cost what the monolith costs: experts, router, shared pretraining."""
-        return [*self.experts, self.router, *([self.pretrain] if self.pretrain else [])]
+    def baseline(self) -> LoggedRun:
+        """The run that the others are compared with."""
+        return self.by_role[BASELINE][0]
 
     @property
-    def runs(self) -> list[Run]:
-        """All runs that the campaign wants: the ensemble's, the monolith, the student."""
-        baseline = [self.monolith] if self.wants_monolith else []
-        return [*self.ensemble, *baseline, *([self.student] if self.student else [])]
+    def ensemble(self) -> list[LoggedRun]:
+        """The runs that together cost what the baseline costs."""
+        return [run for runs in self.by_role.values() for run in runs if run.run.kind.counted == "ensemble"]
 
     @property
-    def wants_monolith(self) -> bool:
-        """Whether a baseline is trained, or was."""
-        return self.frozen.config.get("monolith", True) is not False or self.monolith.finished
+    def runs(self) -> list[LoggedRun]:
+        """All runs that the campaign wants."""
+        every = (run for runs in self.by_role.values() for run in runs)
+        return [run for run in every if run.run.role != BASELINE or self.wants_baseline]
+
+    @property
+    def wants_baseline(self) -> bool:
+        """Whether a baseline is trained, or was; its plan is there in any case."""
+        return self.frozen.config.get(BASELINE, True) is not False or self.baseline.finished
 
     @property
     def finished(self) -> bool:
@@ -206,22 +247,22 @@ class Facts:
 
     @property
     def flops_ratio(self) -> float | None:
-        """Operations of experts, router and shared pretraining over the monolith's, as planned and carded."""
-        spent, base = total([run.train_flops for run in self.ensemble]), self.monolith.train_flops
+        """Operations of the ensemble's runs over the baseline's, as planned and carded."""
+        spent, base = total(run.train_flops for run in self.ensemble), self.baseline.train_flops
         return spent / base if base and spent is not None else None
 
     @property
     def in_common(self) -> str:
         """What the experts have in common, as a sentence."""
-        spent = total([run.train_flops for run in self.ensemble])
-        shared = (self.pretrain.train_flops or 0.0) if self.pretrain else 0.0
+        spent, pretrain = total(run.train_flops for run in self.ensemble), self.one("pretrain")
+        shared = (pretrain.train_flops or 0.0) if pretrain else 0.0
         init = (self.frozen.config.get("network") or {}).get("init", "scratch")
         return in_common(shared / spent if spent else 0.0, init != "scratch")
 
     @cached_property
     def comparison(self) -> Comparison | None:
         """None before `atoll compare`."""
-        return self.optional("reports/compare.json", Comparison)
+        return self.optional(Comparison.PLACE, Comparison)
 
     @cached_property
     def pictures(self) -> dict[str, list[Picture | None]]:
@@ -237,7 +278,7 @@ class Facts:
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """None before `atoll diagnose`."""
-        return self.optional("reports/diagnostics.json", Diagnosis)
+        return self.optional(Diagnosis.PLACE, Diagnosis)
 
     @cached_property
     def stages(self) -> dict[str, float]:
@@ -256,18 +297,17 @@ class Facts:
     @property
     def stale(self) -> list[str]:
         """Commands that measured other weights than are published now: something was trained since."""
-        results = {"atoll compare": self.comparison, "atoll diagnose": self.diagnosis}
-        return [command for command, one in results.items() if one is not None and self.is_stale(one.parts)]
+        reports = {"atoll compare": self.comparison, "atoll diagnose": self.diagnosis}
+        return [command for command, report in reports.items() if report and self.is_stale(report.parts)]
 
     def is_stale(self, parts: dict[str, Any]) -> bool:
         """Whether these digests, by part, are of other weights than are published now."""
-        dense = parts.keys() & DENSE.keys()
-        cards = {name: self.optional(f"{name}/expert/card.json", Card) for name in dense}
+        single = parts.keys() & set(SINGLE)
+        cards = {name: self.optional(f"{Run(name).network}/card.json", Card) for name in single}
         published: dict[str, Any] = {}
         key = "ensemble/ensemble.json"
-        if parts.keys() != dense and self.store.exists(
-            key
-        ):  # its type is beside torch, so it is read as it is
+        if parts.keys() != single and self.store.exists(key):
+            # Its type is beside torch, which a report does without, so the file is read as it is.
             content = self.store.get_json(key)
             published = (content.get("parts") or {}) if isinstance(content, dict) else {}
         digests = {name: card.weights_sha256 for name, card in cards.items() if card}
@@ -275,11 +315,7 @@ class Facts:
 
     def picture(self, key: str) -> Picture | None:
         """A PNG; None where there is none or something else lies there."""
-        data = self.store.get(key) if self.store.exists(key) else b""
-        if len(data) < 24 or not data.startswith(b"\x89PNG\r\n\x1a\n"):
-            return None
-        width, height = struct.unpack(">II", data[16:24])
-        return Picture("data:image/png;base64," + base64.b64encode(data).decode(), width, height)
+        return Picture.of_png(self.store.get(key)) if self.store.exists(key) else None
 
     def file(self, key: str, kind: type[Kind]) -> Kind:
         """A file whose texts are fit for a page, and whose numbers are finite."""
@@ -289,26 +325,8 @@ class Facts:
         """The same, None where there is none."""
         return self.file(key, kind) if self.store.exists(key) else None
 
-    def _run(self, folder: str, role: str, island: int | None = None) -> Run:
-        plan = self.optional(f"{folder}/island.json", RunPlan)
-        card = self.optional(f"{folder}/expert/card.json", Card)
-        return Run(role, island, plan, card, list(self._lines(f"{folder}/run/metrics.jsonl")))
 
-    def _lines(self, key: str) -> Iterator[MetricsLine]:
-        """Lines of a metrics file; one may be torn while the run writes it, and is left out then."""
-        text = self.store.get(key).decode("utf-8", "replace") if self.store.exists(key) else ""
-        for line in text.splitlines():
-            try:
-                yield MetricsLine.model_validate_json(line)
-            except ValidationError as error:
-                first = error.errors()[0]
-                if first["type"] in ("json_invalid", "missing") or not first["loc"]:
-                    continue
-                what = f"{self.store.name(key)} is not what Atoll writes ({first['loc'][0]!r} in a line)"
-                raise DataError(what, "restore it or remove it") from None
-
-
-def total(values: Sequence[float | None]) -> float | None:
+def total(values: Iterable[float | None]) -> float | None:
     """The sum; None where a value is not known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    known = list(values)
+    return None if None in known else sum(value or 0.0 for value in known)

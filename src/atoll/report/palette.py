@@ -12,22 +12,20 @@ LIGHT = ("#0a6fb0", "#e3a62b", "#9c3015", "#3fbfb9", "#5f3467", "#8b93f0", "#cf8
 """On a light page."""
 DARK = ("#3f95dc", "#f7cb68", "#c9593b", "#4feadd", "#9a5fa8", "#b4bcfa", "#ef919b", "#a39a2f")
 """The same hues on a dark page."""
-DENSE = {name: RUNS[name].title for name in SINGLE}
-"""Single networks, each with a colour of its own, and what the page calls them."""
 ROUTED = ("selected", "mixture", "own", "router")
 """CSS classes of the colours of routings, in order."""
 
 
 def model_name(name: str) -> str:
-    """As the page calls a model: a routing as it is."""
-    return DENSE.get(name, name)
+    """As the page calls a model: a single network by its title, a routing as it is."""
+    return RUNS[name].title if name in SINGLE else name
 
 
 def expert_colour(number: int, dark: bool = False) -> str:
     """Hex colour of an expert. After the eighth they come again, darker on light and lighter on dark."""
     base = (DARK if dark else LIGHT)[number % len(LIGHT)]
-    away = 255 if dark else 0
-    share = 1 - 0.65 ** (number // len(LIGHT))
+    # Each round covers the same part of what is left to black or white, so no two rounds are ever equal.
+    away, share = 255 if dark else 0, 1 - 0.65 ** (number // len(LIGHT))
     channels = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (away - c) * share):02x}" for c in channels)
 
@@ -44,6 +42,6 @@ def stylesheet(count: int) -> str:
 
 
 def model_styles(names: Iterable[str]) -> dict[str, str]:
-    """CSS class of every model: a dense one's is its name, routings take theirs in turn."""
-    routings = [name for name in dict.fromkeys(names) if name not in DENSE]
-    return {name: name for name in DENSE} | {n: ROUTED[i % len(ROUTED)] for i, n in enumerate(routings)}
+    """CSS class of every model: a single network's is its name, routings take theirs in turn."""
+    routings = [name for name in dict.fromkeys(names) if name not in SINGLE]
+    return {name: name for name in SINGLE} | {n: ROUTED[i % len(ROUTED)] for i, n in enumerate(routings)}

@@ -14,7 +14,7 @@ from atoll.base.errors import AtollError
 from atoll.report import palette
 from atoll.report.charts import ring
 from atoll.report.dashboard import Dashboard
-from atoll.report.page import environment
+from atoll.report.html import environment
 from atoll.serve.request import ApiError
 
 EVERY = 5
