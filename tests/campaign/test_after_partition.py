@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import DataError, PartitionError
-from atoll.campaign import opt_out
+from atoll.campaign import after_partition
+from atoll.campaign.after_partition import assign_new_rows, opt_out_stage
 from atoll.campaign.folder import Campaign
-from atoll.campaign.newcomers import assign_stage
-from atoll.campaign.opt_out import opt_out_stage
 from atoll.campaign.report_table import findings
 from atoll.campaign.runs import read_partition
 from atoll.data import partition as partitions
@@ -91,9 +90,9 @@ def test_opting_out_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyt
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("write_subset", "union", "cluster_map", "_tell", "write_weights"):
+    for place in ("write_subset", "union", "cluster_map", "digest", "write_weights"):
         with monkeypatch.context() as patch:
-            patch.setattr(opt_out, place, die)
+            patch.setattr(after_partition, place, die)
             with pytest.raises(KeyboardInterrupt):
                 opt_out_stage(killed, path)
     opt_out_stage(killed, path)
@@ -116,7 +115,7 @@ def test_lists_and_data_sets_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"no line of .* names a row"):
             opt_out_stage(campaign, path)
     with pytest.raises(DataError, match="there is no data set at"):
-        assign_stage(campaign, str(tmp_path / "nothing"))
+        assign_new_rows(campaign, str(tmp_path / "nothing"))
 
 
 def test_a_duplicate_that_opts_out_changes_no_island(tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_new_rows_get_the_clusters_that_they_would_have_had(
     more = partitioned(tmp_path / "more", other).dataset()
     before = digests(tmp_path / "c")
     capsys.readouterr()
-    clusters = assign_stage(campaign, more.store.location)
+    clusters = assign_new_rows(campaign, more.store.location)
     _, head, *rows, last, place = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["cluster", "new", "rows"] and last.split()[:2] == ["all", str(len(more))]
     assert sorted(int(row.split()[2]) for row in rows) == sorted(np.bincount(clusters).tolist())

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.base.errors import AtollError, ConfigError
-from atoll.campaign import gpus
 from atoll.campaign.assemble import assemble
 from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import Comparison
-from atoll.campaign.plan import make_plan
+from atoll.campaign.plan import load_gpus, make_plan
 from atoll.campaign.runs import experts_of
 from atoll.data.dataset import DataSet
 from atoll.data.partition import load
@@ -114,7 +113,7 @@ def test_the_plan_counts_tokens(made: Path) -> None:
         (int(h) // factor(made), int(w) // factor(made))
         for w, h in (size.split("x") for size in SIZES["none" if factor(made) == 1 else "vae"])
     )
-    plan = make_plan(campaign.config, known, gpus.load(), "l4")
+    plan = make_plan(campaign.config, known, load_gpus(), "l4")
     for run in experts_of(2):
         card = json.loads((made / run.plan).read_text())
         assert plan.runs[run].budget.train_flops == card["train_flops"]

@@ -73,7 +73,7 @@ MODULES = [
     "atoll.measure.diagnosis.stage",
     "atoll.export.ensemble",
     "atoll.data.audit",
-    "atoll.campaign.plan_text",
+    "atoll.campaign.plan",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -14,17 +14,11 @@ from atoll.networks.settings import DataShape, NetworkConfig, check_sides
 
 @dataclass(frozen=True)
 class RunBudget:
-    """One run's part of the budget.
-
-    Attributes:
-        steps: optimizer steps.
-        batch: samples per step.
-        flops: operations per sample; those of a student's training hold its teacher's.
-    """
+    """One run's part of the budget."""
 
     steps: int
     batch: int
-    flops: Flops
+    flops: Flops  # per sample; those of a student's training hold its teachers'
 
     @property
     def train_flops(self) -> float:
@@ -72,12 +66,6 @@ def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]
     }
 
 
-def router_flops(config: CampaignConfig, shape: DataShape, rows: Sequence[float] = ()) -> Flops:
-    """Operations per sample of the router; arguments as of `denoiser_flops`."""
-    arguments = router_arguments(config, shape)
-    return mean(counts(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape), rows)
-
-
 def divide(
     config: CampaignConfig,
     shape: DataShape,
@@ -86,15 +74,9 @@ def divide(
 ) -> Budget:
     """Divide the training FLOPs over the runs.
 
-    The monolith sees `budget.samples` images. Router and shared pretraining get their shares of its FLOPs,
-    and the experts the rest: steps in proportion to their cluster's size, or the same steps for all. The
-    student costs extra: its own forward and backward pass and its teachers' forward.
-
-    Args:
-        config: the campaign's settings.
-        shape: of the data.
-        sizes: training rows per cluster, or the sum of their weights.
-        buckets: the same of each of the shape's latents, where there are several and it is known.
+    `sizes` are training rows per cluster, or sums of their weights; `buckets` the same of each of the shape's
+    latents, where there are several. The monolith sees `budget.samples` images. Router and shared pretraining
+    get their shares of its FLOPs, and the experts the rest. The student costs extra.
     """
     k, batch, all_rows = len(sizes), config.train.batch, [sum(rows) for rows in buckets]
     dense = denoiser_flops(config.network, shape, all_rows)
@@ -103,7 +85,8 @@ def divide(
 
     # Router and shared pretraining: a share each. Pretraining is the monolith's network at its batch, so its
     # share of FLOPs is one of steps.
-    flops, router_batch = router_flops(config, shape, all_rows), config.router.train.batch
+    passes = counts(partial(Router, **router_arguments(config, shape)), Router.__call__, shape)
+    flops, router_batch = mean(passes, all_rows), config.router.train.batch
     steps = round(config.router.share * monolith.train_flops / (flops.train * router_batch))
     router = budget[Run("router")] = RunBudget(max(1, steps), router_batch, flops)
     left = monolith.train_flops - router.train_flops

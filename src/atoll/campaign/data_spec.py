@@ -8,7 +8,6 @@ import numpy as np
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan, experts_of, made_by, read_partition, stored_bytes, training_columns
-from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
 from atoll.data.samples import data_shape, null_states, read_labels
 from atoll.encoders.text import text_size
@@ -22,21 +21,13 @@ LOOKED_AT = 16
 
 @dataclass(frozen=True)
 class CaptionBytes:
-    """What the captions of a data set take.
+    """What the captions of a data set take."""
 
-    Attributes:
-        captions: distinct ones, counted in each shard.
-        tokens: of one, on average.
-        width: numbers of a token's state, 2 bytes each.
-        counted: whether they are there; else captions are those of some shards, and tokens are estimated.
-        precomputed: whether states are stored; else only the tokens' ids are, 4 bytes each.
-    """
-
-    captions: int
-    tokens: float
-    width: int
-    counted: bool
-    precomputed: bool
+    captions: int  # distinct ones, counted in each shard
+    tokens: float  # of one, on average
+    width: int  # numbers of a token's state
+    counted: bool  # whether they are there; else tokens are estimated, from captions of some shards
+    precomputed: bool  # whether states are stored; else only the tokens' ids are
 
     @property
     def bytes(self) -> int:
@@ -46,57 +37,41 @@ class CaptionBytes:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The data of a campaign, known or assumed.
-
-    Attributes:
-        shape: what networks must fit.
-        sizes: training rows of each cluster, or equal shares where they are not known.
-        rows: training rows in all; None if not known.
-        stored: bytes of each island's data set; None if not known.
-        partitioned: whether sizes are those of the partition.
-        notes: what was assumed.
-        weights: sums of the weights that rows of each cluster are drawn by; empty where all are alike.
-        text: text states of the data set; None where there is no data set, or no text.
-        buckets: training rows (or the sum of their weights) of each of the shape's latents by cluster; empty
-            where there is one, or it is not known.
-    """
+    """The data of a campaign, known or assumed."""
 
     shape: DataShape
-    sizes: list[int]
-    rows: int | None
-    stored: list[int] | None
+    sizes: list[int]  # training rows of each cluster, or equal shares where they are not known
+    rows: int | None  # training rows in all
+    stored: list[int] | None  # bytes of each island's data set
     partitioned: bool
-    notes: list[str]
-    weights: Sequence[float] = ()
+    notes: list[str]  # what was assumed
+    weights: Sequence[float] = ()  # sums by cluster of the weights that rows are drawn by
     text: CaptionBytes | None = None
     buckets: Sequence[Sequence[float]] = ()
+    """Training rows (or the sum of their weights) of each of the shape's latents by cluster; empty where
+    there is one, or it is not known."""
 
 
 def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
     """Read what is there: the partition, else the data set, else the settings; and assume the rest.
 
-    Args:
-        campaign: at any stage.
-        rows: training rows to assume where there is no data set yet.
-
-    Raises:
-        ConfigError: the settings do not tell the shape, such as a VAE that is not known.
+    `rows` are the training rows to assume where there is no data set yet. `ConfigError` if the settings do
+    not tell the shape, such as a VAE that is not known.
     """
     config, k = campaign.config, campaign.config.partition.k
+    precomputed = config.data.precompute_text
     if campaign.is_partitioned:
         plans = [RunPlan.read(campaign.store, run.plan) for run in experts_of(k)]
-        shape, sizes = plans[0].shape, [plan.rows for plan in plans]
-        stored, row = list[int](), row_bytes(shape, config.data.precompute_text)
+        shape, sizes, stored = plans[0].shape, [plan.rows for plan in plans], list[int]()
         for number, plan in enumerate(plans):
             known = stored_bytes(campaign.store, number)
-            stored.append(row * plan.rows if known is None else known[0])
+            stored.append(row_bytes(shape, precomputed) * plan.rows if known is None else known[0])
         cut = read_partition(campaign.store)
-        return DataSpec(
-            shape, sizes, sum(sizes), stored, True, [], cut.masses, buckets=list(cut.buckets.values())
-        )
+        buckets = list(cut.buckets.values())
+        return DataSpec(shape, sizes, sum(sizes), stored, True, [], cut.masses, buckets=buckets)
 
     notes = ["not partitioned yet: equal clusters are assumed"]
-    count, text, buckets = rows, None, list[list[float]]()
+    text, assumed = None, list[list[float]]()
     if not campaign.has_dataset():
         shape = _shape_of_settings(campaign)
         notes.append("no data set yet: shapes are those that the settings name")
@@ -106,7 +81,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
             notes.append("rows are not known: --rows N tells what the data set's bytes will be")
     else:
         dataset = campaign.dataset()
-        count = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
+        rows = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         if all(made_by(dataset, name, by) for name, by in training_columns(config).items()):
             shape = data_shape(dataset, config.condition, config.data.text_column)
         else:  # rows and pictures are there: they tell as much as they can
@@ -115,15 +90,33 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
                 shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)
             if config.condition == "class":
                 shape = replace(shape, classes=int(read_labels(dataset).max()) + 1)
-        text = _caption_bytes(campaign, dataset) if config.condition == "text" else None
         if dataset.buckets is not None:
-            _, each = np.unique(dataset.buckets, axis=0, return_counts=True)
-            buckets = [[rows / k] * k for rows in each.tolist()] if len(each) == len(shape.latents) else []
-    sizes = [count // k + (number < count % k) for number in range(k)] if count else []
-    row = row_bytes(shape, config.data.precompute_text)
-    known_bytes = [row * size for size in sizes] if sizes else None
+            _, counts = np.unique(dataset.buckets, axis=0, return_counts=True)
+            if len(counts) == len(shape.latents):
+                assumed = [[count / k] * k for count in counts.tolist()]
+
+        # What captions take: by those of a few shards, and by the column where it is there.
+        if config.condition == "text":
+            name, shards = config.data.text_column, len(dataset.shards)
+            some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
+            distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
+            count = sum(map(len, distinct))
+            captions = round(count * shards / len(some))
+            if counted := made_by(dataset, name, training_columns(config)[name]):
+                column = dataset.column(name)
+                width = int(null_states(column).shape[1])
+                held = sum(shard.bytes for shard in column.meta.shards)
+                tokens = held / (token_bytes(width, precomputed) * captions)
+            else:
+                width, longest = text_size(config.data.text_encoder, config.data.text_length)
+                # Tokenizers make about one token of four bytes of English, and add one or two of their own.
+                lengths = [2 + len(caption.encode()) / 4 for part in distinct for caption in part]
+                tokens = sum(min(longest, length) for length in lengths) / count
+            text = CaptionBytes(captions, tokens, width, counted, precomputed)
+    sizes = [rows // k + (number < rows % k) for number in range(k)] if rows else []
+    known_bytes = [row_bytes(shape, precomputed) * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k
-    return DataSpec(shape, sizes, count, known_bytes, False, notes, text=text, buckets=buckets)
+    return DataSpec(shape, sizes, rows, known_bytes, False, notes, text=text, buckets=assumed)
 
 
 def row_bytes(shape: DataShape, precomputed: bool) -> int:
@@ -137,35 +130,12 @@ def token_bytes(width: int, precomputed: bool) -> int:
     return 2 * width if precomputed else 4
 
 
-def _caption_bytes(campaign: Campaign, dataset: DataSet) -> CaptionBytes:
-    """What they take by the captions of a few shards, and by the column where it is there."""
-    config, shards = campaign.config.data, len(dataset.shards)
-    some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
-    distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
-    count = sum(map(len, distinct))
-    captions = round(count * shards / len(some))
-    name = config.text_column
-    if made_by(dataset, name, training_columns(campaign.config)[name]):
-        column = dataset.column(name)
-        stored = sum(shard.bytes for shard in column.meta.shards)
-        width = int(null_states(column).shape[1])
-        tokens = stored / (token_bytes(width, config.precompute_text) * captions)
-        return CaptionBytes(captions, tokens, width, True, config.precompute_text)
-    width, longest = text_size(config.text_encoder, config.text_length)
-    # Tokenizers make about one token of four bytes of English, and add one or two of their own.
-    lengths = [2 + len(caption.encode()) / 4 for captions in distinct for caption in captions]
-    tokens = sum(min(longest, length) for length in lengths) / count
-    return CaptionBytes(captions, tokens, width, False, config.precompute_text)
-
-
 def _shape_of_settings(campaign: Campaign) -> DataShape:
-    config = campaign.config
-    settings = config.data
-    side = settings.ingest.size
+    config, settings = campaign.config, campaign.config.data
     if settings.vae == "none":
-        shape = DataShape(1 if settings.ingest.mode == "gray" else 3, side)
+        shape = DataShape(1 if settings.ingest.mode == "gray" else 3, settings.ingest.size)
     else:
-        shape = DataShape(*latent_size(settings.vae, side))
+        shape = DataShape(*latent_size(settings.vae, settings.ingest.size))
     if settings.ingest.buckets is not None:
         sizes = sorted(settings.ingest.sizes())
         if settings.vae != "none":

@@ -41,15 +41,14 @@ def make_islands(campaign: Campaign) -> Partition:
         if campaign.has_dataset() and not partition.weighs_as(campaign.dataset()):
             say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
         # Runs that the settings ask for only now.
-        late = [run for run in runs_of(config) if run.kind.late and not store.exists(run.plan)]
-        if late:
+        if late := [run for run in runs_of(config) if run.kind.late and not store.exists(run.plan)]:
             parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
             columns = parts[0].column_names()
             _write_runs(campaign, partition, shape, {run: budget[run] for run in late}, parts, columns)
             for run in late:
-                say(_extra(run, budget))
+                _say_extra(run, budget)
         return partition
     dataset = campaign.dataset()
     how, encoder = config.data.dedupe, config.partition.encoder
@@ -60,6 +59,7 @@ def make_islands(campaign: Campaign) -> Partition:
     partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
     shape = data_shape(dataset, config.condition, config.data.text_column)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
+    # From here on files of the runs are written, which settings that change later would not agree with.
     campaign.freeze()
 
     parts = [
@@ -67,10 +67,10 @@ def make_islands(campaign: Campaign) -> Partition:
         for number, run in enumerate(experts_of(partition.k))
     ]
     _write_runs(campaign, partition, shape, budget, parts, columns)
-    found = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
-    store.put_json(ClusterMap.PLACE, found.to_json())
+    overview = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
+    store.put_json(ClusterMap.PLACE, overview.to_json())
     partitions.save(partition, store, dataset)
-    _tell(partition, budget, config.budget.compute == "equal")
+    _say_partition(partition, budget, config.budget.compute == "equal")
     return partition
 
 
@@ -96,8 +96,7 @@ def _write_runs(
                     network, producer = config.denoiser(run.role)[0], parts[0].column("latents").meta.producer
                     check_data(network.family, producer, shape.classes, network.patch)
                 campaign.freeze_student()
-            whole = union(store, f"{run.folder}/data", parts, columns)
-            write_clusters(whole, parts, partition)
+            write_clusters(union(store, f"{run.folder}/data", parts, columns), parts, partition)
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
         settings, start = config.denoiser(*run)[0], init_source(config, run)
@@ -107,6 +106,7 @@ def _write_runs(
         else:
             initial = initial_network(settings, shape, config.seed)
         if start == "pretrain" and settings != config.network:
+            # Names and shapes alone decide what fits, so the pretrained network needs no memory here.
             with torch.device("meta"):
                 pretrain = family(config.network.family).build(config.network, shape)
             if not compare(initial, dict(pretrain.named_parameters())).kept:
@@ -148,21 +148,17 @@ def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
 
 def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     """Name the columns that an island needs; refuses data made with other settings than the campaign's."""
-    ingested, config = dataset.manifest.config, campaign.config
+    ingested, config, location = dataset.manifest.config, campaign.config, dataset.store.location
     if config.data.source is not None and ingested:
         settings = IngestConfig.parse(ingested, dataset.store.name("manifest.json"))  # perhaps older
         if settings != config.data.ingest:
             fix = "put data.ingest back, or choose another data.path"
-            raise DataError(
-                f"{dataset.store.location} was ingested with other settings than data.ingest has now", fix
-            )
+            raise DataError(f"{location} was ingested with other settings than data.ingest has now", fix)
     for name, producer in wanted_columns(config).items():
         if not made_by(dataset, name, producer):
             command = "embed" if name.startswith("features-") else "encode"
-            what = "of other settings" if dataset.has_column(name) else "missing"
-            raise DataError(
-                f"column {name!r} of {dataset.store.location} is {what}", f"run 'atoll data {command}'"
-            )
+            state = "of other settings" if dataset.has_column(name) else "missing"
+            raise DataError(f"column {name!r} of {location} is {state}", f"run 'atoll data {command}'")
     if not config.data.weighted:
         return ["split", *training_columns(config)]
     dataset.column(WEIGHTS)  # without it all rows would count alike
@@ -175,7 +171,7 @@ def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -
     whole.write_values("clusters", {"name": "partition", "hash": partition.hash}, numbers)
 
 
-def _tell(partition: Partition, budget: Budget, equal: bool) -> None:
+def _say_partition(partition: Partition, budget: Budget, equal: bool) -> None:
     about, total, weight = partition.about, sum(partition.sizes), sum(partition.masses)
     say(f"partition {partition.hash[:12]}: {partition.k} clusters of {total:,} training rows")
     for number, run in enumerate(experts_of(partition.k)):
@@ -186,35 +182,33 @@ def _tell(partition: Partition, budget: Budget, equal: bool) -> None:
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}{part}, {steps}{of}")
     if about.masses and not equal:
         say("  an expert's steps follow the weights of its rows, not how many they are (data.weighted)")
+    batches = [budget[run].batch for run in experts_of(partition.k)]
     for bucket, rows in about.buckets.items():
         say(f"  {bucket}: {few([f'{number:,.0f}' for number in rows], 16)} rows by cluster")
-        batches = [budget[run].batch for run in experts_of(partition.k)]
-        short = [str(n) for n, number in enumerate(rows) if 0 < number < batches[n]]
-        if short:
+        if short := [str(n) for n, number in enumerate(rows) if 0 < number < batches[n]]:
             say(f"  warning: fewer of it than a step in cluster {few(short)}: they wait until they fill one")
     for warning in about.warnings:
         say(f"  warning: {warning}")
     if (inertia := about.inertia) is not None:
         cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""
         say(f"  inertia {inertia.clusters:.4g}, of random clusters {inertia.random:.4g}{cost}")
-    pretrain = budget.get(Run("pretrain"))
-    if pretrain:
+    if pretrain := budget.get(Run("pretrain")):
         steps = f"{pretrain.steps:,} steps of {pretrain.batch}"
         say(f"  shared pretraining: {steps} on all rows, before the experts")
     router, monolith = budget[Run("router")], budget[Run("monolith")]
-    parts = "experts + router + pretraining" if pretrain else "experts + router"
     say(
-        f"  router: {router.steps:,} steps of {router.batch}; {parts} cost "
-        f"{flops_ratio(budget):.3f} of the monolith's {monolith.train_flops:.3g} FLOPs"
+        f"  router: {router.steps:,} steps of {router.batch}; experts + router"
+        f"{' + pretraining' if pretrain else ''} cost {flops_ratio(budget):.3f} of the monolith's"
+        f" {monolith.train_flops:.3g} FLOPs"
     )
     for run in budget:
         if run.kind.counted == "extra":
-            say(_extra(run, budget))
+            _say_extra(run, budget)
 
 
-def _extra(run: Run, budget: Budget) -> str:
-    part, monolith = budget[run], budget[Run("monolith")]
-    return (
+def _say_extra(run: Run, budget: Budget) -> None:
+    part, share = budget[run], budget[run].train_flops / budget[Run("monolith")].train_flops
+    say(
         f"  {run.name}: {part.steps:,} steps of {part.batch} after the experts; with its teachers it costs"
-        f" {part.train_flops / monolith.train_flops:.3f} of the monolith's FLOPs, beyond theirs"
+        f" {share:.3f} of the monolith's FLOPs, beyond theirs"
     )

@@ -5,15 +5,24 @@ Steps and operations are those of `budget.divide`, which the partition uses too.
 """
 
 import math
+import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.resources import files
+from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
-from atoll.base.errors import ConfigError
-from atoll.base.text import in_common, size
+from pydantic import Field
+
+from atoll.base.config import Config
+from atoll.base.errors import ConfigError, nearest
+from atoll.base.plain import expanded, read_yaml
+from atoll.base.table import Column, Table, text
+from atoll.base.text import in_common, significant, size
 from atoll.campaign.budget import RunBudget, divide, router_arguments
-from atoll.campaign.data_spec import CaptionBytes, DataSpec, row_bytes, token_bytes
-from atoll.campaign.gpus import Gpu
+from atoll.campaign.data_spec import DataSpec, row_bytes, token_bytes
 from atoll.campaign.roles import BASELINE, RUNS
 from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -27,26 +36,79 @@ OVERHEAD = 2 * 2**30
 """Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""
 SMALL = 8
 """Samples at once below which a GPU is badly used: other ways to save memory are tried before."""
+COSTS = (
+    Column("run"),
+    Column("params", "parameters"),
+    Column("rows", "parameters"),
+    Column("steps"),
+    Column("batch"),
+    Column("FLOPs", "operations"),
+    Column("GPUs"),
+    Column("time", "s"),
+    Column("GPU_h", digits=3),
+    Column("USD", digits=3),
+)
+MEMORY = (
+    Column("run"),
+    Column("batch"),
+    *(Column(name, "GiB") for name in ("state", "plain", "ckpt", "sharded", "both")),
+    Column("how_it_runs"),
+)
+EXPLAINED = (
+    "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, "
+    f"with bf16 copies, activations and {OVERHEAD / 2**30:g} GiB of overhead: plain, with activation "
+    "checkpointing (ckpt), with the state sharded over the run's GPUs, and with both. Estimates: leave a "
+    "margin."
+)
+SUFFIXES = {"baseline": ", one site", "extra": ", after them"}
+
+
+class Gpu(Config):
+    """One kind of GPU."""
+
+    memory_gib: float = Field(gt=0)
+    """Memory that a process can use, in GiB."""
+    tflops: float = Field(gt=0)
+    """Peak of dense bf16 matrix products, in TFLOP/s."""
+    utilisation: float = Field(gt=0, le=1)
+    """Share of the peak that training is assumed to reach (model FLOPs utilisation)."""
+    usd_per_hour: float = Field(ge=0)
+    """Price of one GPU, in US dollars an hour."""
+
+    @property
+    def memory(self) -> float:
+        """Memory in bytes."""
+        return self.memory_gib * 2**30
+
+
+def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
+    """The GPUs of `gpus.yaml`, with what the YAML file at `path` adds or changes."""
+    texts = [("gpus.yaml", files("atoll.campaign").joinpath("gpus.yaml").read_text(encoding="utf-8"))]
+    if path is not None:
+        try:
+            texts.append((str(path), expanded(path).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not text"
+            raise ConfigError(f"cannot read the table {path}: {reason}", "give a YAML file") from None
+    table = dict[str, dict[str, Any]]()
+    for where, content in texts:
+        tree = read_yaml(content, where)
+        if not isinstance(tree, dict) or not all(isinstance(values, dict) for values in tree.values()):
+            raise ConfigError(f"{where} is no table of GPUs", "write lines like 'h100: {usd_per_hour: 2.5}'")
+        for name, values in tree.items():
+            table[str(name)] = {**table.get(str(name), {}), **values}
+    return {name: Gpu.parse(values, f"{name} of {path or 'gpus.yaml'}") for name, values in table.items()}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a step, and the bytes that it takes on every GPU.
+    """One way to run a step, and the bytes that it takes on every GPU."""
 
-    Attributes:
-        sharded: state divided over the GPUs (FSDP) and gathered block by block, or whole on each (DDP).
-        checkpointing: blocks computed again in the backward pass.
-        micro_batch: samples at once on one GPU; gradients of the rest are accumulated.
-        state: weights, gradients, moments, average.
-        copies: weights in bf16; where sharded, the gathered blocks.
-        activations: or the copy of the weights that a validation makes, where that is larger.
-    """
-
-    sharded: bool
-    checkpointing: bool
-    micro_batch: int
-    state: float
-    copies: float
+    sharded: bool  # FSDP: the state is divided over the GPUs and gathered block by block; else DDP
+    checkpointing: bool  # blocks are computed again in the backward pass
+    micro_batch: int  # samples at once on one GPU; gradients of the rest are accumulated
+    state: float  # weights, gradients, moments, average
+    copies: float  # weights in bf16; where sharded, the gathered blocks
     activations: float
 
     @property
@@ -61,58 +123,42 @@ def mode(
     """Bytes on each of `gpus` GPUs at `micro_batch` samples at once."""
     parts = gpus if sharded else 1
     each = counted.checkpointed if checkpointing else counted.activations
+    # A validation keeps a copy of the weights where a step keeps its activations; the larger one counts.
     activations = max(each * micro_batch, WEIGHTS * counted.parameters / parts)
     copies = counted.casts
-    if parts > 1:  # the block in hand and the next one, with what lies outside of blocks
+    if parts > 1:
+        # FSDP2 prefetches: the block in hand and the next one are whole, and what lies outside of blocks.
         gathered = counted.outer_parameters + 2 * counted.block_parameters
         copies = min(counted.parameters, gathered) * WEIGHTS
     return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)
 
 
 def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | None:
-    """The fastest way that fits into `memory` bytes; None if none does.
-
-    Smaller micro-batches come first, as accumulation costs little down to `SMALL` samples; then sharding,
-    then checkpointing (one more forward pass), then micro-batches below that.
-    """
+    """The fastest way that fits into `memory` bytes; None if none does."""
+    # Smaller micro-batches come first, as accumulation costs little down to `SMALL` samples; then sharding,
+    # then checkpointing (one more forward pass), then micro-batches below that.
     for least in dict.fromkeys((min(batch, SMALL), 1)):
-        for checkpointing in (False, True):
-            for sharded in (False, True)[: 1 + (gpus > 1)]:
-                micro = batch
-                while micro >= least:
-                    footprint = mode(counted, gpus, micro, sharded, checkpointing)
-                    if footprint.total <= memory:
-                        return footprint
-                    micro = math.ceil(micro / 2) if micro > 1 else 0
+        for checkpointing, sharded in product((False, True), (False, True)[: 1 + (gpus > 1)]):
+            micro = batch
+            while micro >= least:
+                way = mode(counted, gpus, micro, sharded, checkpointing)
+                if way.total <= memory:
+                    return way
+                micro = math.ceil(micro / 2) if micro > 1 else 0
     return None
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """What one training run takes.
-
-    Attributes:
-        run: what it trains.
-        budget: steps, batch and operations per sample.
-        rows: training rows; None if not known.
-        footprint: its memory, counted.
-        gpus: GPUs it uses: at most one for each sample of a step.
-        gpu: what they are.
-        beside: bytes on every GPU for networks that do not learn: a student's teachers, a text encoder.
-    """
+    """What one training run takes."""
 
     run: Run
     budget: RunBudget
-    rows: int | None
+    rows: int | None  # training rows, where they are known
     footprint: Footprint
-    gpus: int
+    gpus: int  # that it uses: at most one for each sample of a step
     gpu: Gpu
-    beside: float = 0.0
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a GPU that are left for training."""
-        return self.gpu.memory - self.beside
+    beside: float = 0.0  # bytes on every GPU for networks that do not learn: teachers, a text encoder
 
     @property
     def local_batch(self) -> int:
@@ -122,20 +168,20 @@ class RunCost:
     @cached_property
     def mode(self) -> Mode | None:
         """How it runs; None if it does not fit."""
-        return choose(self.footprint, self.gpus, self.local_batch, self.memory)
+        return choose(self.footprint, self.gpus, self.local_batch, self.gpu.memory - self.beside)
 
     @cached_property
     def modes(self) -> list[Mode]:
         """Whole local batch: as it is, checkpointing, sharded, both."""
-        pairs = [(False, False), (False, True), (True, False), (True, True)]
-        return [mode(self.footprint, self.gpus, self.local_batch, s, c) for s, c in pairs]
+        ways = product((False, True), repeat=2)
+        return [mode(self.footprint, self.gpus, self.local_batch, *way) for way in ways]
 
     @property
     def seconds(self) -> float:
         """Duration; blocks that are computed again count here, and not among the training operations."""
         again = self.budget.flops.forward if self.mode is None or self.mode.checkpointing else 0.0
         work = self.budget.steps * self.budget.batch * (self.budget.flops.train + again)
-        return work / (self.gpus * self.gpu.speed)
+        return work / (self.gpus * self.gpu.tflops * 1e12 * self.gpu.utilisation)
 
     @property
     def gpu_hours(self) -> float:
@@ -149,7 +195,6 @@ class RunCost:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, US dollars."""
-        how = None if self.mode is None else asdict(self.mode) | {"total": self.mode.total}
         return {
             "name": self.run.name,
             "parameters": self.footprint.parameters,
@@ -160,8 +205,8 @@ class RunCost:
             "gpus": self.gpus,
             "memory": {
                 "footprint": asdict(self.footprint) | {"state": self.footprint.state},
-                "whole_batch": [asdict(m) | {"total": m.total} for m in self.modes],
-                "chosen": how,
+                "whole_batch": [asdict(way) | {"total": way.total} for way in self.modes],
+                "chosen": None if self.mode is None else asdict(self.mode) | {"total": self.mode.total},
                 "beside": self.beside,
             },
             "seconds": self.seconds,
@@ -172,49 +217,28 @@ class RunCost:
 
 @dataclass(frozen=True)
 class PlannedBytes:
-    """Bytes between places.
+    """Bytes between places; None is not known, or not there."""
 
-    Attributes:
-        data_out: data sets sent to the islands; None where rows are not known.
-        row: of one row, at most.
-        experts_in: networks that come back.
-        between_islands: while they train.
-        all_reduce: what a monolith trained data-parallel over as many nodes sends meanwhile, all nodes
-            together: float32 gradients around a ring at every step.
-        captions: of the data set; None where that is not known, or without text.
-    """
-
-    data_out: int | None
-    row: int
-    experts_in: int
-    between_islands: int
-    all_reduce: int
-    captions: int | None
+    data_out: int | None  # data sets sent to the islands
+    row: int  # of one row, at most
+    experts_in: int  # networks that come back
+    between_islands: int  # while they train
+    all_reduce: int  # that a data-parallel monolith on as many nodes sends meanwhile, all nodes together
+    captions: int | None  # of the data set
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole campaign.
-
-    Attributes:
-        gpu_name: kind of GPU.
-        gpu: its numbers.
-        gpus: GPUs of one island.
-        runs: what each run costs, in the order of `RUNS`; the monolith's is the same budget on one cluster of
-            as many GPUs as all islands have, whether it is trained or not.
-        trained: the runs that the campaign trains.
-        wall_seconds: duration when all islands train side by side, and the router.
-        in_common: what the experts have in common, as a sentence.
-        transfer: bytes.
-        notes: what was assumed.
-    """
+    """A whole campaign."""
 
     gpu_name: str
     gpu: Gpu
-    gpus: int
+    gpus: int  # of one island
     runs: dict[Run, RunCost]
+    """In the order of `RUNS`. The monolith's is the same budget on one cluster of as many GPUs as all islands
+    have, whether it is trained or not."""
     trained: list[Run]
-    wall_seconds: float
+    wall_seconds: float  # when all islands train side by side, and the router
     in_common: str
     transfer: PlannedBytes
     notes: list[str]
@@ -234,12 +258,6 @@ class Plan:
         """The baseline."""
         return self.runs[Run(BASELINE)]
 
-    @property
-    def gpus_at_once(self) -> int:
-        """GPUs when all islands train side by side, and the router; shared pretraining comes before."""
-        side = [cost.gpus for cost in self.own if cost.run.kind.assembled]
-        return max(sum(side), *(cost.gpus for cost in self.own))
-
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, US dollars."""
         extras = {cost.run.name: cost.to_json() for cost in self.beside if cost.run.role != BASELINE}
@@ -251,29 +269,23 @@ class Plan:
             f"trains_{BASELINE}": Run(BASELINE) in self.trained,
             **dict.fromkeys(name for name, role in RUNS.items() if role.counted == "extra"),
             **extras,
-            "total": {
-                "train_flops": sum(cost.budget.train_flops for cost in self.own),
-                "gpu_hours": sum(cost.gpu_hours for cost in self.own),
-                "wall_seconds": self.wall_seconds,
-                "usd": sum(cost.usd for cost in self.own),
-            },
+            "total": {**_total(self.own), "wall_seconds": self.wall_seconds},
             "bytes": asdict(self.transfer),
             "assumptions": self.notes,
         }
 
 
+def _total(costs: Iterable[RunCost]) -> dict[str, float]:
+    totals = [(cost.budget.train_flops, cost.gpu_hours, cost.usd) for cost in costs]
+    return dict(zip(("train_flops", "gpu_hours", "usd"), map(sum, zip(*totals, strict=True)), strict=True))
+
+
 def make_plan(
     config: CampaignConfig, data: DataSpec, table: dict[str, Gpu], name: str, gpus: int = 1
 ) -> Plan:
-    """Plan a campaign.
-
-    Args:
-        config: its settings.
-        data: its data, known or assumed.
-        table: kinds of GPU.
-        name: the kind that every island has.
-        gpus: how many each has.
-    """
+    """Plan a campaign whose islands have `gpus` GPUs each, of the kind `name` of the table."""
+    if name not in table:
+        raise ConfigError(f"unknown GPU {name!r}", f"{nearest(name, table)}; --table FILE adds your own")
     gpu, budget = table[name], divide(config, data.shape, data.weights or data.sizes, data.buckets)
     encoder = text_parameters(config.data.text_encoder) if config.encodes_text else 0
     counted: dict[tuple[str, bool], Footprint] = {}  # experts are mostly alike, and each takes a second
@@ -282,7 +294,11 @@ def make_plan(
         network, train = config.denoiser(run.role, run.expert)
         key = (network.model_dump_json(), train.precision != "float32")
         if run.kind.task == "route":
-            memory = router_footprint(config, data.shape)
+            bf16, build = (
+                config.router.train.precision != "float32",
+                partial(Router, **router_arguments(config, data.shape)),
+            )
+            memory = footprint(build, Router.__call__, data.shape, bf16)
         else:
             if key not in counted:
                 counted[key] = denoiser_footprint(network, data.shape, key[1])
@@ -293,31 +309,48 @@ def make_plan(
         costs[run] = RunCost(run, part, rows, memory, min(there, part.batch), gpu, encoding)
     parts = [cost for run, cost in costs.items() if run.kind.assembled]
     experts = [cost for cost in parts if cost.run.expert is not None]
+    trained = runs_of(config)
+
     notes = [*data.notes, "utilisation and price are examples: --table FILE puts in what you measure and pay"]
-    for cost in parts:
-        if cost.gpus < gpus:
-            of = f"{cost.gpus} of the {gpus} GPUs"
-            notes.append(f"{cost.run.name} uses {of}: its batch is {cost.budget.batch} samples")
+    notes += [
+        f"{cost.run.name} uses {cost.gpus} of the {gpus} GPUs: its batch is {cost.budget.batch} samples"
+        for cost in parts
+        if cost.gpus < gpus
+    ]
     if any(config.island(n)[1].precision == "float32" for n in range(config.partition.k)):
         notes.append("times are for bf16, and an expert that trains in float32 takes several times as long")
     if config.encodes_text:
         notes.append("times and prices are without the encoding of texts in training")
     if encoder is None:
         notes.append(f"memory of {config.data.text_encoder} is not counted: its config cannot be found here")
-    trained = runs_of(config)
-    if data.text is not None:
-        seen = [budget[run] for run in trained if run.kind.counted != "extra"]
-        notes += _text_notes(data.text, sum(part.steps * part.batch for part in seen))
+
+    # How captions' bytes were counted, and what the other way of keeping them would take.
+    if (captions := data.text) is not None:
+        each, other = (
+            token_bytes(captions.width, kept) for kept in (captions.precomputed, not captions.precomputed)
+        )
+        samples = sum(budget[run].steps * budget[run].batch for run in trained if run.kind.counted != "extra")
+        seen, stored = samples / captions.captions, size(captions.bytes // each * other)
+        notes.append(
+            f"text: {captions.captions:,} distinct captions x {captions.tokens:.1f} tokens x {each} bytes"
+            + ("" if captions.counted else ", estimated")
+        )
+        if captions.precomputed:
+            cheaper = ": cheaper, data.precompute_text=false" if seen < 1 else ""
+            takes = f"would take {stored} and {seen:.3g} times the encoder's work{cheaper}"
+        else:
+            takes = f"takes {seen:.3g} times the encoder's work (precomputed states would take {stored})"
+        notes.append(f"text encoded in training {takes}")
 
     # A student's GPU also holds its teachers, as many as its budget of memory keeps there.
     if config.student is not None:
-        student, monolith = Run("student"), budget[Run(BASELINE)]
+        student = Run("student")
         sizes = sorted((WEIGHTS * cost.footprint.parameters for cost in experts), reverse=True)
         teachers = sum(sizes[: config.student.residency.places(len(experts), sizes[0])[1]])
         if config.student.teacher == "routed":
             teachers += WEIGHTS * costs[Run("router")].footprint.parameters
         costs[student] = replace(costs[student], beside=costs[student].beside + teachers)
-        share = budget[student].train_flops / monolith.train_flops
+        share = budget[student].train_flops / budget[Run(BASELINE)].train_flops
         notes += [
             f"the student's FLOPs hold its teachers' forward passes: {share:.3f} of the monolith's in all",
             f"{teachers / 2**30:.1f} GiB of the student's GPU are its teachers'",
@@ -330,6 +363,7 @@ def make_plan(
             start = max((ends.get(role, 0.0) for role in run.kind.needs(config)), default=0.0)
             ends[run.role] = max(ends.get(run.role, 0.0), start + cost.seconds)
 
+    # All-reduce in a ring: each of K nodes sends 2 (K - 1) / K of the float32 gradients at every step.
     ring = 2 * (len(experts) - 1) * GRADIENTS * costs[Run(BASELINE)].footprint.parameters
     transfer = PlannedBytes(
         None if data.stored is None else sum(data.stored),
@@ -337,24 +371,10 @@ def make_plan(
         experts_in=EMA * sum(cost.footprint.parameters for cost in parts),
         between_islands=0,
         all_reduce=ring * budget[Run(BASELINE)].steps,
-        captions=None if data.text is None else data.text.bytes,
+        captions=None if captions is None else captions.bytes,
     )
     common = in_common(config.budget.pretrain, config.network.init != "scratch")
     return Plan(name, gpu, gpus, costs, trained, max(ends.values()), common, transfer, notes)
-
-
-def _text_notes(text: CaptionBytes, samples: int) -> list[str]:
-    """How the captions' bytes were counted, and what the other way of keeping them would take."""
-    each, other = (token_bytes(text.width, one) for one in (text.precomputed, not text.precomputed))
-    counted = f"{text.captions:,} distinct captions x {text.tokens:.1f} tokens x {each} bytes"
-    stored, seen = size(text.bytes // each * other), samples / text.captions
-    works = f"{seen:.3g} times"
-    if text.precomputed:
-        cheaper = ": cheaper, data.precompute_text=false" if seen < 1 else ""
-        note = f"would take {stored} and {works} the encoder's work{cheaper}"
-    else:
-        note = f"takes {works} the encoder's work (precomputed states would take {stored})"
-    return [f"text: {counted}{'' if text.counted else ', estimated'}", f"text encoded in training {note}"]
 
 
 def denoiser_footprint(config: NetworkConfig, shape: DataShape, bf16: bool) -> Footprint:
@@ -363,31 +383,108 @@ def denoiser_footprint(config: NetworkConfig, shape: DataShape, bf16: bool) -> F
     return footprint(lambda: adapter.build(config, shape), adapter.predict, shape, bf16)
 
 
-def router_footprint(config: CampaignConfig, shape: DataShape) -> Footprint:
-    """Memory of training the router."""
-    arguments, bf16 = router_arguments(config, shape), config.router.train.precision != "float32"
-    return footprint(lambda: Router(**arguments), lambda net, x, t, cond: net(x, t, cond), shape, bf16)
-
-
 def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
     """`ConfigError` that names what would fit, if a run does not; the monolith's cluster is only imagined."""
 
     def least(cost: RunCost, gpus: int) -> float:
-        """Bytes on each GPU of the way that takes the least memory."""
-        ways = [(sharded, again) for sharded in (False, True)[: 1 + (gpus > 1)] for again in (False, True)]
+        ways = product((False, True)[: 1 + (gpus > 1)], (False, True))
         return min(mode(cost.footprint, gpus, 1, *way).total for way in ways) + cost.beside
 
-    for cost in (*plan.own, *(cost for cost in plan.beside if cost.run.role != BASELINE)):
-        if cost.mode is not None:
+    for cost in (*plan.own, *plan.beside):
+        if cost.mode is not None or cost.run.role == BASELINE:
             continue
         gpus = (n for n in range(cost.gpus + 1, cost.budget.batch + 1) if least(cost, n) <= plan.gpu.memory)
         more = next(gpus, None)
-        others = [(gpu.memory_gib, name) for name, gpu in table.items()]
-        other = min((o for o in others if least(cost, cost.gpus) <= table[o[1]].memory), default=None)
+        need = least(cost, cost.gpus)
+        other = min(((gpu.memory, name) for name, gpu in table.items() if need <= gpu.memory), default=None)
         options = [f"--gpus {more}"] if more else []
         options += [f"--gpu {other[1]}"] if other else []
         raise ConfigError(
-            f"{cost.run.name} does not fit: at least {least(cost, cost.gpus) / 2**30:.1f} GiB on each of "
+            f"{cost.run.name} does not fit: at least {need / 2**30:.1f} GiB on each of "
             f"{cost.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
             f"use {' or '.join(options)}" if options else "make the network smaller",
         )
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as a person reads it, within 100 columns."""
+    gpu, k = plan.gpu, sum(run.expert is not None for run in plan.runs)
+    shown = [
+        f"{k} islands of {plan.gpus} {plan.gpu_name} each: {gpu.tflops:g} TFLOP/s, "
+        f"{gpu.utilisation:.0%} of it used (assumed), {gpu.usd_per_hour:g} USD an hour",
+        *textwrap.wrap(plan.in_common, 98),
+        "",
+    ]
+
+    # Experts in a row that are the same are one line.
+    titled: list[tuple[str, RunCost]] = []
+    for _, alike in groupby(plan.runs.values(), key=lambda c: (c.run.role, c.budget, c.rows, c.footprint)):
+        first, *others = alike
+        several = f"{first.run.kind.plural} {first.run.expert}-"
+        name = f"{several}{others[-1].run.expert}, each" if others else first.run.name
+        titled.append((name + SUFFIXES.get(first.run.kind.counted, ""), first))
+    costs: list[dict[str, Any]] = [
+        {
+            "run": title,
+            "params": cost.footprint.parameters,
+            "rows": cost.rows,
+            "steps": cost.budget.steps,
+            "batch": cost.budget.batch,
+            "FLOPs": cost.budget.train_flops,
+            "GPUs": cost.gpus,
+            "time": cost.seconds,
+            "GPU_h": cost.gpu_hours,
+            "USD": cost.usd,
+        }
+        for title, cost in titled
+    ]
+    total = _total(plan.own)
+    # Shared pretraining comes before the islands, so its GPUs are not added to theirs.
+    at_once = sum(cost.gpus for cost in plan.own if cost.run.kind.assembled)
+    side_by_side = {
+        "run": "all side by side",
+        "params": sum(cost.footprint.parameters for cost in plan.own),
+        "FLOPs": total["train_flops"],
+        "GPUs": max(at_once, *(cost.gpus for cost in plan.own)),
+        "time": plan.wall_seconds,
+        "GPU_h": total["gpu_hours"],
+        "USD": total["usd"],
+    }
+    costs.insert(sum(cost.run.kind.counted == "ensemble" for _, cost in titled), side_by_side)
+    shown += text(Table("costs", "", COSTS, costs))
+    if plan.beside:
+        every = _total([*plan.own, *plan.beside])
+        also = " and the ".join(cost.run.name for cost in plan.beside)
+        hours, usd = significant(every["gpu_hours"]), significant(every["usd"])
+        shown.append(f"The campaign trains the {also} too: {hours} GPU hours, {usd} USD in all.")
+
+    memory: list[dict[str, Any]] = []
+    for title, cost in titled:
+        how, totals = (
+            "DOES NOT FIT",
+            [way.total if cost.gpus > 1 or not way.sharded else None for way in cost.modes],
+        )
+        if (chosen := cost.mode) is not None:
+            words = ["sharded"] * chosen.sharded + ["ckpt"] * chosen.checkpointing or ["plain"]
+            words += [f"{chosen.micro_batch} at once"] if chosen.micro_batch < cost.local_batch else []
+            how = f"{', '.join(words)}: {chosen.total / 2**30:.1f}"
+        numbers = dict(zip(("plain", "ckpt", "sharded", "both"), totals, strict=True))
+        state = cost.footprint.state
+        memory.append(
+            {"run": title, "batch": cost.local_batch, "state": state, **numbers, "how_it_runs": how}
+        )
+    shown += ["", f"GiB on each GPU ({plan.gpu_name} has {gpu.memory_gib:g}), the whole batch at once:"]
+    shown += text(Table("memory", "", MEMORY, memory))
+
+    sent, known = plan.transfer, plan.transfer.data_out is not None
+    moved = [
+        (sent.captions, "captions of the data set"),
+        (sent.data_out, "data sets out to the islands"),
+        (None if known else sent.row, "for every row of the data sets out to the islands"),
+        (sent.experts_in, "networks back in"),
+        (sent.between_islands, "between islands while they train"),
+        (sent.all_reduce, f"between {k} nodes of a data-parallel monolith (all-reduce)"),
+    ]
+    shown += ["", *textwrap.wrap(EXPLAINED, 98), "", "Bytes:"]
+    shown += [f"  {size(number):>8}  {words}" for number, words in moved if number is not None]
+    return [*shown, "", "Assumed:", *(f"  {note}" for note in plan.notes)]

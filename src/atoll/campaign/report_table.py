@@ -8,6 +8,7 @@ from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.store.store import Store
 
+Cell = str | int | float | None
 FOLDER = "reports/findings"
 CONCEPTS, SCORES, TOLD_BY = "concepts", "scores", "told by"
 """Two tables with a row for each cluster, and the column of the first that says what is in it. What says it
@@ -26,7 +27,7 @@ class ReportTable(File):
     """What the numbers mean, and the command that made them."""
     columns: list[str]
     """Heads of the columns; the first names the row."""
-    rows: list[list[str | int | float | None]]
+    rows: list[list[Cell]]
     """Cells, as many as there are columns."""
 
     @model_validator(mode="after")

@@ -4,14 +4,19 @@ What happened is in a run's log; what happens now is in its heartbeat. Ages are 
 the store gave, as in `store/lease.py`.
 """
 
+import json
+import shlex
+import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from atoll.base.console import say
 from atoll.base.errors import AtollError, StoreError
-from atoll.base.text import in_common
+from atoll.base.text import columns, in_common, printable, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
@@ -22,6 +27,10 @@ from atoll.store.signatures import UNSIGNED, signer
 SCHEMA = 1
 AT_ONCE = 16
 """Runs that are looked at side by side: a look is some waiting for the store."""
+WIDTH = 100
+HOST_WIDTH = 8
+"""Columns of a terminal, and how many of them a host's name gets at least."""
+HEAD = ("  run", "state", "step", "done", "loss", "img/s", "left", "saved", "age", "beat", "restarts")
 
 State = Literal["waiting", "training", "stale", "failed", "left", "published", "unreadable"]
 BAD: tuple[State, ...] = ("stale", "failed", "unreadable")
@@ -30,109 +39,63 @@ BAD: tuple[State, ...] = ("stale", "failed", "unreadable")
 
 @dataclass
 class RunStatus:
-    """How one run stands; None is not known, or not yet.
-
-    Attributes:
-        name: `island 3`, `router`.
-        role: a name of `RUNS`.
-        island: number of the cluster.
-        state: waiting (nobody started it), training, stale (its process died or fell silent), failed, left
-            (told to, saved), published, unreadable.
-        phase: what its process is doing: starting, training, validating, saving, publishing.
-        step: optimizer steps that are known to be done, saved or not.
-        steps: of the whole run.
-        batch: samples per step.
-        loss: of the last step.
-        speed: images per second since its process started.
-        seconds_left: at that speed.
-        committed: step of the newest checkpoint.
-        commit_age: seconds since that was saved.
-        heartbeat_age: seconds since its process last gave a sign of life.
-        ended: whether its process is known to have ended; only told for processes of this machine.
-        holder: the process that holds or last held it.
-        host: the machine of that.
-        ranks: processes that share its batch.
-        restarts: times that it was started again.
-        lost: steps that had to be done again after restarts.
-        skipped: steps that the guard left out.
-        set_aside: checkpoints that were damaged.
-        damaged: log entries that were damaged, of those that were read.
-        error: why it failed or cannot be read.
-        train_flops: operations of the whole run.
-        published_bytes: size of the published network.
-        signer: public key that signed it, `unsigned`, or what is wrong with the signature.
-    """
+    """How one run stands; None is not known, or not yet."""
 
     name: str
     role: str
     island: int | None = None
-    state: State = "waiting"
-    phase: str | None = None
-    step: int | None = None
-    steps: int | None = None
+    state: State = (
+        "waiting"  # nobody started it; stale: its process died or fell silent; left: told to, saved
+    )
+    phase: str | None = None  # of its process: starting, training, validating, saving, publishing
+    step: int | None = None  # optimizer steps that are known to be done, saved or not
+    steps: int | None = None  # of the whole run
     batch: int | None = None
-    loss: float | None = None
-    speed: float | None = None
-    seconds_left: float | None = None
-    committed: int | None = None
-    commit_age: float | None = None
-    heartbeat_age: float | None = None
-    ended: bool = False
-    holder: str | None = None
+    loss: float | None = None  # of the last step
+    speed: float | None = None  # images per second since its process started
+    seconds_left: float | None = None  # at that speed
+    committed: int | None = None  # step of the newest checkpoint
+    commit_age: float | None = None  # seconds
+    heartbeat_age: float | None = None  # seconds since its process last gave a sign of life
+    ended: bool = False  # whether its process is known to have ended; only told for those of this machine
+    holder: str | None = None  # the process that holds or last held it
     host: str | None = None
-    ranks: int | None = None
+    ranks: int | None = None  # processes that share its batch
     restarts: int = 0
-    lost: int = 0
-    skipped: int | None = None
-    set_aside: int = 0
-    damaged: int = 0
-    error: str | None = None
-    train_flops: float = 0.0
+    lost: int = 0  # steps that had to be done again after restarts
+    skipped: int | None = None  # steps that the guard left out
+    set_aside: int = 0  # checkpoints that were damaged
+    damaged: int = 0  # log entries that were damaged, of those that were read
+    error: str | None = None  # why it failed or cannot be read
+    train_flops: float = 0.0  # of the whole run
     published_bytes: int | None = None
-    signer: str | None = None
+    signer: str | None = None  # public key, `unsigned`, or what is wrong with the signature
 
     @property
     def done_flops(self) -> float:
         """Operations that need not be done again if no more processes die."""
-        kept = self.step if self.state in ("training", "published") else self.committed
-        return self.train_flops * (kept or 0) / self.steps if self.steps else 0.0
+        done = self.step if self.state in ("training", "published") else self.committed
+        return self.train_flops * (done or 0) / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True)
 class TransferBytes:
-    """Bytes that cross between places over the whole campaign.
+    """Bytes that cross between places over the whole campaign."""
 
-    Attributes:
-        data_out: data sets and initial weights, from the partition to the islands.
-        islands: islands whose data set is counted in.
-        networks_in: published experts and the router, to the assembly.
-        networks: how many are counted in.
-        between_islands: what experts' data sets name outside their own folders, which they open nothing but.
-    """
-
-    data_out: int
-    islands: int
-    networks_in: int
-    networks: int
-    between_islands: int
+    data_out: int  # data sets and initial weights, from the partition to the islands
+    islands: int  # whose data set is counted in
+    networks_in: int  # published experts and the router, to the assembly
+    networks: int  # that are counted in
+    between_islands: int  # what experts' data sets name outside their folders; they open nothing but that
 
 
 @dataclass(frozen=True)
 class CampaignStatus:
-    """How a campaign stands.
-
-    Attributes:
-        location: folder or URL.
-        partitioned: whether there are islands.
-        clock: whose clock ages are by: the store's, or this machine's where the store is read-only.
-        runs: pretrain, experts, router, monolith, student.
-        in_common: what the experts have in common, as a sentence.
-        transfer: bytes.
-    """
+    """How a campaign stands."""
 
     location: str
     partitioned: bool
-    clock: Literal["store", "local"]
+    clock: Literal["store", "local"]  # whose clock ages are by: this machine's where the store is read-only
     runs: list[RunStatus]
     in_common: str
     transfer: TransferBytes
@@ -166,11 +129,7 @@ class CampaignStatus:
 
 
 class Observer:
-    """Reads how a campaign stands, once or again and again; what cannot change is read once.
-
-    Args:
-        campaign: at any stage.
-    """
+    """Reads how a campaign stands, once or again and again; what cannot change is read once."""
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
@@ -204,7 +163,7 @@ class Observer:
 
 class _ObservedRun:
     def __init__(self, campaign: Campaign, run: Run) -> None:
-        self.campaign, self.run, self.folder = campaign, run, run.folder
+        self.campaign, self.run = campaign, run
         self.history = History(campaign.store, f"{run.folder}/run")
         self.plan: RunPlan | None = None
         self._bytes_out: tuple[int, int] | None = None
@@ -218,37 +177,32 @@ class _ObservedRun:
             return self._bytes_out
         data, initial = stored_bytes(self.campaign.store, self.run.expert), 0
         with suppress(StoreError, KeyError, TypeError, ValueError):  # weights that are drawn are not sent
-            files = self.campaign.store.get_json(f"{self.folder}/init/init.json")["files"]
+            files = self.campaign.store.get_json(f"{self.run.folder}/init/init.json")["files"]
             initial = sum(int(file["bytes"]) for file in files)
         self._bytes_out = None if data is None else (data[0] + initial, data[1])
         return self._bytes_out
 
     def read(self, now: float) -> RunStatus:
-        status, store = RunStatus(self.run.name, *self.run), self.campaign.store
         try:
-            if self.plan is None and store.exists(self.run.plan):
-                self.plan = RunPlan.read(store, self.run.plan)
-            if self.plan is not None:
-                status.steps, status.batch = self.plan.steps, self.plan.batch
-                status.train_flops = self.plan.train_flops
-            self.history.refresh()
-            self._read_log(status, now)
-            self._read_heartbeat(status, now)
-            if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
-                status.state = "published"  # trained in a copy of the island
-            if status.state == "published":
-                self._read_publication(status)
+            return self._read(now)
         except AtollError as error:
             return RunStatus(self.run.name, *self.run, state="unreadable", error=str(error))
-        return status
 
-    def _read_log(self, status: RunStatus, now: float) -> None:
-        entries, history = self.history.entries(), self.history
+    def _read(self, now: float) -> RunStatus:
+        status, store, history = RunStatus(self.run.name, *self.run), self.campaign.store, self.history
+        if self.plan is None and store.exists(self.run.plan):
+            self.plan = RunPlan.read(store, self.run.plan)
+        if self.plan is not None:
+            status.steps, status.batch = self.plan.steps, self.plan.batch
+            status.train_flops = self.plan.train_flops
+
+        # What happened.
+        history.refresh()
+        entries = history.entries()
         kinds = [entry.kind for entry in entries]
         status.lost = sum(entry.lost for entry in entries)
         status.set_aside, status.damaged = kinds.count("set_aside"), kinds.count("damaged")
-        starts = [entry for entry in entries if entry.kind == "acquire"]
-        if starts:
+        if starts := [entry for entry in entries if entry.kind == "acquire"]:
             status.restarts, holder = len(starts) - 1, starts[-1]
             status.holder, status.ranks = holder.holder, holder.ranks
             status.host = holder.host or holder.holder
@@ -263,46 +217,186 @@ class _ObservedRun:
                 status.state = "training"
         if (commit := history.last_commit()) is not None:
             entry, key = commit
-            status.committed, status.step = entry.step, _latest(status.step, entry.step)
-            status.commit_age = max(0.0, now - history.store.modified(key))
+            status.committed, status.step = entry.step, max(entry.step, status.step or 0)
+            status.commit_age = max(0.0, now - store.modified(key))
 
-    def _read_heartbeat(self, status: RunStatus, now: float) -> None:
-        acquired = self.history.last("acquire", "damaged")
-        if acquired is None:
-            return
-        folder, store = f"{self.folder}/run", self.campaign.store
-        beat = read_heartbeat(store, folder)
-        # An earlier holder's heartbeat says nothing about this one, which may not have had time for its own.
-        if beat is None or beat.holder != status.holder:
-            beat = Heartbeat(holder="")
-        status.step, status.ranks = _latest(status.step, beat.step), beat.ranks or status.ranks
-        status.loss, status.skipped = beat.loss, beat.skipped
-        if status.state != "training":
-            return
-        status.heartbeat_age = max(0.0, now - last_sign(store, *acquired, folder))
-        status.ended = has_ended(acquired[0].process)
-        expiry = self.campaign.config.training(*self.run).lease.expiry_seconds
-        if status.ended or status.heartbeat_age > expiry:
-            status.state = "stale"
-            return
-        status.phase, status.speed = beat.phase, beat.speed or None
-        if beat.speed and status.steps and status.batch:
-            status.seconds_left = max(0, status.steps - (status.step or 0)) * status.batch / beat.speed
+        # What happens now.
+        if (acquired := history.last("acquire", "damaged")) is not None:
+            beat = read_heartbeat(store, f"{self.run.folder}/run")
+            # An earlier holder's heartbeat says nothing about this one, which may have had no time yet.
+            if beat is None or beat.holder != status.holder:
+                beat = Heartbeat(holder="")
+            if beat.step is not None:
+                status.step = max(beat.step, status.step or 0)
+            status.ranks = beat.ranks or status.ranks
+            status.loss, status.skipped = beat.loss, beat.skipped
+            if status.state == "training":
+                status.heartbeat_age = max(0.0, now - last_sign(store, *acquired, f"{self.run.folder}/run"))
+                status.ended = has_ended(acquired[0].process)
+                expiry = self.campaign.config.training(*self.run).lease.expiry_seconds
+                if status.ended or status.heartbeat_age > expiry:
+                    status.state = "stale"
+                else:
+                    status.phase, status.speed = beat.phase, beat.speed or None
+                    if beat.speed and status.steps and status.batch:
+                        left = max(0, status.steps - (status.step or 0))
+                        status.seconds_left = left * status.batch / beat.speed
 
-    def _read_publication(self, status: RunStatus) -> None:
-        publish, store = self.history.last("publish"), self.campaign.store
-        status.phase = status.error = None
-        if publish is not None:
-            status.step = publish[0].step  # 0 if it was adopted
-            status.published_bytes = sum(file.bytes for file in publish[0].files)
-        else:
-            status.step = status.steps
-            status.published_bytes = sum(store.size(key) for key in store.list(self.run.network))
-        try:
-            status.signer = signer(store, f"{self.run.network}/card.json") or UNSIGNED
-        except AtollError as error:
-            status.signer = f"nobody ({error})"
+        # What came of it. A network without an entry was trained in a copy of the island.
+        if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
+            status.state = "published"
+        if status.state == "published":
+            status.phase = status.error = None
+            if (publish := history.last("publish")) is not None:
+                status.step = publish[0].step  # 0 if it was adopted
+                status.published_bytes = sum(file.bytes for file in publish[0].files)
+            else:
+                status.step = status.steps
+                status.published_bytes = sum(store.size(key) for key in store.list(self.run.network))
+            try:
+                status.signer = signer(store, f"{self.run.network}/card.json") or UNSIGNED
+            except AtollError as error:
+                status.signer = f"nobody ({error})"
+        return status
 
 
-def _latest(one: int | None, other: int | None) -> int | None:
-    return max((step for step in (one, other) if step is not None), default=None)
+def show(campaign: Campaign, as_json: bool) -> CampaignStatus:
+    """Print how a campaign stands."""
+    status = Observer(campaign).read()
+    say(json.dumps(status.to_json(), indent=2) if as_json else "\n".join(lines(status)))
+    return status
+
+
+def watch(campaign: Campaign, every: float, as_json: bool) -> CampaignStatus | None:
+    """Print it again and again, until all runs are published or somebody interrupts; the last status."""
+    observer, status = Observer(campaign), None
+    head = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+    try:
+        while True:
+            try:
+                status = observer.read()
+                text = [*lines(status), "", time.strftime("%H:%M:%S"), ""]
+                say(json.dumps(status.to_json()) if as_json else head + "\n".join(text))
+                if status.finished:
+                    return status
+            except StoreError as error:  # it may come back
+                print(f"warning: {error}", file=sys.stderr, flush=True)
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return status
+
+
+def lines(status: CampaignStatus) -> list[str]:
+    """The state as a person reads it, within `WIDTH` columns."""
+    runs, sent = status.runs, status.transfer
+    rows = columns([HEAD, *map(_row, runs)], left=(0, 1))
+    room = max(HOST_WIDTH, WIDTH - len(rows[0]) - 2)
+    hosts = ["host"]
+    for run in runs:
+        ranks = f"{run.ranks}x " if run.host is not None and (run.ranks or 1) > 1 else ""
+        host = printable(f"{ranks}{run.host or '-'}")
+        hosts.append(host if len(host) <= room else host[: room - 1] + "…")
+    text = [f"{row}  {host}" for row, host in zip(rows, hosts, strict=True)]
+
+    # What happened to a run that was made up for, and is worth knowing.
+    notes: list[str] = []
+    for run in runs:
+        events = (
+            (run.lost, f"{run.lost:,} steps done again after {_times(run.restarts, 'restart')}"),
+            (run.skipped, f"{_times(run.skipped or 0, 'step')} left out by the guard"),
+            (run.set_aside, f"{_times(run.set_aside, 'damaged checkpoint')} set aside"),
+            (run.damaged, f"{run.damaged} damaged log entries"),
+        )
+        notes += [f"  {run.name}: {event}" for number, event in events if number]
+    text += [*([""] if notes else []), *notes]
+
+    # Totals.
+    done, whole = sum(run.done_flops for run in runs), sum(run.train_flops for run in runs)
+    islands = sum(run.island is not None for run in runs)
+    published = sum(run.state == "published" for run in runs)
+    share = f"{int(100 * done / whole)}% of {whole:.3g} training FLOPs; " if whole else ""
+    out, back = size(sent.data_out), size(sent.networks_in)
+    text += [
+        "",
+        f"Done: {share}{published} of {len(runs)} runs published.",
+        f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
+        f"networks in {back};",
+        f"  between islands while they train {size(sent.between_islands)}.",
+        *textwrap.wrap(status.in_common, WIDTH),
+    ]
+
+    # Who signed what is published.
+    signed: dict[str, list[str]] = {}
+    for run in runs:
+        if run.signer is not None:
+            signed.setdefault(run.signer, []).append(run.name)
+    unsigned = signed.pop(UNSIGNED, [])
+    text += [f"Signed by {key}: {', '.join(names)}." for key, names in signed.items()]
+    if unsigned:
+        none = "Nothing that is published is signed."
+        text.append(f"Unsigned: {', '.join(unsigned)}." if signed else none)
+    if status.clock == "local":
+        text.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
+
+    # What to do about it.
+    text += [""] if status.bad or not status.partitioned else []
+    for run in status.bad:
+        text += textwrap.wrap(f"! {run.name} {trouble(run)}", WIDTH, subsequent_indent="    ")
+    launch = f"atoll launch {shlex.quote(status.location)}"
+    idle = [run for run in runs if run.state in ("left", "waiting")]
+    if not status.partitioned:
+        text.append(f"Not partitioned yet. Start: {launch}")
+    elif any(run.state in ("stale", "failed") for run in status.bad):
+        text.append(f"Go on from what is saved: {launch}")
+    elif idle and not status.bad and not any(run.state == "training" for run in runs):
+        text += ["", f"{_times(len(idle), 'run')} to do: {launch}"]
+    # Hosts and errors come from other machines: no control character of theirs may reach the terminal.
+    return [printable(line) for line in text]
+
+
+def _row(run: RunStatus) -> tuple[str, ...]:
+    part = (run.step or 0) / run.steps if run.steps else 0.0
+    return (
+        f"{'!' if run.state in BAD else ' '} {run.name}",
+        run.state,
+        "-" if run.steps is None else f"{_short(run.step or 0)}/{_short(run.steps)}",
+        f"{int(100 * part)}%",
+        "-" if run.loss is None else f"{run.loss:.3g}",
+        "-" if run.speed is None else _short(run.speed),
+        _age(run.seconds_left),
+        "-" if run.committed is None else _short(run.committed),
+        _age(run.commit_age),
+        _age(run.heartbeat_age),
+        f"{run.restarts} (-{_short(run.lost)})" if run.lost else str(run.restarts),
+    )
+
+
+def _times(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def trouble(run: RunStatus) -> str:
+    """What is wrong with a run in a bad state, after its name."""
+    if run.state != "stale":
+        return f"{'failed' if run.state == 'failed' else 'cannot be read'}: {run.error}"
+    saved = "nothing is saved" if run.committed is None else f"saved at step {run.committed:,}"
+    why = "its process has ended" if run.ended else f"no sign of life for {_age(run.heartbeat_age)}"
+    return f"is stale: {why} ({run.holder}); {saved}"
+
+
+def _short(number: float) -> str:
+    """A number in five characters or so: `9,999`, `12.3k`, `1.2M`."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= unit:
+            return f"{number / (1e3 if name == 'k' else unit):.3g}{name}"
+    return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.2g}"
+
+
+def _age(seconds: float | None) -> str:
+    """Seconds as `45s`, `12m`, `3.2h`, `5.1d`."""
+    if seconds is None:
+        return "-"
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.2g}{name}" if seconds < 100 * unit else f"{seconds / unit:.0f}{name}"
+    return f"{seconds:.0f}s"

@@ -82,11 +82,11 @@ def partition(
     if (retrain and opt_out is None) or (assign is not None and opt_out is not None):
         raise AtollError("--retrain goes with --opt-out, and --opt-out without --assign", "give one")
     if assign is not None:
-        from atoll.campaign.newcomers import assign_stage
+        from atoll.campaign.after_partition import assign_new_rows
 
-        assign_stage(opened, assign)
+        assign_new_rows(opened, assign)
     elif opt_out is not None:
-        from atoll.campaign.opt_out import opt_out_stage
+        from atoll.campaign.after_partition import opt_out_stage
 
         opt_out_stage(opened, opt_out, retrain)
     else:
@@ -119,16 +119,13 @@ def plan(
         from atoll.cli.serve import size_up
 
         return size_up(campaign, sets, as_json)
-    from atoll.campaign import gpus as kinds
     from atoll.campaign.data_spec import data_spec
-    from atoll.campaign.plan import make_plan, must_fit
-    from atoll.campaign.plan_text import lines
+    from atoll.campaign.plan import lines, load_gpus, make_plan, must_fit
 
-    opened, known = open_campaign(campaign, sets), kinds.load(table)
-    kinds.find(known, gpu)
-    outlook = make_plan(opened.config, data_spec(opened, rows), known, gpu, gpus)
+    opened, kinds = open_campaign(campaign, sets), load_gpus(table)
+    outlook = make_plan(opened.config, data_spec(opened, rows), kinds, gpu, gpus)
     say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
-    must_fit(outlook, known)
+    must_fit(outlook, kinds)
 
 
 @atoll.command()
@@ -192,10 +189,10 @@ def launch(campaign: str, target: str | None, dry_run: bool, out: Path, sets: tu
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds; one line for each look.")
 def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     """How every run stands, from anywhere; ends with 1 if one has failed or fallen silent."""
-    from atoll.campaign import status_text
+    from atoll.campaign import status as stage
 
     opened = open_campaign(campaign)
-    shown = status_text.watch(opened, every, as_json) if watch else status_text.show(opened, as_json)
+    shown = stage.watch(opened, every, as_json) if watch else stage.show(opened, as_json)
     if shown is not None and shown.bad:
         sys.exit(1)
 

@@ -7,8 +7,7 @@ from markupsafe import Markup
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import runs_of
-from atoll.campaign.status import BAD, Observer
-from atoll.campaign.status_text import trouble
+from atoll.campaign.status import BAD, Observer, trouble
 from atoll.report import palette
 from atoll.report.facts import Facts, pixelated
 from atoll.report.html import environment

@@ -1,0 +1,255 @@
+"""Rows that come and go after the partition: new ones get its clusters, others opt out of it for good."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from atoll.base.console import say
+from atoll.base.errors import DataError, PartitionError
+from atoll.base.hashing import digest
+from atoll.base.plain import read_lines
+from atoll.base.text import columns, few, significant
+from atoll.campaign.folder import Campaign
+from atoll.campaign.partition import features_of, island_columns, write_clusters
+from atoll.campaign.report_table import Cell, ReportTable
+from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
+from atoll.data import partition as partitions
+from atoll.data.cluster import normalise
+from atoll.data.cluster_map import cluster_map
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
+from atoll.data.formats import ClusterMap, PartitionFile
+from atoll.data.partition import Partition
+from atoll.data.settings import features_column
+from atoll.data.subsets import union, write_subset
+from atoll.data.weights import OPTED_OUT, producer_of, write_weights
+from atoll.store.store import Absent, Store
+
+COLUMN = "clusters"
+FAR, MANY = 0.99, 0.05
+"""Quantile of the training rows' distances, and the share of new rows beyond it that is worth a warning."""
+SHOWN = 16
+"""Clusters that are printed, those of the most new rows."""
+I64 = NDArray[np.int64]
+
+
+# Rows that come.
+
+
+def assign_new_rows(campaign: Campaign, path: str) -> I64:
+    """Write the column `clusters` of the data set at `path`, and compare its rows with the training rows.
+
+    Nothing of the campaign changes but the table `new-rows` of its report. Returns the clusters `(rows,)`.
+
+    Raises:
+        DataError: there is no data set, or it lacks what the partition decides by.
+        PartitionError: a row has a value that no cluster has.
+    """
+    known, partition = campaign.clustered()
+    try:
+        dataset = DataSet.open(Store.open(path))
+    except Absent:
+        raise DataError(f"there is no data set at {path}", "make it: atoll data ingest, embed") from None
+    features: Column | None = None
+    if partition.about.method == "kmeans":
+        name = features_column(campaign.config.partition.encoder)
+        if not dataset.has_column(name):
+            fix = "run 'atoll data embed' with the same partition.encoder"
+            raise DataError(f"{dataset.store.location} has no column {name!r}", fix)
+        features = dataset.column(name)
+        if features.meta.producer != known.column(name).meta.producer:
+            raise DataError(
+                f"column {name!r} of {dataset.store.location} is by another encoder or of another size",
+                "embed it again with the campaign's partition.encoder and encoder_size",
+            )
+    clusters = partition.assign(dataset, features)
+    dataset.write_values(COLUMN, {"name": "partition", "hash": partition.hash}, clusters.astype(np.int16))
+
+    # Shares of the clusters, and distances to their centroids, of training rows and of new ones.
+    before = np.array(partition.sizes) / sum(partition.sizes)
+    now = np.bincount(clusters, minlength=partition.k) / len(clusters)
+    rows: list[list[Cell]] = [
+        [f"cluster {number}", round(share * len(clusters)), round(old, 4), round(share, 4)]
+        for number, (old, share) in enumerate(zip(before.tolist(), now.tolist(), strict=True))
+    ]
+    moved = round(float(np.abs(now - before).sum()) / 2, 4)
+    rows.append(["all", len(clusters), None, None])
+    heads = ["cluster", "new rows", "share of training rows", "share of new rows"]
+    text = (
+        f"Rows that came later, by the clusters of the campaign: {moved:.1%} of them are where others were."
+    )
+    own_features, far_share = features_of(campaign, known), 0.0
+    if own_features is not None and features is not None:
+        heads += ["distance of training rows", "of new rows", "farther than 99 %"]
+        train = known.split("train")
+        old_distances = _distances(own_features, train, partition)
+        distances = _distances(features, np.arange(len(features)), partition)
+        far = np.zeros(len(distances), bool)
+        for number, cells in enumerate(rows[:-1]):
+            own, new = old_distances[partition.clusters[train] == number], clusters == number
+            # Each cluster has its own bound: wide ones hold rows that would be far out in narrow ones.
+            far[new] = distances[new] > np.quantile(own, FAR)
+            cells += _means(own, distances[new], far[new])
+        rows[-1] += _means(old_distances, distances, far)
+        far_share = round(float(far.mean()), 4)
+        text += " The last column would be 0.01 for rows like the training rows."
+    table = ReportTable(title="New rows", text=text, columns=heads, rows=rows)
+    key = table.write(campaign.store, "new-rows")
+
+    say(f"column {COLUMN!r} of {dataset.store.location}: {len(dataset):,} rows by {partition.hash[:12]}")
+    largest = sorted(rows[:-1], key=lambda cells: -float(cells[1] or 0))[:SHOWN]
+    for line in columns([heads, *([_shown(cell) for cell in row] for row in [*largest, rows[-1]])]):
+        say(f"  {line}")
+    say(f"all {partition.k} clusters: {campaign.store.name(key)}, and in the report (atoll report)")
+    if far_share > MANY:
+        rest = "of the rows lie farther out than 99 % of their cluster's training rows"
+        say(f"  warning: {far_share:.1%} {rest}")
+    return clusters
+
+
+def _shown(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return cell
+    return f"{cell:,}" if isinstance(cell, int) else significant(cell)
+
+
+def _means(*parts: NDArray[np.generic]) -> list[float | None]:
+    return [round(float(part.mean()), 4) if len(part) else None for part in parts]
+
+
+def _distances(features: Column, rows: I64, partition: Partition) -> NDArray[np.float32]:
+    """Euclidean distances of rows to the centroid of the cluster that they are given to `(n,)`."""
+    parts = []
+    for _, values in features.blocks(rows, 8192):
+        points = normalise(values.float().numpy())
+        nearest = partition.centroids[partition.nearest(points)]
+        parts.append(np.linalg.norm(points - nearest, axis=1))
+    return np.concatenate(parts)
+
+
+# Rows that go.
+
+
+def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list[int]:
+    """Take rows out for good: they get the weight 0, and their islands' data are written again without them.
+
+    The cut and its hash stay, so that the experts of other islands stay what they are; `revision` tells that
+    rows left. Killed and called again with the same list it goes on.
+
+    Args:
+        campaign: partitioned.
+        path: text file with an id, or the SHA-256 of a source picture, a line.
+        retrain: whether to remove what was trained on these rows, which is refused otherwise.
+
+    Returns:
+        Numbers of the islands that were written again.
+
+    Raises:
+        DataError: the list cannot be read, or names no row.
+        PartitionError: something was trained on the rows, an island would be left without any to train on, or
+            the data set's weights are others by now. Nothing is changed then.
+    """
+    store = campaign.store
+    dataset, partition = campaign.clustered()
+    named = _named(dataset, {line.strip() for line in read_lines(path)} - {""}, path)
+    before, by = dataset.weights, producer_of(dataset) or {"name": "opt-out"}
+    leaving = named[before[named] > 0]
+    unchanged, after = partition.weighs_as(dataset), before.copy()
+    after[named] = 0
+    dataset.weights = after
+    # The weights are written last. Where an earlier call with this list was killed right before that, the
+    # partition is already revised, and these weights are what it says.
+    if not (unchanged or partition.weighs_as(dataset)):
+        raise PartitionError(
+            f"the weights of {dataset.store.location} are no longer those that the partition was made with",
+            "start a new campaign to draw by these, and leave the rows out before that",
+        )
+    say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} count 0 already")
+    changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
+    if unchanged and changed:
+        revision = partitions.revised(partition, dataset)
+        _write_islands(campaign, dataset, revision, changed, retrain)
+        store.put_json(PartitionFile.PLACE, revision.about.to_json())
+        counts = np.bincount(revision.clusters[leaving], minlength=revision.k)
+        written = ", ".join(f"{number} ({counts[number]:,} rows)" for number in changed)
+        others = ", ".join(str(number) for number in range(revision.k) if number not in changed) or "none"
+        say(f"{len(leaving):,} rows have left: islands {written} are written again; unchanged: {others}")
+        say(f"  partition {revision.hash[:12]} stays, revision {str(revision.about.revision)[:12]}")
+        say("  the data set still holds the rows, with weight 0: take them from its source, too")
+    # Duplicates among them count 0 already, and have to stay out when others are looked for.
+    out = np.isin(np.arange(len(dataset)), named)
+    if dataset.has_column(OPTED_OUT):
+        out |= dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0
+    dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(out).tolist())}, out)
+    write_weights(dataset, by, before)
+    return changed
+
+
+def _named(dataset: DataSet, names: set[str], path: Path) -> I64:
+    """Numbers of the rows whose id or digest of the source is among the names, ascending."""
+    wanted, rows, idle = pa.array(sorted(names), pa.string()), list[I64](), names.copy()
+    for shard in range(len(dataset.shards)):
+        values = dataset.shard_table(shard, ["id", "sha256"]).columns
+        hits = [pc.is_in(column, wanted) for column in values]
+        for column, hit in zip(values, hits, strict=True):
+            idle.difference_update(column.filter(hit).to_pylist())
+        rows.append(np.flatnonzero(pc.or_kleene(*hits).to_numpy()) + int(dataset.bounds[shard]))
+    some = few(sorted(idle), 5)
+    if len(idle) == len(names):
+        raise DataError(
+            f"no line of {path} names a row" + (f": {some}" if some else ", since it has none"),
+            "give ids, or SHA-256s of source pictures, as `rows/*.parquet` has them",
+        )
+    if idle:
+        say(f"warning: {len(idle):,} of {len(names):,} lines name no row: {some}")
+    return np.concatenate(rows)
+
+
+def _write_islands(
+    campaign: Campaign, dataset: DataSet, after: Partition, changed: list[int], retrain: bool
+) -> None:
+    store = campaign.store
+    whole = [run for run in runs_of(campaign.config, planned=True) if run.expert is None]
+    whole = [run for run in whole if store.exists(run.plan)]
+    plans = {run: RunPlan.read(store, run.plan) for run in (*experts_of(after.k), *whole)}
+
+    # What learned from the rows goes, only when that is asked for. Where there is shared pretraining, every
+    # expert started from what was learned from them.
+    seeded, keys, names = Run("pretrain") in whole, list[str](), list[str]()
+    for run in plans:
+        if run.expert is None or seeded or run.expert in changed:
+            started = ["init"] if plans[run].init in ("pretrain", "experts") else []
+            own = [key for part in ("run", "expert", *started) for key in store.list(f"{run.folder}/{part}")]
+            keys, names = keys + own, names + [run.name] * bool(own)
+    if keys and not retrain:
+        raise PartitionError(
+            f"{', '.join(names)} learned from rows that leave",
+            "add --retrain to remove what was trained, and train it again",
+        )
+    if keys:
+        store.delete(*keys, *store.list("ensemble"))
+        say(f"removed, to be trained again: {', '.join(names)}; reports are of what was there before")
+
+    parts, names_of_columns = list[DataSet](), island_columns(campaign, dataset)
+    for run, plan in plans.items():
+        folder = f"{run.folder}/data"
+        if run.expert is None or run.expert in changed:
+            store.delete(*store.list(folder))
+            if run.expert is None:
+                rows = sum(after.sizes)
+                write_clusters(union(store, folder, parts, names_of_columns), parts, after)
+            else:
+                rows = after.sizes[run.expert]
+                write_subset(dataset, after.rows(run.expert, dataset), store, folder, names_of_columns)
+                sheet = partitions.contact_sheet(after, dataset, run.expert)
+                store.put(f"partition/sheets/{run.expert}.png", sheet)
+            # Steps and all else stay: only the number of rows is another.
+            store.put_json(run.plan, plan.model_copy(update={"rows": rows}).to_json())
+        if run.expert is not None:
+            parts.append(DataSet.open(store, folder))
+    features = features_of(campaign, dataset)
+    overview = cluster_map(dataset, features, after.clusters, after.centroids, after.k)
+    store.put_json(ClusterMap.PLACE, overview.to_json())
