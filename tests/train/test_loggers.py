@@ -15,7 +15,7 @@ from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.results import MetricsLine
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.campaign.settings.train import TrackingConfig
 from atoll.train import loggers
 from atoll.train.loggers import Trackers
 from atoll.train.preemption import Interrupted

@@ -22,7 +22,7 @@ from PIL import Image
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.campaign.results import MetricsLine
-from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.campaign.settings.train import TrackingConfig
 from atoll.store.store import Store
 
 CLOSE_TIMEOUT_S = 20.0

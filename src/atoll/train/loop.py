@@ -17,7 +17,7 @@ from atoll.base.processes import ProcessGroup, joined
 from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
 from atoll.campaign.results import MetricsLine
-from atoll.campaign.settings.loggers import TrackingConfig
+from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat

@@ -1,16 +1,15 @@
 """The settings of a campaign: one YAML file, resolved, checked, and frozen into `campaign.json`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
 from atoll.campaign.settings.launch import LaunchConfig
-from atoll.campaign.settings.loggers import TrackingConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
-from atoll.campaign.settings.train import StudentConfig, TrainConfig
+from atoll.campaign.settings.train import StudentConfig, TrackingConfig, TrainConfig
 from atoll.data.settings import (
     ConditionKind,
     DedupeConfig,
@@ -26,6 +25,8 @@ from atoll.model.settings import Residency
 from atoll.networks.pipelines import check_settings
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve
+
+C = TypeVar("C", bound=Config)
 
 
 class DataConfig(Config):
@@ -63,10 +64,12 @@ class DataConfig(Config):
     def _several(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        trees = {
-            str(n): one.model_dump() if isinstance(one, SourceConfig) else one for n, one in value.items()
+        return {
+            str(name): source
+            if isinstance(source, SourceConfig)
+            else SourceConfig.parse(source, f"data.source.{name}")
+            for name, source in value.items()
         }
-        return {name: SourceConfig.parse(tree, f"data.source.{name}") for name, tree in trees.items()}
 
 
 class BudgetConfig(Config):
@@ -196,13 +199,11 @@ class CampaignConfig(Config):
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
         for number in self.islands:
             self.objective_of(number)
+        # Pixels have the size of the pictures; a VAE's latents are known to divide only once it is loaded.
         pixels = self.data.vae == "none"
         sides = [(height, width) for width, height in self.data.ingest.sizes()]
-        for network, _ in [
-            self.denoiser("monolith"),
-            self.denoiser("student"),
-            *map(self.island, self.islands),
-        ]:
+        denoisers = (self.denoiser("monolith"), self.denoiser("student"), *map(self.island, self.islands))
+        for network, _ in denoisers:
             network.dimensions()
             check_sides(network.family, network.patch if pixels else 1, sides)
             if TAKES_TEXT[network.family] != (self.condition == "text"):
@@ -211,8 +212,15 @@ class CampaignConfig(Config):
                     "set network.family to pixart, sd3 or flux for text, to dit for class or none",
                 )
         check_sides("router", self.router.patch if pixels else 1, sides)
-        self._check_sources()
-        self._check_pretrain()
+        if isinstance(self.data.source, dict):
+            check_names(self.data.source)
+            if len({source.weight for source in self.data.source.values()}) > 1 and not self.data.weighted:
+                raise ConfigError(
+                    "data.source: the weights differ, but rows are drawn without weights",
+                    "set data.weighted=true, or leave out the weights",
+                )
+        if self.budget.pretrain:
+            self._check_pretrain()
         if self.student is not None:
             self._check_student(self.student)
         self.sampling.routing.check(self.partition.k)
@@ -226,18 +234,7 @@ class CampaignConfig(Config):
                 Routing.named(name)
         return self
 
-    def _check_sources(self) -> None:
-        if isinstance(self.data.source, dict):
-            check_names(self.data.source)
-            if len({one.weight for one in self.data.source.values()}) > 1 and not self.data.weighted:
-                raise ConfigError(
-                    "data.source: the weights differ, but rows are drawn without weights",
-                    "set data.weighted=true, or leave out the weights",
-                )
-
     def _check_pretrain(self) -> None:
-        if not self.budget.pretrain:
-            return
         shared = self.budget.pretrain + self.router.share
         if shared >= 1:
             raise ConfigError(
@@ -264,20 +261,18 @@ class CampaignConfig(Config):
 
     def _check_student(self, student: StudentConfig) -> None:
         student.batch(self.train.batch)
-        network, _ = self.denoiser("student")
+        network, k = self.denoiser("student")[0], self.partition.k
         if student.stock:
             check_settings(network.family, self.data.vae, network.patch)
-        start, number = student.origin()
-        if start == "expert" and not 0 <= (number or 0) < self.partition.k:
+        start, expert = student.origin()
+        if start == "expert" and not 0 <= (expert or 0) < k:
             raise ConfigError(
-                f"student.start: there is no expert {number}",
-                f"use expert:0 to expert:{self.partition.k - 1}",
+                f"student.start: there is no expert {expert}", f"use expert:0 to expert:{k - 1}"
             )
-        teachers = [number] if start == "expert" else range(self.partition.k) if start == "average" else []
-        for one in teachers:
-            if self.denoiser("expert", one)[0].architecture() != network.architecture():
+        for number in {"expert": [expert], "average": range(k), "scratch": ()}[start]:
+            if self.denoiser("expert", number)[0].architecture() != network.architecture():
                 raise ConfigError(
-                    f"student.start: {student.start!r} needs equal networks, and expert {one}'s is another"
+                    f"student.start: {student.start!r} needs equal networks, and expert {number}'s is another"
                     " one than the student's",
                     "set student.start: scratch, or make student.network and islands' networks equal",
                 )
@@ -285,13 +280,6 @@ class CampaignConfig(Config):
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
         return self.model_dump(mode="json", exclude={*loose_fields(CampaignConfig), "student"})
-
-    def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
-        """Network and training settings of one island."""
-        settings = self.islands.get(number, IslandConfig())
-        where = f"islands.{number}"
-        network = NetworkConfig.parse({**self.network.model_dump(), **settings.network}, f"{where}.network")
-        return network, TrainConfig.parse({**self.train.model_dump(), **settings.train}, f"{where}.train")
 
     @property
     def encodes_text(self) -> bool:
@@ -303,19 +291,23 @@ class CampaignConfig(Config):
         """Names of the encoders that the settings choose, which the user vouches for."""
         return self.data.vae, self.data.text_encoder
 
+    def island(self, number: int) -> tuple[NetworkConfig, TrainConfig]:
+        """Network and training settings of one island."""
+        own, where = self.islands.get(number, IslandConfig()), f"islands.{number}"
+        network = _changed(self.network, own.network, f"{where}.network")
+        return network, _changed(self.train, own.train, f"{where}.train")
+
     def denoiser(self, role: str, island: int | None = None) -> tuple[NetworkConfig, TrainConfig]:
         """Network and training settings of a run that is not the router's."""
         if island is not None:
             return self.island(island)
         if role == "pretrain":
-            return self.network, self.train.model_copy(
-                update={"lr_schedule": self.budget.pretrain_lr_schedule}
-            )
-        student = self.student if role == "student" else None
-        if student is None:
+            schedule = {"lr_schedule": self.budget.pretrain_lr_schedule}
+            return self.network, self.train.model_copy(update=schedule)
+        if role != "student" or self.student is None:
             return self.network, self.train
-        network = NetworkConfig.parse({**self.network.model_dump(), **student.network}, "student.network")
-        return network, TrainConfig.parse({**self.train.model_dump(), **student.train}, "student.train")
+        network = _changed(self.network, self.student.network, "student.network")
+        return network, _changed(self.train, self.student.train, "student.train")
 
     def training(self, role: str, island: int | None = None) -> TrainConfig:
         """Training settings of any run."""
@@ -325,8 +317,7 @@ class CampaignConfig(Config):
         """What an island's expert learns; None for the runs on all the data."""
         if island is None or island not in self.islands:
             return self.objective
-        merged = {**self.objective.model_dump(), **self.islands[island].objective}
-        return ObjectiveConfig.parse(merged, f"islands.{island}.objective")
+        return _changed(self.objective, self.islands[island].objective, f"islands.{island}.objective")
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""
@@ -334,12 +325,15 @@ class CampaignConfig(Config):
 
     def source(self, campaign: str) -> str | dict[str, SourceConfig] | None:
         """What to ingest, for a campaign at this folder or URL: `glyphs`, absolute paths or URLs."""
-        named = self.data.source
-        if isinstance(named, dict):
-            places = {name: _resolved(campaign, one.source) for name, one in named.items()}
-            return {n: one.model_copy(update={"source": places[n]}) for n, one in named.items()}
-        return named if named is None else _resolved(campaign, named)
+
+        def resolved(source: str) -> str:
+            return source if source == "glyphs" else resolve(campaign, source)
+
+        sources = self.data.source
+        if isinstance(sources, dict):
+            return {n: one.model_copy(update={"source": resolved(one.source)}) for n, one in sources.items()}
+        return sources if sources is None else resolved(sources)
 
 
-def _resolved(campaign: str, source: str) -> str:
-    return source if source == "glyphs" else resolve(campaign, source)
+def _changed(settings: C, changes: Mapping[str, Any], where: str) -> C:
+    return type(settings).parse({**settings.model_dump(), **changes}, where)

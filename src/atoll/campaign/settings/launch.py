@@ -90,8 +90,8 @@ class Placement(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.gpus and self.processes and self.gpus != self.processes:
-            what = f"launch: {self.processes} processes for {self.gpus} GPUs"
-            raise ConfigError(what, "leave processes out: there is one for each GPU")
+            fix = "leave processes out: there is one for each GPU"
+            raise ConfigError(f"launch: {self.processes} processes for {self.gpus} GPUs", fix)
         return self
 
 
@@ -121,37 +121,25 @@ class LaunchConfig(Placement):
     """Overrides of the assembly, which is one process and asks for no GPU."""
 
     def of(self, role: str, island: int | None = None) -> Placement:
-        """Placement of a run: what it says itself, over what the campaign says.
-
-        Args:
-            role: `expert`, `router`, `monolith`, `pretrain`, `student`, `data` or `assemble`.
-            island: number of the cluster, for an expert.
-        """
-        placement = self._own(role, island)
-        common = self.model_dump(exclude_unset=True, include=set(Placement.model_fields))
-        if role in ("assemble", "data"):
-            common = {key: value for key, value in common.items() if key not in _SPREAD}
-        return Placement.parse(
-            _over(common, placement.model_dump(exclude_unset=True, exclude={"workers"})), "launch"
-        )
+        """Placement of a run, `data` or `assemble`: what it says itself, over what the campaign says."""
+        # Data and assembly are one process on one node each, whatever the runs are spread over.
+        spread = {"gpus", "processes", "nodes"} if role in ("assemble", "data") else set[str]()
+        shared = self.model_dump(exclude_unset=True, include=set(Placement.model_fields) - spread)
+        own = self._own(role, island).model_dump(exclude_unset=True, exclude={"workers"})
+        return Placement.parse(_over(shared, own), "launch")
 
     def target(self, role: str, island: int | None, on: Target | None) -> Target:
         """Where a run trains: what it says itself, else `on`, else what the campaign says, else here."""
         return self._own(role, island).on or on or self.on or "local"
 
     def _own(self, role: str, island: int | None) -> Placement:
-        placement: Placement = (
-            self.islands.get(island, Placement()) if island is not None else getattr(self, role)
-        )
-        return placement
+        own: Placement = getattr(self, role) if island is None else self.islands.get(island, Placement())
+        return own
 
 
-_SPREAD = ("gpus", "processes", "nodes")
-
-
-def _over(common: dict[str, Any], placement: dict[str, Any]) -> dict[str, Any]:
-    result = dict(common)
-    for key, value in placement.items():
+def _over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    result = dict(shared)
+    for key, value in own.items():
         below = result.get(key)
         result[key] = _over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
     return result

@@ -1,9 +1,9 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError, nearest
@@ -150,13 +150,10 @@ class StudentConfig(Config):
         word, _, number = self.start.partition(":")
         if word == "expert" and number.isdecimal():
             return "expert", int(number)
-        if self.start == "scratch":
-            return "scratch", None
-        if self.start == "average":
-            return "average", None
-        raise ConfigError(
-            f"student.start: unknown {self.start!r}", nearest(self.start, ("scratch", "average", "expert:0"))
-        )
+        if self.start in ("scratch", "average"):
+            return cast(Start, self.start), None
+        hint = nearest(self.start, ("scratch", "average", "expert:0"))
+        raise ConfigError(f"student.start: unknown {self.start!r}", hint)
 
     def batch(self, monolith: int) -> int:
         """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
@@ -166,3 +163,24 @@ class StudentConfig(Config):
                 "raise one of them",
             )
         return round(monolith * self.batch_share)
+
+
+class TrackingConfig(Config):
+    """Which trackers show a run, besides metrics.jsonl, which is always there."""
+
+    tensorboard: bool = False
+    """Whether event files are written, to `run/tensorboard/`."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases: send while training, or write to `run/wandb/` for `wandb sync`."""
+    project: str = Field(default="atoll", min_length=1)
+    """Its project."""
+    entity: str | None = None
+    """Its user or team; your own if not set."""
+    name: str | None = None
+    """What runs' names begin with, and their group; the name of the campaign if not set."""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        # YAML reads a bare `off` as false.
+        return "off" if value is False else value
