@@ -13,8 +13,8 @@ from PIL import Image
 
 from atoll.base.table import Tables
 from atoll.campaign.diagnosed import Diagnosis, DiagnosisTables
+from atoll.campaign.folder import Frozen
 from atoll.campaign.measured import ComparisonTables
-from atoll.campaign.results import Frozen
 from atoll.campaign.runs import RunPlan
 from atoll.model.card import Card
 from atoll.store.store import Store

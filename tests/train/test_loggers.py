@@ -13,7 +13,7 @@ import yaml
 
 from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.results import MetricsLine
+from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.train import loggers

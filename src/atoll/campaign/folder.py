@@ -12,9 +12,9 @@ import yaml
 
 from atoll.base.config import differences, is_loose, set_value, value_at
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
+from atoll.base.format import File
 from atoll.base.plain import expanded, read_yaml
 from atoll.base.version import code_version
-from atoll.campaign.results import Frozen, FrozenStudent
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.formats import PartitionFile
 from atoll.store.location import is_url
@@ -27,19 +27,39 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
 
 
+class Frozen(File):
+    """`campaign.json`: the settings, fixed when the campaign started."""
+
+    FORMAT, PLACE, ERROR = "atoll/campaign", FROZEN, ConfigError
+    REMEDY = "use the version of Atoll that made the campaign, or start a new one"
+
+    code: str
+    """Version of Atoll."""
+    overrides: list[str] = []
+    """`--set` assignments that `campaign.yaml` does not hold."""
+    config: dict[str, Any]
+    """Every setting, resolved."""
+
+
+class FrozenStudent(File):
+    """`student.json`: the student's settings, fixed when it was added."""
+
+    FORMAT, PLACE, ERROR = "atoll/student", STUDENT, ConfigError
+    REMEDY = Frozen.REMEDY
+
+    code: str
+    """Version of Atoll."""
+    student: dict[str, Any]
+    """The settings of the group `student`."""
+
+
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign folder and its settings.
-
-    Attributes:
-        store: the folder.
-        config: settings; the frozen ones once there is a `campaign.json`.
-        overrides: `a.b=value` assignments that `campaign.yaml` does not hold.
-    """
+    """A campaign folder and its settings."""
 
     store: Store
-    config: CampaignConfig
-    overrides: tuple[str, ...] = ()
+    config: CampaignConfig  # the frozen settings once there is a `campaign.json`
+    overrides: tuple[str, ...] = ()  # `a.b=value` assignments that `campaign.yaml` does not hold
 
     @classmethod
     def open(cls, folder: str | Path, sets: Sequence[str] = ()) -> "Campaign":
@@ -63,18 +83,18 @@ class Campaign:
                 raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
         elif frozen is not None:
             tree = deepcopy(frozen.config)
+        elif store.exists("model_index.json"):
+            raise StoreError(
+                f"{store.location} is a pipeline, not a campaign",
+                "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
+            )
         else:
-            if store.exists("model_index.json"):
-                raise StoreError(
-                    f"{store.location} is a pipeline, not a campaign",
-                    "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
-                )
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
         student = FrozenStudent.read(store, STUDENT).student if store.exists(STUDENT) else None
         if student is not None and not tree.get("student"):
             tree["student"] = deepcopy(student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
-        started, added = frozen.overrides if frozen else [], from_shell(sets)
+        started, added = frozen.overrides if frozen else [], [_from_shell(assignment) for assignment in sets]
         for assignment in started:
             set_value(tree, assignment)
         before = deepcopy(tree)
@@ -135,38 +155,39 @@ class Campaign:
 
         from atoll.data import partition as partitions
 
-        dataset, clusters = self.dataset(), partitions.load(self.store)
-        if clusters.about.data != dataset.id_hash:
+        dataset, partition = self.dataset(), partitions.load(self.store)
+        if partition.about.data != dataset.id_hash:
             raise PartitionError(
                 f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
             )
         # Where the weights are others by now, so are the sizes; what that means is for the stages to say.
-        sizes = np.bincount(clusters.clusters[dataset.split("train")], minlength=clusters.k)
-        if clusters.weighs_as(dataset) and sizes.tolist() != clusters.sizes:
-            what = f"{dataset.store.location} was split again after the partition of this campaign"
-            raise PartitionError(what, "start a new campaign with it")
-        return dataset, clusters
+        sizes = np.bincount(partition.clusters[dataset.split("train")], minlength=partition.k)
+        if partition.weighs_as(dataset) and sizes.tolist() != partition.sizes:
+            raise PartitionError(
+                f"{dataset.store.location} was split again after the partition of this campaign",
+                "start a new campaign with it",
+            )
+        return dataset, partition
 
     def has_dataset(self) -> bool:
         """Whether there is a finished data set."""
-        try:
-            return Store.open(self.config.data_path(self.store.location)).exists("manifest.json")
-        except Absent:
-            return False
+        with suppress(DataError):
+            return self.data_store().exists("manifest.json")
+        return False
 
 
 def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
     """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
 
     Raises:
-        ConfigError: a wrong setting.
-        Conflict: there is a campaign already.
+        ConfigError: a wrong setting, or there is a campaign already.
     """
     tree = read_yaml(recipe, "the recipe")
-    for assignment in from_shell(sets):
-        set_value(tree, assignment)
+    for assignment in sets:
+        set_value(tree, _from_shell(assignment))
     CampaignConfig.parse(tree, "the new campaign")
     store = Store.open(folder, create=True)
+    # YAML has no comments once it is parsed: with overrides, only the recipe's head stays as it was.
     head = "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
     text = recipe if not sets else head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     try:
@@ -184,12 +205,8 @@ def sets_loose(assignment: str) -> bool:
     return is_loose(CampaignConfig, assignment.partition("=")[0].strip().split("."))
 
 
-def from_shell(sets: Sequence[str]) -> list[str]:
-    """The assignments, paths made absolute: on the command line they mean what they mean to the shell."""
-    return [_absolute(assignment) for assignment in sets]
-
-
-def _absolute(assignment: str) -> str:
+def _from_shell(assignment: str) -> str:
+    """The assignment with an absolute path: on the command line a path means what it means to the shell."""
     key, _, text = assignment.partition("=")
     if key.strip().endswith("network.init"):
         is_path = expanded(text).is_dir()  # `scratch` and hub names are none

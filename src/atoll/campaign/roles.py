@@ -17,35 +17,22 @@ Init = Literal["scratch", "checkpoint", "pretrain", "experts"]
 
 @dataclass(frozen=True)
 class Role:
-    """What sets one kind of run apart from the others.
+    """What sets one kind of run apart from the others."""
 
-    Attributes:
-        name: in commands, cards and folders.
-        title: on pages.
-        rows: training rows: those of one cluster (then there are K such runs), or all.
-        counted: where its FLOPs count: the ensemble's and the baseline's are equal, an extra comes on top.
-        task: what it learns: `denoise`, `route`, or `distill` (to denoise as its teachers do).
-        assembled: whether the ensemble waits for it.
-        sampled: whether it is a model by itself.
-        wanted: whether the campaign trains it.
-        late: whether it may be added when the campaign is partitioned.
-        absent: what to say where the campaign has no such run, and the remedy.
-        needs: roles that publish before it starts.
-        init: where its weights start; None is what its network's setting `init` says.
-    """
-
-    name: str
-    title: str
-    rows: Literal["cluster", "all"]
+    name: str  # in commands, cards and folders
+    title: str  # on pages
+    rows: Literal["cluster", "all"]  # those of one cluster (then there are K such runs), or all
     counted: Literal["ensemble", "baseline", "extra"]
+    """Where its FLOPs count: the ensemble's and the baseline's are equal, an extra comes on top."""
     task: Literal["denoise", "route", "distill"] = "denoise"
-    assembled: bool = False
-    sampled: bool = False
+    assembled: bool = False  # the ensemble waits for it
+    sampled: bool = False  # it is a model by itself
     wanted: Callable[["CampaignConfig"], bool] = lambda config: True
-    late: bool = False
-    absent: tuple[str, str] = ("", "")
-    needs: Callable[["CampaignConfig"], tuple[str, ...]] = lambda config: ()
+    late: bool = False  # it may be added when the campaign is partitioned
+    absent: tuple[str, str] = ("", "")  # what to say where the campaign has no such run, and the remedy
+    needs: Callable[["CampaignConfig"], tuple[str, ...]] = lambda config: ()  # roles that publish before it
     init: Callable[["CampaignConfig"], Init | None] = lambda config: None
+    """Where its weights start; None is what its network's setting `init` says."""
 
     @property
     def plural(self) -> str:

@@ -3,7 +3,7 @@
 import posixpath
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from atoll.base.config import Config, loose_fields
 from atoll.base.errors import AtollError, PartitionError, nearest
@@ -22,15 +22,10 @@ if TYPE_CHECKING:  # it imports torch, which status does without
 
 
 class Run(NamedTuple):
-    """One training run of a campaign: what it trains, and where that lies.
+    """One training run of a campaign: what it trains, and where that lies."""
 
-    Attributes:
-        role: a name of `RUNS`.
-        expert: number of the cluster; None for a run on all rows.
-    """
-
-    role: str
-    expert: int | None = None
+    role: str  # a name of `RUNS`
+    expert: int | None = None  # number of the cluster; None for a run on all rows
 
     @property
     def kind(self) -> Role:
@@ -142,21 +137,52 @@ class Recipe(Config):
         return self.model_dump(exclude={"train": loose_fields(TrainConfig)})
 
 
-def read_partition(store: Store) -> PartitionFile:
-    """Read `partition.json` and hold it against the plans that were cut by it: its hash leaves the sizes out.
+class MetricsLine(File):
+    """A line of `metrics.jsonl`: a step of training, or a validation. Tasks may add fields of their own."""
 
-    Raises:
-        PartitionError: it is of another version, contradicts itself, or is another one than the runs'.
-        StoreError: it is missing, or no JSON.
-    """
+    FORMAT, PLACE, HEADED = "atoll/metrics", "ROLE/run/metrics.jsonl", False
+    model_config = ConfigDict(extra="allow", allow_inf_nan=True)
+
+    step: int = 0
+    """Optimizer steps so far."""
+    samples: int
+    """Training samples so far."""
+    loss: float | None = None
+    """Training loss of this step."""
+    lr: float | None = None
+    """Learning rate of this step."""
+    grad_norm: float | None = None
+    """Norm of its gradient before clipping."""
+    accuracy: float | None = None
+    """Share of its batch whose cluster the router found."""
+    skipped: int | None = None
+    """Steps that the guard has left out so far."""
+    seconds: float | None = None
+    """Time spent in steps, over all restarts."""
+    times: tuple[float, ...] = ()
+    """Times t of the validation that this line is of; empty for a line of steps."""
+    validation: tuple[float | None, ...] = ()
+    """Validation loss at each of these times."""
+    accuracy_by_time: tuple[float | None, ...] = ()
+    """Share of held-out rows whose cluster the router finds, at each of these times."""
+    validation_loss: float | None = None
+    """Mean of `validation`."""
+    validation_seconds: float | None = None
+    """Time that this validation took; it is not part of `seconds`."""
+
+
+def read_partition(store: Store) -> PartitionFile:
+    """Read `partition.json` and check it against the runs' plans, as its hash leaves the sizes out."""
     partition = PartitionFile.read(store, PartitionFile.PLACE)
     for run in (Run("router"), *experts_of(partition.k)):
         if store.exists(run.plan):
             plan = RunPlan.read(store, run.plan)
             size = plan.rows if run.expert is None else partition.sizes[run.expert]
             if (plan.partition, plan.rows) != (partition.hash, size):
-                what = f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}"
-                raise PartitionError(what, "put the one back that the campaign was cut by")
+                raise PartitionError(
+                    f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}",
+                    "put the one back that the campaign was cut by",
+                )
     return partition
 
 
@@ -164,8 +190,8 @@ def wanted_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Columns that the campaign needs, and what its settings say of their producer."""
     wanted = training_columns(config)
     if config.partition.method == "kmeans":
-        encoder, size = config.partition.encoder, config.partition.encoder_size
-        wanted[features_column(encoder)] = {"name": encoder} | ({"size": size} if size is not None else {})
+        by = {"name": config.partition.encoder, "size": config.partition.encoder_size}
+        wanted[features_column(config.partition.encoder)] = {k: v for k, v in by.items() if v is not None}
     return wanted
 
 
@@ -173,10 +199,8 @@ def training_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Those of them that are read in training."""
     wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
     if config.condition == "text":
-        wanted[config.data.text_column] = {
-            "name": config.data.text_encoder,
-            "max_length": config.data.text_length,
-        }
+        by = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+        wanted[config.data.text_column] = by
     return wanted
 
 
@@ -189,10 +213,7 @@ def made_by(dataset: "DataSet", column: str, wanted: dict[str, Any]) -> bool:
 
 
 def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
-    """Count the bytes of an expert's data set by its manifests: all, and those outside its own folder.
-
-    None where they are not here or cannot be read.
-    """
+    """Bytes of an expert's data set by its manifests, all and outside its folder; None without them."""
     folder = f"{Run('expert', expert).folder}/data"
     try:
         shards = Manifest.read(store, f"{folder}/manifest.json").shards

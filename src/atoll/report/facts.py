@@ -14,10 +14,10 @@ from atoll.base.errors import DataError
 from atoll.base.format import File
 from atoll.base.text import in_common
 from atoll.campaign.diagnosed import Diagnosis
+from atoll.campaign.folder import Frozen
 from atoll.campaign.measured import Comparison
-from atoll.campaign.results import Frozen, MetricsLine
 from atoll.campaign.roles import BASELINE, RUNS, SINGLE
-from atoll.campaign.runs import Run, RunPlan, read_partition, runs_as
+from atoll.campaign.runs import MetricsLine, Run, RunPlan, read_partition, runs_as
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
 from atoll.store.store import Store

@@ -21,7 +21,7 @@ from PIL import Image
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError, first_line
-from atoll.campaign.results import MetricsLine
+from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.store.store import Store
 

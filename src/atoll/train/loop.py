@@ -16,7 +16,7 @@ from atoll.base.plain import read_json
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
-from atoll.campaign.results import MetricsLine
+from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
-from atoll.campaign.results import MetricsLine
+from atoll.campaign.runs import MetricsLine
 from atoll.store.log import COMMIT, Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Damaged, Store
