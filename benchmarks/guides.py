@@ -24,7 +24,7 @@ from atoll.base.rng import uniforms
 from atoll.campaign.folder import Campaign
 from atoll.campaign.milestones import Origin
 from atoll.campaign.runs import Run
-from atoll.export.schedulers import set_times
+from atoll.export.call import set_times
 from atoll.model.dispatch import Dispatch, Networks
 from atoll.model.expert import Expert
 from atoll.model.generate import Batch, Conditions

@@ -358,7 +358,7 @@ def test_folders_that_are_no_experts(saved: Path, tmp_path: Path) -> None:
         (tmp_path / "camp", r"is not the folder of one expert: give .*camp/islands/K/expert"),
         (tmp_path / "island", r"give .*island/expert"),
         (saved, r"give .*model/experts/K"),
-        (saved / "router", "is a router's"),
+        (saved / "router", "a router is of no cluster"),
         (3, "3 is no expert"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -13,8 +13,7 @@ from atoll.model.expert import Expert
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.serve.engine import READY, Engine, Refused
-from atoll.serve.job import Event, Failed, Finished, Job, Partial
+from atoll.serve.engine import READY, Engine, Event, Failed, Finished, Job, Partial, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 from helpers import assembled

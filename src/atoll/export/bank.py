@@ -11,21 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.errors import ConfigError, StoreError
-from atoll.export.offload import OffloadedExperts
+from atoll.base.errors import ConfigError
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.folder import EXPERTS, ExpertIndex
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, read_index, select_experts
+from atoll.model.residency import ResidentExperts
 from atoll.model.routing import PRETRAIN
 from atoll.model.settings import Residency
-from atoll.model.stored import REMEDY, StoredExpert
+from atoll.model.stored import StoredExpert
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,7 @@ PartName = int | Literal["pretrain"]
 
 
 class ExpertBank(ModelMixin):  # type: ignore[misc]
-    """K places for experts, some of which may be empty.
-
-    As a sequence it is what a `Bank` takes: `len(bank)` is K and `bank[k]` a denoiser. In an empty
-    place stands another expert; the ensemble gives it no weight.
+    """K places for experts, some of which may be empty; as a sequence it is what `model.bank.Bank` takes.
 
     Args:
         experts: by the number of their cluster, each with its card.
@@ -51,35 +49,48 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         PartitionError: experts that do not belong together, or one in the place of another.
     """
 
+    anchor: Tensor
+
     def __init__(
         self,
         experts: Mapping[int, Expert | StoredExpert],
         k: int | None = None,
         residency: Residency | None = None,
-        pretrain: Expert | None = None,
+        pretrain: Expert | StoredExpert | None = None,
     ) -> None:
         super().__init__()
         if not experts:
             raise ConfigError("a bank without experts", "give at least one")
         self.k = max(experts) + 1 if k is None else k
+        self.residency = residency if residency is not None and residency.limited else None
         self.cards: dict[int, Card] = {}
+        self.pretrain_card: Card | None = None
         self.dropped: set[int] = set()
+        # Networks on the device are modules of this one; those that are brought to it are not.
         self.networks = nn.ModuleDict()
-        self.offloaded = OffloadedExperts(residency) if residency is not None and residency.limited else None
+        self.loaded: dict[PartName, Expert] = {}
+        self.stored: dict[int, StoredExpert] = {}
+        self._resident: ResidentExperts | None = None
+        # It follows `to` and `cast`, where there may be no parameter that does: experts are brought to its
+        # device, in its type of numbers.
+        self.register_buffer("anchor", torch.empty(0), persistent=False)
         for number in sorted(experts):
             self.add(experts[number], number)
-        self.pretrain_card = None if pretrain is None else pretrain.card
         if pretrain is not None:
-            if pretrain.card is None:
-                raise ConfigError("a network without a card", "give one that was published")
-            check_place(pretrain.card, PRETRAIN, "pretrain")
+            self.pretrain_card = _card_of(pretrain)
+            check_place(self.pretrain_card, PRETRAIN, "pretrain")
             check_together(self.every_card)
-            self._put(PRETRAIN, pretrain)
+            self._load(PRETRAIN, pretrain)
 
     @property
     def present(self) -> tuple[int, ...]:
         """Numbers of the experts that are here, in order."""
         return tuple(sorted(self.cards))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the empty places."""
+        return tuple(number for number in range(self.k) if number not in self.cards)
 
     @property
     def every_card(self) -> list[Card]:
@@ -91,36 +102,38 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """The network of shared pretraining, which guidance's null branch may ask."""
         return None if self.pretrain_card is None else _BankExpert(self, PRETRAIN)
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Numbers of the empty places."""
-        return tuple(number for number in range(self.k) if number not in self.cards)
-
     def __len__(self) -> int:
         return self.k
 
-    def __getitem__(self, number: int) -> Denoiser:
+    def __getitem__(self, number: int) -> Denoiser | None:
         if not 0 <= number < self.k:
             raise IndexError(f"there are {self.k} experts")
-        return _BankExpert(self, number if number in self.cards else self.present[0])
+        return _BankExpert(self, number) if number in self.cards else None
 
     def forward(self, number: PartName, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`.
-
-        The network sees its own type of numbers; what is before and after it keeps that of the state.
-        """
-        if self.offloaded is not None and number != PRETRAIN:
-            return self.offloaded.velocity(number, x_t, t, cond)
-        card = self.pretrain_card if number == PRETRAIN else self.cards[number]
-        assert card is not None
-        network = self.networks[str(number)]
-        expert = Expert(network, card.family, card.prediction, card.schedule, card)
-        kind = next((p.dtype for p in network.parameters() if p.is_floating_point()), x_t.dtype)
-        return expert.velocity(x_t.to(kind), t, cond).to(x_t.dtype)
+        """Rectified-flow velocity `(B, C, H, W)` of one expert, in the type of `x_t`."""
+        if number in self.loaded:
+            return self.loaded[number].velocity(x_t, t, cond)
+        assert number != PRETRAIN
+        return self.resident().velocity(number, x_t, t, cond)
 
     def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
         """See `dispatch.Prefetching`: those that are on the device come first."""
-        return now if self.offloaded is None else self.offloaded.experts().prefetch(now, next)
+        return now if self.residency is None else self.resident().prefetch(now, next)
+
+    def resident(self) -> ResidentExperts:
+        """The experts within their budget, on the device where this module is now."""
+        resident, place = self._resident, (self.anchor.device, self.anchor.dtype)
+        if resident is None or (resident.device, resident.dtype) != place:
+            self._forget()
+            experts = [self.stored.get(number) for number in range(max(self.stored) + 1)]
+            resident = self._resident = ResidentExperts(experts, self.residency, *place)
+        return resident
+
+    def _forget(self) -> None:
+        if self._resident is not None:
+            self._resident.close()
+            self._resident = None
 
     def add(self, expert: Expert | StoredExpert | str | os.PathLike[str], number: int | None = None) -> None:
         """Put an expert into its place, which may be empty or held by an older version of it.
@@ -130,37 +143,45 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             number: of its cluster; by default what its card says.
 
         Raises:
-            ConfigError: it has no card, or the router knows no such cluster.
+            ConfigError: it has no card, the router knows no such cluster, or the budget does not hold it.
             PartitionError: it was trained for another partition, latents, text encoder or cluster.
             StoreError: its weights are not those of its card, or are no safetensors.
         """
         if isinstance(expert, str | os.PathLike):
-            expert = read_expert(_folder_of(Path(expert)), stored=self.offloaded is not None)
-        if not isinstance(expert, Expert | StoredExpert):
-            raise ConfigError(f"{expert!r} is no expert", "give the folder of one, such as islands/0/expert")
-        if expert.card is None:
-            raise ConfigError("an expert without a card", "give one that was published")
-        place = expert.card.island if number is None else number
+            expert = read_expert(Path(expert), stored=self.residency is not None)
+        card = _card_of(expert)
+        place = card.island if number is None else number
         if place is None:
-            raise ConfigError(f"a {expert.card.role} is of no cluster", "give the expert of an island")
+            raise ConfigError(f"a {card.role} is of no cluster", "give the expert of an island")
         if not 0 <= place < self.k:
-            raise ConfigError(
-                f"there is no place {place} among {self.k} experts", "give its cluster's number"
-            )
-        check_place(expert.card, f"expert {place}", f"place {place}")
-        check_together([*self.cards.values(), expert.card])
-        if self.offloaded is not None:
-            self.offloaded.put(place, expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert))
+            fix = "give its cluster's number"
+            raise ConfigError(f"there is no place {place} among {self.k} experts", fix)
+        check_place(card, f"expert {place}", f"place {place}")
+        check_together([*self.cards.values(), card])
+        if self.residency is None:
+            self._load(place, expert)
         else:
-            self._put(place, expert.expert() if isinstance(expert, StoredExpert) else expert)
-        self.cards[place] = expert.card
+            before = dict(self.stored)
+            self.stored[place] = expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert)
+            if not before:  # the type that all numbers of the first have
+                kinds = {kind for kind in self.stored[place].dtypes() if kind.is_floating_point}
+                self.anchor = self.anchor.to(kinds.pop() if len(kinds) == 1 else torch.float32)
+            self._forget()
+            try:
+                self.resident()
+            except ConfigError:  # a budget that does not hold it; nothing has changed then
+                self.stored = before
+                raise
+        self.cards[place] = card
         self.dropped.discard(place)
 
-    def _put(self, place: PartName, expert: Expert) -> None:
+    def _load(self, place: PartName, expert: Expert | StoredExpert) -> None:
+        loaded = expert.expert() if isinstance(expert, StoredExpert) else expert
         like = next(self.parameters(), None)
         if like is not None:
-            nn.Module.to(expert.network, like.device, like.dtype)  # the class's own `to` warns
-        self.networks[str(place)] = expert.network.eval().requires_grad_(False)
+            nn.Module.to(loaded.network, like.device, like.dtype)  # the class's own `to` warns
+        self.networks[str(place)] = loaded.network.eval().requires_grad_(False)
+        self.loaded[place] = loaded
 
     def drop(self, number: int) -> None:
         """Empty a place; its share goes to the others.
@@ -174,20 +195,22 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             raise ConfigError(f"expert {number} is the last one", "keep it, or add another one first")
         del self.cards[number]
         self.dropped.add(number)
-        if self.offloaded is not None:
-            self.offloaded.put(number, None)
+        if self.residency is None:
+            del self.networks[str(number)], self.loaded[number]
         else:
-            del self.networks[str(number)]
-        self.tell()
+            del self.stored[number]
+            self._forget()
+        self.warn_of_missing()
 
-    def tell(self) -> None:
+    def warn_of_missing(self) -> None:
         """Say loudly what is missing."""
         if self.missing:
-            logger.warning(
-                "partial ensemble: experts %s of %d are missing; their share goes to the others",
-                listed(self.missing),
-                self.k,
-            )
+            words = "partial ensemble: experts %s of %d are missing; their share goes to the others"
+            logger.warning(words, listed(self.missing), self.k)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As any module's; diffusers' own warns of layers to keep in float32, of which there are none."""
+        return nn.Module.to(self, *args, **kwargs)
 
     def save_pretrained(
         self,
@@ -198,12 +221,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     ) -> None:
         """Write `experts.json` and a folder for every expert; what lies there unchanged is left alone.
 
-        What was dropped is removed there too.
-
-        Args:
-            save_directory: of this component.
-            safe_serialization: safetensors is the only form.
-            variant: there are none.
+        What was dropped is removed there too. Safetensors without variants are the only form.
 
         Raises:
             ConfigError: there lie experts that the bank does not have.
@@ -215,11 +233,17 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         files = Store.open(root, create=True)
         (root / EXPERTS).unlink(missing_ok=True)
         for number, card in self.cards.items():
-            self.cards[number] = Checkpoint(files, str(number)).save(self._network(number), card)
+            if number in self.loaded:
+                network = self.loaded[number].network
+            else:  # in memory for as long as it is written
+                network = self.stored[number].expert().network
+                network = nn.Module.to(network, dtype=self.anchor.dtype)
+            self.cards[number] = Checkpoint(files, str(number)).save(network, card)
         for number in self.dropped:
             shutil.rmtree(root / str(number), ignore_errors=True)
         if self.pretrain_card is not None:
-            self.pretrain_card = Checkpoint(files, PRETRAIN).save(self.networks[PRETRAIN], self.pretrain_card)
+            pretrain = Checkpoint(files, PRETRAIN)
+            self.pretrain_card = pretrain.save(self.networks[PRETRAIN], self.pretrain_card)
         files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards, self.pretrain_card).to_json())
 
     def check_folder(self, root: Path) -> None:
@@ -234,16 +258,6 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
                 f"{root} holds {' and '.join(held)}, which this pipeline does not have",
                 "save to another folder, or remove them first",
             )
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As any module's; diffusers' own warns of layers to keep in float32, of which there are none."""
-        return nn.Module.to(self, *args, **kwargs)
-
-    def _network(self, number: int) -> nn.Module:
-        """One expert's network in memory, for as long as the caller needs it."""
-        if self.offloaded is None:
-            return self.networks[str(number)]
-        return nn.Module.to(self.offloaded.stored[number].expert().network, dtype=self.offloaded.dtype)
 
     @classmethod
     def from_pretrained(
@@ -267,11 +281,10 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """
         root = Path(pretrained_model_name_or_path)
         index = read_index(root)
-        numbers = select_experts(experts, index.numbers)
         limited = residency is not None and residency.limited
-        loaded = {n: read_expert(root / str(n), stored=limited) for n in numbers}
+        chosen = select_experts(experts, index.numbers)
+        loaded = {number: read_expert(root / str(number), stored=limited) for number in chosen}
         pretrain = read_expert(root / PRETRAIN, stored=False) if PRETRAIN in index.experts else None
-        assert not isinstance(pretrain, StoredExpert)
         bank = cls(loaded, index.k, residency, pretrain)
         kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
         return bank if kind is None else nn.Module.to(bank, dtype=kind)
@@ -290,23 +303,20 @@ class _BankExpert(Denoiser):
 
 def read_expert(folder: Path, *, stored: bool) -> Expert | StoredExpert:
     """A published expert, checked; as `stored` its weights stay where they are."""
-    if not folder.is_dir():
-        raise StoreError(f"{folder} is missing", REMEDY)
+    # Folders that people take for an expert's.
+    inner = {"campaign.json": "islands/K/expert", "campaign.yaml": "islands/K/expert"}
+    inner |= {"model_index.json": "experts/K", "island.json": "expert"}
+    for name, place in inner.items():
+        if (folder / name).is_file():
+            raise ConfigError(f"{folder} is not the folder of one expert", f"give {folder / place}")
     checkpoint = Checkpoint(Store.open(folder))
     checkpoint.check()
     return checkpoint.open_lazily() if stored else checkpoint.expert()
 
 
-def _folder_of(folder: Path) -> Path:
-    """A folder that may be an expert's; those that hold experts and routers are told apart from it."""
-    for name, fix in (
-        ("campaign.json", "islands/K/expert"),
-        ("campaign.yaml", "islands/K/expert"),
-        ("model_index.json", "experts/K"),
-        ("island.json", "expert"),
-    ):
-        if (folder / name).is_file():
-            raise ConfigError(f"{folder} is not the folder of one expert", f"give {folder / fix}")
-    if (folder / "card.json").is_file() and Checkpoint(Store.open(folder), ".").card.role == "router":
-        raise ConfigError(f"{folder} is a router's", "give the folder of an expert")
-    return folder
+def _card_of(expert: Any) -> Card:
+    if not isinstance(expert, Expert | StoredExpert):
+        raise ConfigError(f"{expert!r} is no expert", "give the folder of one, such as islands/0/expert")
+    if expert.card is None:
+        raise ConfigError("an expert without a card", "give one that was published")
+    return expert.card

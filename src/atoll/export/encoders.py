@@ -1,13 +1,14 @@
 """The frozen encoders of a pipeline: in its folder, or found by the name in the cards."""
 
 import shutil
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.encoders.registry import check_known, licence_of, rounded_hashes, weights_hash
 from atoll.encoders.text import text_encoder
@@ -15,12 +16,13 @@ from atoll.encoders.vae import autoencoder_of
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import use_default_permissions
 
-COPIED = 2 * 10**9
+Copied = Literal["auto", "copy", "name"]
+LARGEST = 2 * 10**9
 """Bytes up to which an encoder is copied into a folder without being asked for."""
 
 
 def by_name(
-    card: Card, there: Container[str], given: Container[str], allowed: Collection[str] = ()
+    card: Card, there: Container[str] = (), given: Container[str] = (), allowed: Collection[str] = ()
 ) -> dict[str, Any]:
     """The encoders that neither the folder holds nor the caller gives.
 
@@ -47,44 +49,56 @@ def by_name(
 def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:
     """Refuse an encoder that is not the one of the training.
 
-    One that was saved in 16 bits is held against the hash of the training's in as many.
-
     Raises:
         ConfigError: says which, and by what name the right one is known.
     """
     if tower is not None and card.text is None:
         raise ConfigError("this model takes no text", "leave text_encoder out")
-    if tower is not None:
-        _check("text encoder", tower, card.text or {})
-    if vae is not None:
-        _check("VAE", vae, card.latents)
+    for part, network, producer in (("text encoder", tower, card.text), ("VAE", vae, card.latents)):
+        if network is None or producer is None or weights_hash(network) == producer["hash"]:
+            continue
+        # One that was saved in 16 bits is held against the hash of the training's in as many.
+        rounded = producer.get("rounded") or {}
+        if not any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items()):
+            what = f"this {part} is not the one of the training, {producer['name']!r}"
+            raise ConfigError(what, "install that one")
 
 
-def _check(what: str, network: nn.Module, producer: dict[str, Any]) -> None:
-    if weights_hash(network) == producer["hash"]:
-        return
-    rounded = producer.get("rounded") or {}
-    if not any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items()):
-        raise ConfigError(
-            f"this {what} is not the one of the training, {producer['name']!r}", "install that one"
-        )
-
-
-def may_be_copied(name: str, size: int) -> str | None:
-    """Why an encoder is not copied into a folder without being asked for; None if it is.
+def copy_encoders(
+    root: Path, card: Card, how: Copied, components: Mapping[str, Any], places: Mapping[str, str]
+) -> dict[str, list[str | None]]:
+    """Write the encoders that go along.
 
     Args:
-        name: of the encoder.
-        size: bytes of its weights.
+        root: the folder.
+        card: says what made latents and text states.
+        how: which go along.
+        components: those that were loaded.
+        places: their folders by component.
+
+    Returns:
+        Library and class of every component, as `model_index.json` has them: None of what stays outside.
     """
-    if licence_of(name) is None:
-        return "its licence is not known to Atoll"
-    return f"it has {size / 1e9:.1f} GB" if size > COPIED else None
-
-
-def size_of(network: nn.Module) -> int:
-    """Bytes of the weights."""
-    return sum(p.numel() * p.element_size() for p in network.parameters())
+    result: dict[str, list[str | None]] = {}
+    for name in ("vae", "text_encoder", "tokenizer"):
+        producer = (card.latents if name == "vae" else card.text) or {"name": "none"}
+        component, place = components.get(name), root / places.get(name, name)
+        network = component if name == "vae" else components.get("text_encoder")
+        size = 0 if network is None else sum(p.numel() * p.element_size() for p in network.parameters())
+        outside = "asked for" if how == "name" else None
+        if how == "auto" and licence_of(producer["name"]) is None:
+            outside = "its licence is not known to Atoll"
+        elif how == "auto" and size > LARGEST:
+            outside = f"it has {size / 1e9:.1f} GB"
+        shutil.rmtree(place, ignore_errors=True)
+        result[name] = [None, None]
+        if component is not None and outside is None:
+            component.save_pretrained(str(place))
+            use_default_permissions(place)
+            result[name] = ["diffusers" if name == "vae" else "transformers", type(component).__name__]
+        elif producer["name"] != "none" and name != "tokenizer":
+            say(f"  {name} stays outside ({outside}): it will be looked for as {producer['name']!r}")
+    return result
 
 
 def cast(network: nn.Module | None, kind: torch.dtype) -> None:
@@ -97,20 +111,3 @@ def cast(network: nn.Module | None, kind: torch.dtype) -> None:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(kind)
-
-
-def plain(module: Any) -> Any:
-    """The module that `torch.compile` has wrapped."""
-    return getattr(module, "_orig_mod", module)
-
-
-def save_component(root: Path, name: str, component: Any) -> None:
-    """Write a component beside its place and put it there: what is saved may be mapped from the old files."""
-    target, new = root / name, root / f".{name}.new"
-    shutil.rmtree(new, ignore_errors=True)
-    if component is not None:
-        plain(component).save_pretrained(str(new))
-    shutil.rmtree(target, ignore_errors=True)
-    if component is not None:
-        use_default_permissions(new)
-        new.rename(target)

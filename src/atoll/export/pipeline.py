@@ -2,8 +2,9 @@
 
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,33 +18,14 @@ from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder, channels_of
-from atoll.export.arguments import (
-    CALLBACK,
-    Generators,
-    OnStepEnd,
-    check_callback,
-    check_load,
-    check_output,
-    generators_of,
-    guidance_of,
-    latents_of,
-    positions_of,
-    routing_of,
-    size_of,
-    whole,
-    whole_numbers,
-)
 from atoll.export.bank import ExpertBank
-from atoll.export.conditions import Asked, conditions
-from atoll.export.encoders import by_name, cast, check_encoders, plain, save_component
-from atoll.export.hub import upload
-from atoll.export.schedulers import check_flow, set_times
+from atoll.export.call import Call, check_flow, checked_latents, set_times
+from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
-from atoll.model.checkpoint import Checkpoint
+from atoll.model.checkpoint import Checkpoint, use_default_permissions
 from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
-from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, check_router, mark_incomplete, open_folder, output_folder
 from atoll.model.routing import Routing
@@ -53,6 +35,16 @@ from atoll.networks.router import Router
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
+OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
+NOT_TAKEN = {
+    "custom_pipeline": "this class is the pipeline, and no code is fetched",
+    "trust_remote_code": "no code is fetched",
+    "variant": "there are none; give torch_dtype",
+    "device_map": "call .to(device) or .enable_model_cpu_offload()",
+    "quantization_config": "quantise the components after loading",
+    "use_onnx": "only safetensors are read",
+}
+"""Options of diffusers' `from_pretrained`, and what is done instead."""
 
 
 @dataclass
@@ -90,7 +82,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     model_cpu_offload_seq = "text_encoder->experts->vae"
     _optional_components = ["vae", "text_encoder", "tokenizer"]
-    _callback_tensor_inputs = [*CALLBACK]
+    _callback_tensor_inputs = ["latents"]
 
     def __init__(
         self,
@@ -158,7 +150,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_images_per_prompt: int = 1,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
-        generator: Generators = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
         latents: Tensor | None = None,
         routing: str | Routing | None = None,
         clusters: Sequence[int] | None = None,
@@ -189,14 +181,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             latents: starting noise `(B, C, H, W)` in place of the generator's.
             routing: strategy, such as "top-1", "once", "top-2 every 5" or "once null sample-1".
             clusters: cluster of every picture, for routing "oracle".
-            prompt_embeds: text states `(N, L, D)` in place of prompts.
-            prompt_attention_mask: which of them are real `(N, L)`.
-            negative_prompt_embeds: states of the empty text, with `prompt_embeds`.
-            negative_prompt_attention_mask: which of those are real.
+            prompt_embeds: text states `(N, L, D)` in place of prompts, with their mask `(N, L)`.
+            negative_prompt_embeds: states of the empty text, with `prompt_embeds`, and their mask.
             truncate_prompt: cut texts that are too long, as training did, instead of refusing them.
             height: of the pictures in pixels, with `width`: one of the sizes that the model was trained on.
                 Without both, the one that is nearest to a square.
-            width: likewise.
             output_type: "pil", "np", "pt" or "latent".
             return_dict: whether the result has names; otherwise it is the tuple (images, routing).
             callback_on_step_end: called as `(pipe, step, timestep, {"latents": ...})` after every step; what
@@ -206,104 +195,78 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: an argument that does not fit the model; before anything is computed.
         """
-        strategy = routing_of(self.config.routing if routing is None else routing, self.experts)
-        scale = guidance_of(self.config.guidance_scale if guidance_scale is None else guidance_scale)
-        steps = self.config.num_inference_steps if num_inference_steps is None else num_inference_steps
-        size = size_of(width, height)
-        steps = whole("num_inference_steps", steps)
-        generation = Generation(steps=steps, guidance=scale, routing=strategy, size=size)
+        given = dict(locals())  # nothing but the arguments is there yet
+        del given["self"]
+        own = ("num_inference_steps", "guidance_scale", "routing")
+        given |= {name: self.config[name] for name in own if given[name] is None}
         inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
-        check_callback(callback_on_step_end, inputs)
-        self._check_output(output_type)
-        generator = generators_of(generator)
-        total = set_times(self.scheduler, generation.steps)
-        arguments = Asked(
-            prompt,
-            negative_prompt,
-            class_labels,
-            prompt_embeds,
-            prompt_attention_mask,
-            negative_prompt_embeds,
-            negative_prompt_attention_mask,
-            num_images_per_prompt,
-            scale != 1.0,
-            truncate_prompt,
-        )
+        call = Call.of(**{**given, "callback_on_step_end_tensor_inputs": inputs})
+        generation, bank, scheduler = call.generation, self.experts, self.scheduler
+        generation.routing.check(len(bank)).check_null(bank.pretrain is not None)
+        if call.output_type != "latent" and self._lacks_vae:
+            what = f"the pipeline was loaded without its VAE {self.card.latents['name']!r}"
+            raise ConfigError(what, "load it, or give output_type='latent'")
+        total = set_times(scheduler, generation.steps)
         model = self._model
-        shape = model.shape_for(size)
-        rows = conditions(model, arguments, self.text_encoder is not None)
-        clusters = self._clusters(strategy, clusters, rows.count)
-        positions = positions_of(generator, rows.count)
+        shape = model.shape_for(generation.size)
+        conditions = call.conditions(model, self.text_encoder is not None)
+        known = call.labels(conditions.count, len(bank))
         if latents is not None:
-            latents = latents_of("latents", latents, (rows.count, *shape))
-        self._interrupt, self._num_timesteps, self._guidance = False, total, scale
-        labels = None if clusters is None else torch.tensor(clusters, device=model.device)
-        sampling = model.sampling(rows, generation, labels=labels, positions=positions, noise=latents)
+            latents = checked_latents("latents", latents, (conditions.count, *shape))
+        sampling = model.sampling(
+            conditions,
+            generation,
+            labels=None if known is None else torch.tensor(known, device=model.device),
+            positions=call.positions(conditions.count),
+            noise=latents,
+        )
         # One batch in the order of the numbers: callbacks look at it between the steps.
-        sampler = sampling.start(model.bank, range(rows.count), scheduler=self.scheduler, generator=generator)
+        numbers, drawn_by = range(conditions.count), {"scheduler": scheduler, "generator": call.generator}
+        sampler = sampling.start(model.bank, numbers, **drawn_by)
+        self._interrupt, self._num_timesteps, self._guidance = False, total, generation.guidance
         with self.progress_bar(total=total) as bar:
             for step in range(total):
-                timestep = self.scheduler.timesteps[step * self.scheduler.order]
+                timestep = scheduler.timesteps[step * scheduler.order]
                 sampler.advance()
                 if callback_on_step_end is not None:
-                    held = dict.fromkeys(inputs, sampler.x)
-                    answer = callback_on_step_end(self, step, timestep, held) or {}
+                    state = dict.fromkeys(inputs, sampler.x)
+                    answer = callback_on_step_end(self, step, timestep, state) or {}
                     if "latents" in answer:
-                        size_now = tuple(sampler.x.shape)
-                        sampler.x = latents_of("latents of the callback", answer["latents"], size_now)
+                        now = tuple(sampler.x.shape)
+                        sampler.x = checked_latents("latents of the callback", answer["latents"], now)
                 bar.update()
                 if self._interrupt:
                     break
-        images = self._pictures(sampler.x, output_type)
+        images: Any = sampler.x
+        if call.output_type != "latent":
+            pixels = model.vae.decode(images if self.vae is None else images.to(self.vae.dtype)).clone()
+            images = (pixels / 2 + 0.5).clamp(0, 1)
+            if call.output_type == "pil":
+                images = to_images(pixels)
+            elif call.output_type == "np":
+                images = images.permute(0, 2, 3, 1).numpy()
         self.maybe_free_model_hooks()
         return AtollPipelineOutput(images, sampler.trace) if return_dict else (images, sampler.trace)
-
-    def _check_output(self, output: str) -> None:
-        check_output(output)
-        if output != "latent" and self._lacks_vae:
-            raise ConfigError(
-                f"the pipeline was loaded without its VAE {self.card.latents['name']!r}",
-                "load it, or give output_type='latent'",
-            )
 
     @property
     def _lacks_vae(self) -> bool:
         return self.vae is None and self.card.latents["name"] != "none"
 
-    def _autoencoder(self, device: torch.device | str) -> Autoencoder:
-        by = self.card.latents
-        constants = by["shift"], by["scale"], str(device)
-        return Autoencoder(by["name"], self.vae, *constants, *channels_of(by))
-
     @property
     def _model(self) -> Model:
         """The parts as they are now: components may be replaced between two calls."""
-        card, device = self.card, self._execution_device
-        bank = self.experts
+        card, bank, device = self.card, self.experts, self._execution_device
         costs = Costs.of(card, bank.cards, len(bank), bank.pretrain_card)
         networks = Bank(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
-        encoder = None
+        encoder = vae = None
         if card.text is not None and self.text_encoder is not None:
             width = card.shape.text_width
             encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
-        vae = None if self._lacks_vae else self._autoencoder(device)
+        if not self._lacks_vae:
+            by = card.latents
+            constants = by["shift"], by["scale"], str(device)
+            vae = Autoencoder(by["name"], self.vae, *constants, *channels_of(by))
         return Model(networks, card, device, encoder=encoder, vae=vae)
-
-    def _clusters(self, routing: Routing, clusters: Sequence[int] | None, batch: int) -> list[int] | None:
-        known = None if clusters is None else whole_numbers("clusters", clusters, len(self.experts))
-        if routing.needs_labels and (known is None or len(known) != batch):
-            raise ConfigError("routing 'oracle' needs the cluster of every picture", "give clusters=[...]")
-        return known
-
-    def _pictures(self, latents: Tensor, output: str) -> Any:
-        if output == "latent":
-            return latents
-        kind = latents.dtype if self.vae is None else self.vae.dtype
-        pixels = self._autoencoder(latents.device).decode(latents.to(kind)).clone()
-        if output == "pil":
-            return to_images(pixels)
-        pixels = (pixels / 2 + 0.5).clamp(0, 1)
-        return pixels.permute(0, 2, 3, 1).numpy() if output == "np" else pixels
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
         """Says why there is nothing to slice."""
@@ -352,14 +315,19 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             PartitionError: parts that do not belong together.
         """
         torch_dtype = kwargs.pop("dtype", None) or torch_dtype
-        check_load(pretrained_model_name_or_path, residency, torch_dtype, kwargs)
-        hub = {
-            "revision": revision,
-            "local_files_only": local_files_only,
-            "cache_dir": cache_dir,
-            "token": token,
-        }
-        folder = open_folder(pretrained_model_name_or_path, experts, trusted, **hub)
+        for option, instead in NOT_TAKEN.items():
+            if kwargs.pop(option, None):
+                raise ConfigError(f"{option} is not taken", instead)
+        name = pretrained_model_name_or_path
+        for option, value, kind, fix in (
+            ("the model", name, str | os.PathLike, "give a folder or a hub name"),
+            ("residency", residency, Residency | None, "give Residency(experts=1) or the like"),
+            ("torch_dtype", torch_dtype, torch.dtype | None, "give a type of torch's, such as bfloat16"),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{option}={repr(value)[:60]}", fix)
+        hub = {"revision": revision, "local_files_only": local_files_only}
+        folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
         root = folder.root
         kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
         bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
@@ -375,7 +343,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ConfigError(what, "fetch or export the folder again, or check the arguments") from None
         pipe.about, pipe._told_of = folder.about, folder.parts
         pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
-        bank.tell()
+        bank.warn_of_missing()
         if torch_dtype is not None:
             for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder):
                 cast(part, torch_dtype)
@@ -408,11 +376,22 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 "pipelines are saved as safetensors without variants", "leave these options out"
             )
         check_flow(self.scheduler)
-        root, bank, router = output_folder(save_directory), plain(self.experts), plain(self.router)
+        # What `torch.compile` has wrapped is written as it was.
+        bank: Any = getattr(self.experts, "_orig_mod", self.experts)
+        router: Any = getattr(self.router, "_orig_mod", self.router)
+        root = output_folder(save_directory)
         bank.check_folder(root / "experts")
         mark_incomplete(root)
         for name in OTHERS:
-            save_component(root, name, getattr(self, name))
+            # Beside its place first: what is saved may be mapped from the files that lie there.
+            target, new, component = root / name, root / f".{name}.new", getattr(self, name)
+            shutil.rmtree(new, ignore_errors=True)
+            if component is not None:
+                getattr(component, "_orig_mod", component).save_pretrained(str(new))
+            shutil.rmtree(target, ignore_errors=True)
+            if component is not None:
+                use_default_permissions(new)
+                new.rename(target)
         writer = FolderWriter(Store.open(root), len(bank))
         bank.save_pretrained(root / "experts")
         for card in bank.every_card:
@@ -425,7 +404,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
         writer.finish(about, picture)
         if push_to_hub:
-            upload(root, kwargs.pop("repo_id", root.name), **kwargs)
+            _upload(root, kwargs.pop("repo_id", root.name), **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Save and push to a repository of the hub, made if missing.
@@ -436,4 +415,20 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return upload(Path(folder), repo_id, **kwargs)
+            return _upload(Path(folder), repo_id, **kwargs)
+
+
+def _upload(
+    folder: Path,
+    repo_id: str,
+    commit_message: str = "Upload AtollPipeline",
+    private: bool | None = None,
+    token: str | None = None,
+    create_pr: bool = False,
+) -> Any:
+    from huggingface_hub import create_repo, upload_folder
+
+    name = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    return upload_folder(
+        repo_id=name, folder_path=folder, token=token, commit_message=commit_message, create_pr=create_pr
+    )

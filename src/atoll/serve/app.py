@@ -19,9 +19,8 @@ from starlette.requests import ClientDisconnect
 from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
 from atoll.report.dashboard import Dashboard
-from atoll.serve.engine import FAILED, READY, Engine, Refused
+from atoll.serve.engine import FAILED, READY, Engine, Event, Failed, Finished, Job, Partial, Refused
 from atoll.serve.guard import Keys, new_app
-from atoll.serve.job import Event, Failed, Finished, Job, Partial
 from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.request import ApiError, ImageRequest, listed, parse, split_model
 from atoll.serve.settings import ServeSettings
@@ -37,6 +36,7 @@ USAGE = {
 """Pictures cost no tokens here, but OpenAI's client reads them of a stream."""
 OPEN = ("/health", "/ready", "/version")
 """What answers without a key."""
+Events = asyncio.Queue[Event]
 
 
 def create_app(
@@ -44,7 +44,7 @@ def create_app(
     settings: ServeSettings,
     keys: Sequence[str] = (),
     dashboard: Dashboard | None = None,
-    told: Mapping[int, str] | None = None,
+    clusters: Mapping[int, str] | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -53,12 +53,20 @@ def create_app(
         settings: bounds.
         keys: bearer keys, one of which a request must bring; none lets everybody in.
         dashboard: of the campaign whose models these are, if they are of one.
-        told: what is known of the experts' clusters, by number.
+        clusters: what is known of the experts' clusters, by number.
     """
     app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES)))
     add_pages(app, True, dashboard)
-    kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+    linked: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
     started = int(time.time())
+
+    def describe(name: str) -> dict[str, Any]:
+        """A model as OpenAI lists it; how it draws by itself comes beside, once it is loaded."""
+        base, _, routing = name.partition(":")
+        about = engine.about(base, routing)
+        if about is not None and "experts" in about and clusters:
+            about["told"] = clusters
+        return {"id": name, "object": "model", "created": started, "owned_by": "atoll", "atoll": about}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -81,44 +89,68 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        names = listed(engine.names)
-        return {"object": "list", "data": [_model(engine, name, started, told) for name in names]}
+        return {"object": "list", "data": [describe(name) for name in listed(engine.names)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         split_model(name, engine.names)
-        return _model(engine, name, started, told)
+        return describe(name)
 
     @app.get("/v1/images/{name}")
     async def picture(name: str) -> Response:
-        if name not in kept:
+        if name not in linked:
             raise ApiError(404, "there is no such picture (any more)", "not_found")
-        content, kind = kept[name]
+        content, kind = linked[name]
         return Response(content, media_type=f"image/{kind}")
 
     @app.post("/v1/images/generations")
     async def generations(request: Request) -> Response:
-        asked = parse(await _body(request, settings.body_bytes))
+        # The body is read and bounded here: FastAPI would read all of it before anything could refuse it.
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > settings.body_bytes:
+                    what = f"the body is longer than {settings.body_bytes:,} bytes"
+                    raise ApiError(413, what, "body_too_large")
+            asked = parse(json.loads(body))
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended early", "invalid_json") from None
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the body is no JSON", "invalid_json") from None
         job, events = _submit(engine, settings, asked)
         kind, quality = asked.output_format or "png", asked.output_compression
-
         if asked.stream:
             return StreamingResponse(_stream(job, events, kind, quality), media_type="text/event-stream")
-        watch = asyncio.ensure_future(_watched(request, job))
+
+        async def watch() -> None:
+            """Give the request up when its client has gone."""
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.1)
+            job.cancelled = True
+
+        watching = asyncio.ensure_future(watch())
         try:
-            done = await _all(job, events)
+            done: list[Finished] = []
+            while len(done) < job.count:
+                event = await events.get()
+                if isinstance(event, Failed):
+                    raise _refusal(event)
+                if isinstance(event, Finished):
+                    done.append(event)
         finally:
-            watch.cancel()
+            watching.cancel()
             job.cancelled = job.cancelled or bool(job.waiting)
+        done.sort(key=lambda event: event.number)
+        contents = await asyncio.to_thread(lambda: [_bytes(event.image, kind, quality) for event in done])
         data = []
-        contents = await asyncio.to_thread(lambda: [_bytes(one.image, kind, quality) for one in done])
-        for one, content in zip(done, contents, strict=True):
-            entry = _facts(job, one)
+        for event, content in zip(done, contents, strict=True):
+            entry = _facts(job, event)
             if asked.response_format == "url":
                 name = f"{secrets.token_urlsafe(16)}.{kind}"
-                kept[name] = content, kind
-                while len(kept) > settings.kept:
-                    kept.popitem(last=False)
+                linked[name] = content, kind
+                while len(linked) > settings.kept:
+                    linked.popitem(last=False)
                 entry["url"] = f"{request.base_url}v1/images/{name}"
             else:
                 entry["b64_json"] = base64.b64encode(content).decode()
@@ -130,9 +162,7 @@ def create_app(
     return app
 
 
-def _submit(
-    engine: Engine, settings: ServeSettings, asked: ImageRequest
-) -> tuple[Job, "asyncio.Queue[Event]"]:
+def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tuple[Job, Events]:
     """Check a request and hand it to the engine."""
     if engine.state != READY:
         raise ApiError(503, f"the server is {engine.state}", engine.state, after=5)
@@ -160,7 +190,7 @@ def _submit(
     except ConfigError as error:
         wrong = "routing" if asked.routing or routing else None
         raise ApiError(400, str(error), "invalid_value", wrong) from None
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    events: Events = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def tell(event: Event) -> None:
@@ -179,39 +209,22 @@ def _submit(
     )
     try:
         engine.submit(job)
-    except Refused as refused:
-        status = 429 if refused.code == "queue_full" else 503
-        raise ApiError(status, refused.message, refused.code, after=refused.after) from None
+    except Refused as refusal:
+        status = 429 if refusal.code == "queue_full" else 503
+        raise ApiError(status, refusal.message, refusal.code, after=refusal.after) from None
     except ConfigError as error:
         raise ApiError(400, str(error), "invalid_value") from None
     return job, events
 
 
-async def _all(job: Job, events: "asyncio.Queue[Event]") -> list[Finished]:
-    """Every picture of a request, by number."""
-    done: list[Finished] = []
-    while len(done) < job.count:
-        event = await events.get()
-        if isinstance(event, Failed):
-            raise _failure(event)
-        if isinstance(event, Finished):
-            done.append(event)
-    return sorted(done, key=lambda one: one.number)
-
-
-async def _stream(
-    job: Job,
-    events: "asyncio.Queue[Event]",
-    kind: str,
-    quality: int | None,
-) -> AsyncIterator[bytes]:
+async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> AsyncIterator[bytes]:
     """Server-sent events, as OpenAI's client reads them."""
     left = job.count
     try:
         while left:
             event = await events.get()
             if isinstance(event, Failed):
-                yield f"event: error\ndata: {json.dumps(_failure(event).body)}\n\n".encode()
+                yield f"event: error\ndata: {json.dumps(_refusal(event).body)}\n\n".encode()
                 return
             width, height = event.image.size
             content = await asyncio.to_thread(_bytes, event.image, kind, quality)
@@ -236,42 +249,18 @@ async def _stream(
         job.cancelled = job.cancelled or bool(job.waiting)
 
 
-def _facts(job: Job, one: Finished) -> dict[str, Any]:
-    """What is told of a picture: enough to draw it again, and who painted it."""
+def _facts(job: Job, event: Finished) -> dict[str, Any]:
+    """What a client is told of a picture: enough to draw it again, and who painted it."""
     how = job.generation
-    facts: dict[str, Any] = {"seed": how.seed, "number": one.number, "steps": how.steps}
-    if one.routing is not None:
-        facts["routing"] = {"strategy": str(how.routing), "steps": one.routing}
+    facts: dict[str, Any] = {"seed": how.seed, "number": event.number, "steps": how.steps}
+    if event.routing is not None:
+        facts["routing"] = {"strategy": str(how.routing), "steps": event.routing}
     return facts | {"guidance": how.guidance}
 
 
-def _failure(event: Failed) -> ApiError:
+def _refusal(event: Failed) -> ApiError:
     status = STATUS.get(event.code, 500)
     return ApiError(status, event.message, event.code, after=None if event.repeats else 5)
-
-
-async def _watched(request: Request, job: Job) -> None:
-    """Give a request up when its client has gone."""
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
-    job.cancelled = True
-
-
-async def _body(request: Request, most: int) -> Any:
-    """The JSON value of a body that is not too long."""
-    parts, size = list[bytes](), 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise ApiError(413, f"the body is longer than {most:,} bytes", "body_too_large")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ApiError(400, "the body ended early", "invalid_json") from None
-    try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is no JSON", "invalid_json") from None
 
 
 def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
@@ -281,18 +270,3 @@ def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
     else:
         image.convert("RGB").save(out, kind.upper(), quality=85 if quality is None else quality)
     return out.getvalue()
-
-
-def _model(engine: Engine, name: str, created: int, told: Mapping[int, str] | None) -> dict[str, Any]:
-    """As OpenAI lists a model; what it draws by that is told nothing else comes beside, once it is loaded."""
-    base, _, routing = name.partition(":")
-    about = engine.about(base, routing)
-    if about is not None and "experts" in about and told:
-        about["told"] = told
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "atoll",
-        "atoll": about,
-    }

@@ -8,10 +8,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, first_line
@@ -19,7 +22,6 @@ from atoll.base.threads import using_threads
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.sampler import Row, Sampler
-from atoll.serve.job import Failed, Finished, Job, Partial, Picture
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 
@@ -28,6 +30,94 @@ IDLE = 0.5
 """Seconds that an idle engine sleeps before it looks for deadlines."""
 SLICE = 8
 """Steps that rows of the same experts take while those of experts that are not on the device wait."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What the model takes a picture to be at a step; `index` is the partial picture's."""
+
+    number: int
+    index: int
+    image: Image.Image
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A picture that is done.
+
+    Attributes:
+        routing: where the router was asked or an expert changed, from then on; None for a single network.
+    """
+
+    number: int
+    image: Image.Image
+    routing: list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that ends without its pictures.
+
+    Attributes:
+        code: what kind of failure, for programs.
+        repeats: whether the same request would fail again.
+    """
+
+    code: str
+    message: str
+    repeats: bool = True
+
+
+Event = Partial | Finished | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """One request.
+
+    Attributes:
+        prompts: one text or label, or none for an unconditional model.
+        tell: takes events, on the engine's thread; it must not wait.
+        partial: partial pictures of each.
+        work: pixels x steps.
+        deadline: when it is given up, by `time.monotonic`, as all its times.
+        cancelled: set by whoever no longer wants it.
+        started: when its first step was about to be taken.
+        waiting: pictures that are still to come.
+    """
+
+    model: str
+    prompts: tuple[str, ...]
+    generation: Generation
+    tell: Callable[[Event], None]
+    negative: str = ""
+    count: int = 1
+    partial: int = 0
+    work: float = 0.0
+    deadline: float = float("inf")
+    cancelled: bool = False
+    started: float | None = field(default=None, init=False)
+    waiting: int = field(default=0, init=False)
+    accepted: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = self.count
+
+
+@dataclass(eq=False)
+class Picture:
+    """A picture of a request in flight, the owner of a sampler's row.
+
+    Attributes:
+        number: of the picture in its request, and its place in the random streams.
+        partial: steps after which a partial picture is wanted.
+        routing: what `Finished.routing` tells, so far.
+    """
+
+    job: Job
+    number: int
+    partial: tuple[int, ...]
+    routing: list[dict[str, Any]] | None = None
 
 
 class Refused(Exception):
@@ -68,8 +158,7 @@ class Engine:
         self._batch = settings.batch
         # Work is pixels x steps; other threads add to what is outstanding, the engine takes from it.
         self._lock, self._outstanding, self._rate = threading.Lock(), 0.0, 0.0
-        self._stop = threading.Event()
-        self._done = threading.Event()
+        self._stop, self._done = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # What other threads call.
@@ -78,29 +167,17 @@ class Engine:
         """Load the models and draw from then on, in a thread of its own."""
         self._thread.start()
 
-    def work_of(self, model: str, generation: Generation, count: int) -> float:
-        """Pixels x steps of a request."""
-        width, height = self.sizes[model]
-        return float(width * height * generation.steps * count)
-
     def about(self, name: str, routing: str = "") -> dict[str, Any] | None:
         """Size, condition, experts and defaults of a model, for clients; None until it is loaded."""
         if name not in self.sizes:
             return None
-        width, height = self.sizes[name]
-        model = self.opened[name]
+        model, (width, height) = self.opened[name], self.sizes[name]
         how = model.generation.for_condition(model.card.condition)
         facts: dict[str, Any] = {"size": f"{width}x{height}", "condition": model.card.condition}
         facts |= {"steps": how.steps, "guidance": how.guidance}
         if model.bank.router is not None:
             facts |= {"routing": routing or str(how.routing), "experts": model.bank.k}
         return facts
-
-    @property
-    def capacity(self) -> float:
-        """Most work that is accepted and not done."""
-        largest = max(self.work_of(name, model.generation, 1) for name, model in self.opened.items())
-        return self.settings.queue * largest
 
     def submit(self, job: Job) -> None:
         """Accept a request, counted before anything of it is computed.
@@ -111,12 +188,12 @@ class Engine:
         """
         if self.state != READY:
             raise Refused(self.state, f"the server is {self.state}", 5.0)
-        job.work = self.work_of(job.model, job.generation, job.count)
-        capacity = self.capacity
+        job.work = self._work(job.model, job.generation, job.count)
+        usual = (self._work(name, model.generation, 1) for name, model in self.opened.items())
+        capacity = self.settings.queue * max(usual)
         if job.work > capacity:
-            raise ConfigError(
-                "the request is more than this server ever accepts", "ask for fewer steps or pictures"
-            )
+            what = "the request is more than this server ever accepts"
+            raise ConfigError(what, "ask for fewer steps or pictures")
         with self._lock:
             over = self._outstanding + job.work - capacity
             if over > 0:
@@ -126,6 +203,10 @@ class Engine:
             self._outstanding += job.work
         self.metrics.waiting.inc(job.count)
         self._arrivals.put(job)
+
+    def _work(self, name: str, generation: Generation, count: int) -> float:
+        width, height = self.sizes[name]
+        return float(width * height * generation.steps * count)
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and wait until what was accepted is done; whether it is."""
@@ -171,26 +252,22 @@ class Engine:
     def _turn(self) -> None:
         """Take arrivals, then one step for all rows."""
         busy = bool(self._samplers())
-        try:
+        with suppress(queue.Empty):
             while True:
                 self._receive(self._arrivals.get(timeout=0 if busy else IDLE))
                 busy = True
-        except queue.Empty:
-            pass
         # Rows that nobody waits for any more go before a step is spent on them.
         for name, sampler in list(self._running.items()):
-            self._keep(name, [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)])
-        pending, self._pending = self._pending, deque()
-        for sampler in pending:
-            kept = [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
-            if kept:
-                self._pending.append(sampler if len(kept) == len(sampler.rows) else sampler.take(kept))
+            self._keep(name, self._wanted(sampler))
+        wanted = [(sampler, self._wanted(sampler)) for sampler in self._pending]
+        self._pending = deque(_rows(sampler, kept) for sampler, kept in wanted if kept)
         self._join()
         for name, sampler in list(self._running.items()):
             started, rows = time.monotonic(), len(sampler.rows)
             jobs = [(row.owner.job, row.generation.steps) for row in sampler.rows]
             self._advance(name)
             seconds = time.monotonic() - started
+            # How fast work is done says when to come again, so it follows the machine smoothly.
             rate = sum(job.work / job.count / steps for job, steps in jobs) / max(seconds, 1e-9)
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
             self.metrics.steps.observe(seconds)
@@ -214,16 +291,17 @@ class Engine:
     def _cut(self, sampler: Sampler) -> list[Sampler]:
         """The rows in parts that fit a batch."""
         count = len(sampler.rows)
-        parts = [range(n, min(n + self._batch, count)) for n in range(0, count, self._batch)]
-        return [sampler] if len(parts) == 1 else [sampler.take(part) for part in parts]
+        starts = range(0, count, self._batch)
+        return [_rows(sampler, range(start, min(start + self._batch, count))) for start in starts]
+
+    def _wanted(self, sampler: Sampler) -> list[int]:
+        return [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
 
     def _gone(self, job: Job) -> bool:
-        if not job.waiting:
-            return True
-        if job.cancelled:
+        if job.waiting and job.cancelled:
             self.metrics.cancelled.labels("queue" if job.started is None else "step").inc()
             self._release(job)
-        elif time.monotonic() > job.deadline:
+        elif job.waiting and time.monotonic() > job.deadline:
             self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
         return not job.waiting
 
@@ -238,14 +316,13 @@ class Engine:
             if name in full or (there is not None and len(there.rows) + len(sampler.rows) > self._batch):
                 full.add(name)
                 waiting.append(sampler)
-                continue
-            if there is not None and not there.can_join(sampler, sampler.bank.capacity):
+            elif there is not None and not there.can_join(sampler, sampler.bank.capacity):
                 waiting.append(sampler)
-                continue
-            for job in {row.owner.job for row in sampler.rows if row.owner.job.started is None}:
-                job.started = time.monotonic()
-                self.metrics.queue_wait.observe(job.started - job.accepted)
-            self._running[name] = sampler if there is None else Sampler.merge([there, sampler])
+            else:
+                for job in {row.owner.job for row in sampler.rows if row.owner.job.started is None}:
+                    job.started = time.monotonic()
+                    self.metrics.queue_wait.observe(job.started - job.accepted)
+                self._running[name] = sampler if there is None else Sampler.merge([there, sampler])
         self._pending = waiting
 
     def _advance(self, name: str) -> None:
@@ -289,7 +366,7 @@ class Engine:
         self.metrics.count(sampler)
 
         # Partial and finished pictures are handed out; rows that are done leave.
-        model = self.opened[name]
+        model, kept = self.opened[name], list[int]()
         for n, row in enumerate(sampler.rows):
             if row.step == row.generation.steps:
                 self._give(model, row, sampler.x[n : n + 1], None)
@@ -297,14 +374,8 @@ class Engine:
             for index, step in enumerate(row.owner.partial):
                 if step == row.step - 1:
                     self._give(model, row, sampler.estimates([n]), index)
-        self._keep(
-            name,
-            [
-                n
-                for n, row in enumerate(sampler.rows)
-                if row.step < row.generation.steps and row.owner.job.waiting
-            ],
-        )
+            kept.append(n)
+        self._keep(name, [n for n in kept if sampler.rows[n].owner.job.waiting])
         self._share(name, turn)
 
     def _share(self, name: str, turn: frozenset[int]) -> None:
@@ -349,12 +420,10 @@ class Engine:
             self._release(job)
         job.tell(Finished(number, image, row.owner.routing))
 
-    def _keep(self, name: str, kept: list[int]) -> None:
-        sampler = self._running[name]
-        if not kept:
-            del self._running[name]
-        elif len(kept) < len(sampler.rows):
-            self._running[name] = sampler.take(kept)
+    def _keep(self, name: str, kept: Sequence[int]) -> None:
+        sampler = self._running.pop(name)
+        if kept:
+            self._running[name] = _rows(sampler, kept)
 
     def _fail(self, job: Job, failure: Failed) -> None:
         if job.waiting:
@@ -368,6 +437,11 @@ class Engine:
         job.waiting = 0
         with self._lock:
             self._outstanding = max(0.0, self._outstanding - job.work)
+
+
+def _rows(sampler: Sampler, kept: Sequence[int]) -> Sampler:
+    # All of them are not copied: this is asked of every batch before every step.
+    return sampler if len(kept) == len(sampler.rows) else sampler.take(kept)
 
 
 def _begin(job: Job, model: Model) -> Sampler:

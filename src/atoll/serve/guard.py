@@ -30,16 +30,12 @@ class Keys:
     def __init__(self, keys: Sequence[str], metrics: Metrics, open_paths: Collection[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
         self._metrics, self._open = metrics, open_paths
+        self._below = tuple(path for path in open_paths if path.endswith("/") and path != "/")
 
     async def __call__(self, request: Request) -> None:
-        """Let a request in.
-
-        Raises:
-            ApiError: it brings no valid key.
-        """
+        """Let a request in; `ApiError` if it brings no valid key."""
         path = request.url.path
-        below = [one for one in self._open if one.endswith("/") and one != "/"]
-        if not self._digests or path in self._open or path.startswith(tuple(below)):
+        if not self._digests or path in self._open or path.startswith(self._below):
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = sha256(key.strip().encode()).digest()
@@ -79,15 +75,13 @@ def read_keys(path: Path | None) -> list[str]:
         try:
             lines = path.read_text().splitlines()
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the keys in {path} cannot be read ({error})", "give a file of one key a line"
-            ) from None
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+            what = f"the keys in {path} cannot be read ({error})"
+            raise ConfigError(what, "give a file of one key a line") from None
+        written = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not written:
             raise ConfigError(f"{path} holds no key", "write one a line")
-        keys += found
+        keys += written
     if any(len(key) < SHORTEST for key in keys):
-        raise ConfigError(
-            f"a key is shorter than {SHORTEST} characters", "make it longer: openssl rand -hex 24"
-        )
+        what = f"a key is shorter than {SHORTEST} characters"
+        raise ConfigError(what, "make it longer: openssl rand -hex 24")
     return keys

@@ -1,5 +1,7 @@
 """What a server counts, in the names that Prometheus' own rules ask for."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from atoll.model.sampler import Sampler
@@ -12,36 +14,27 @@ class Metrics:
     """The counters of one server."""
 
     def __init__(self) -> None:
-        self.registry = one = CollectorRegistry()
-        self.images = Counter("atoll_images", "Pictures drawn.", ["model"], registry=one)
-        self.failed = Counter("atoll_failed", "Requests that failed, by code.", ["code"], registry=one)
-        self.rejected = Counter(
-            "atoll_rejected", "Requests not accepted, by reason.", ["reason"], registry=one
-        )
-        self.cancelled = Counter("atoll_cancelled", "Requests whose client left.", ["where"], registry=one)
-        self.failed_batches = Counter("atoll_failed_batches", "Steps tried again row by row.", registry=one)
-        self.waiting = Gauge("atoll_images_waiting", "Pictures accepted and not done.", registry=one)
-        self.swaps = Counter("atoll_expert_swaps", "Experts brought to the device.", registry=one)
-        self.moved_bytes = Counter(
-            "atoll_expert_moved_bytes", "Bytes of experts brought to the device.", registry=one
-        )
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, registry=registry, buckets=SECONDS)
+        rows = partial(Histogram, registry=registry, buckets=ROWS)
+        self.images = counter("atoll_images", "Pictures drawn.", ["model"])
+        self.failed = counter("atoll_failed", "Requests that failed, by code.", ["code"])
+        self.rejected = counter("atoll_rejected", "Requests not accepted, by reason.", ["reason"])
+        self.cancelled = counter("atoll_cancelled", "Requests whose client left.", ["where"])
+        self.failed_batches = counter("atoll_failed_batches", "Steps tried again row by row.")
+        self.waiting = Gauge("atoll_images_waiting", "Pictures accepted and not done.", registry=registry)
+        self.swaps = counter("atoll_expert_swaps", "Experts brought to the device.")
+        self.moved_bytes = counter("atoll_expert_moved_bytes", "Bytes of experts brought to the device.")
+        self.router = seconds("atoll_router_seconds", "To route a step's rows.")
+        self.expert_rows = counter("atoll_expert_rows", "Rows of each expert.", ["expert"])
+        self.expert_calls = counter("atoll_expert_calls", "Runs of each expert.", ["expert"])
+        self.latency = seconds("atoll_request_seconds", "From acceptance to the last picture.")
+        self.queue_wait = seconds("atoll_queue_wait_seconds", "From acceptance to the first step.")
+        self.steps = seconds("atoll_denoise_step_seconds", "A step.")
+        self.batch = rows("atoll_batch_rows", "Rows of a step.")
+        self.per_call = rows("atoll_expert_rows_per_call", "Rows of a run of an expert.")
         self._moved = (0, 0)
-        self.router = Histogram(
-            "atoll_router_seconds", "To route a step's rows.", registry=one, buckets=SECONDS
-        )
-        self.expert_rows = Counter("atoll_expert_rows", "Rows of each expert.", ["expert"], registry=one)
-        self.expert_calls = Counter("atoll_expert_calls", "Runs of each expert.", ["expert"], registry=one)
-        self.latency = Histogram(
-            "atoll_request_seconds", "From acceptance to the last picture.", registry=one, buckets=SECONDS
-        )
-        self.queue_wait = Histogram(
-            "atoll_queue_wait_seconds", "From acceptance to the first step.", registry=one, buckets=SECONDS
-        )
-        self.steps = Histogram("atoll_denoise_step_seconds", "A step.", registry=one, buckets=SECONDS)
-        self.batch = Histogram("atoll_batch_rows", "Rows of a step.", registry=one, buckets=ROWS)
-        self.per_call = Histogram(
-            "atoll_expert_rows_per_call", "Rows of a run of an expert.", registry=one, buckets=ROWS
-        )
 
     def count(self, sampler: Sampler) -> None:
         """Count who served a step."""

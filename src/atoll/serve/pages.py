@@ -37,53 +37,45 @@ def add_pages(app: FastAPI, playground: bool, dashboard: Dashboard | None) -> No
     pages = [("/", "Playground")] if playground else []
     pages += [("/dashboard" if playground else "/", "Dashboard")] if dashboard else []
     for place, name in pages:
-        text = _page(name, pages)
+        template = _templates().get_template(f"web/{name.lower()}.html")
+        about = {"script": f"{name.lower()}.js", "here": name, "pages": pages, "every": EVERY}
+        text = template.render(ring=ring([5, 4, 3, 2, 2]), **about)
         app.get(place)(lambda text=text: Response(text, headers=HEADERS, media_type="text/html"))
 
     @app.get("/assets/{name}")
     async def asset(name: str) -> Response:
-        found = _assets().get(name)
-        if found is None:
+        if name not in _assets():
             raise ApiError(404, "there is no such file", "not_found")
         kind = "text/css" if name.endswith(".css") else "text/javascript"
-        return Response(found, headers=HEADERS, media_type=kind)
+        return Response(_assets()[name], headers=HEADERS, media_type=kind)
 
     if dashboard is not None:
-        now, still = _Kept(dashboard.now, EVERY / 2), _Kept(dashboard.still, 60.0)
-
-        @app.get("/dashboard/now")
-        async def dashboard_now(request: Request) -> Response:
-            return await _fragment(now, request)
-
-        @app.get("/dashboard/still")
-        async def dashboard_still(request: Request) -> Response:
-            return await _fragment(still, request)
+        app.get("/dashboard/now")(_fragment(dashboard.now, EVERY / 2))
+        app.get("/dashboard/still")(_fragment(dashboard.still, 60.0))
 
 
-class _Kept:
-    """What a function last gave, for a while: many pages cost one look."""
+def _fragment(make: Callable[[], str], seconds: float) -> Callable[..., object]:
+    """An endpoint that answers with what a function gives, made anew after so many seconds."""
+    lock, made, text = threading.Lock(), 0.0, ""
 
-    def __init__(self, make: Callable[[], str], seconds: float) -> None:
-        self._make, self._seconds = make, seconds
-        self._lock, self._made, self._text = threading.Lock(), 0.0, ""
+    def latest() -> str:
+        nonlocal made, text
+        with lock:  # many pages cost one look at the campaign
+            if not text or time.monotonic() - made > seconds:
+                text, made = make(), time.monotonic()
+            return text
 
-    def __call__(self) -> str:
-        with self._lock:
-            if not self._text or time.monotonic() - self._made > self._seconds:
-                self._text, self._made = self._make(), time.monotonic()
-            return self._text
+    async def answer(request: Request) -> Response:
+        try:
+            content = (await asyncio.to_thread(latest)).encode("utf-8", "replace")
+        except AtollError as error:
+            raise ApiError(503, str(error), "unreadable", after=EVERY) from None
+        headers = {**HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type="text/html")
 
-
-async def _fragment(kept: _Kept, request: Request) -> Response:
-    try:
-        text = await asyncio.to_thread(kept)
-    except AtollError as error:
-        raise ApiError(503, str(error), "unreadable", after=EVERY) from None
-    content = text.encode("utf-8", "replace")
-    headers = {**HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
-    if request.headers.get("if-none-match") == headers["ETag"]:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type="text/html")
+    return answer
 
 
 @cache
@@ -94,22 +86,13 @@ def _templates() -> Environment:
     return report.overlay(loader=ChoiceLoader([report.loader, own]))
 
 
-def _page(name: str, pages: list[tuple[str, str]]) -> str:
-    lower = name.lower()
-    template = _templates().get_template(f"web/{lower}.html")
-    return template.render(
-        script=f"{lower}.js", here=name, pages=pages, ring=ring([5, 4, 3, 2, 2]), every=EVERY
-    )
-
-
 @cache
 def _assets() -> dict[str, str]:
     """The style sheet and the scripts, by name."""
-    loader = _templates()
-    source = loader.loader.get_source  # type: ignore[union-attr]
-    style = [source(loader, one)[0] for one in ("style.css", "web/page.css")]
+
+    def source(name: str) -> str:
+        return _templates().loader.get_source(_templates(), name)[0]  # type: ignore[union-attr]
+
+    style = [source("style.css"), palette.stylesheet(EXPERTS), source("web/page.css")]
     scripts = ("common.js", "dashboard.js", "playground.js")
-    return {
-        "style.css": "\n".join([style[0], palette.stylesheet(EXPERTS), style[1]]),
-        **{name: source(loader, f"web/{name}")[0] for name in scripts},
-    }
+    return {"style.css": "\n".join(style), **{name: source(f"web/{name}") for name in scripts}}

@@ -40,38 +40,25 @@ class ImageRequest(BaseModel):
 
 
 class ApiError(Exception):
-    """What is answered in place of pictures.
+    """What is answered in place of pictures: a status, a body as OpenAI's client reads it, and headers.
 
-    Attributes:
-        status: of HTTP.
-        body: as OpenAI's client reads it.
-        headers: `Retry-After`, or `x-should-retry: false` where a retry would repeat the error.
+    With `after`, the client should try again in so many seconds; else a retry would repeat the error.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str,
-        param: str | None = None,
-        after: float | None = None,
+        self, status: int, message: str, code: str, param: str | None = None, after: float | None = None
     ) -> None:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.headers = (
-            {"x-should-retry": "false"} if after is None else {"Retry-After": str(max(1, round(after)))}
-        )
+        retry = {"x-should-retry": "false"}
+        self.headers = retry if after is None else {"Retry-After": str(max(1, round(after)))}
         super().__init__(message)
 
 
 def parse(body: Any) -> ImageRequest:
-    """The request in a JSON value.
-
-    Raises:
-        ApiError: names the first field that is wrong, and for one that there is not the nearest.
-    """
+    """The request in a JSON value; `ApiError` names the first field that is wrong."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object", "invalid_json")
     try:
@@ -79,21 +66,17 @@ def parse(body: Any) -> ImageRequest:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else None
-        if first["type"] == "extra_forbidden":
+        what, code = f"{name}: {first['msg']}", "invalid_value"
+        if first["type"] == "missing":
+            code = "missing_required_parameter"
+        elif first["type"] == "extra_forbidden":
             hint = nearest(str(name)[:100], ImageRequest.model_fields)
-            raise ApiError(
-                400, f"there is no field {str(name)[:100]!r}: {hint}", "unknown_parameter", name
-            ) from None
-        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-        raise ApiError(400, f"{name}: {first['msg']}", code, name) from None
+            what, code = f"there is no field {str(name)[:100]!r}: {hint}", "unknown_parameter"
+        raise ApiError(400, what, code, name) from None
 
 
 def split_model(name: str | None, models: list[str]) -> tuple[str, str | None]:
-    """The model and the strategy that a name such as `ensemble:top-1` means.
-
-    Raises:
-        ApiError: there is none of that name.
-    """
+    """The model and the strategy that a name such as `ensemble:top-1` means; `ApiError` if there is none."""
     base, _, routing = (name or models[0]).partition(":")
     if base not in models or (routing and base != "ensemble"):
         hint = nearest(str(name)[:100], listed(models))
@@ -103,5 +86,5 @@ def split_model(name: str | None, models: list[str]) -> tuple[str, str | None]:
 
 def listed(models: list[str]) -> list[str]:
     """Names under which the models can be asked for."""
-    strategies = [f"ensemble:{one}" for one in EVERY_STRATEGY] if "ensemble" in models else []
+    strategies = [f"ensemble:{strategy}" for strategy in EVERY_STRATEGY] if "ensemble" in models else []
     return [*models, *strategies]

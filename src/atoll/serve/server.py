@@ -52,11 +52,11 @@ def serve(
 
     async def draw(leaving: asyncio.Event) -> None:
         engine.start()
-        told = False
+        announced = False
         while not leaving.is_set() and engine.state != FAILED:
-            if engine.state == READY and not told:
+            if engine.state == READY and not announced:
                 say("ready")
-                told = True
+                announced = True
             with suppress(TimeoutError):
                 await asyncio.wait_for(leaving.wait(), 0.1)
         if leaving.is_set():
@@ -76,9 +76,17 @@ def open_app(
 
     Takes what `serve` takes, and raises what it raises; the address in the settings is not looked at.
     """
-    engine = Engine(models_in(source, settings, trusted), settings, Metrics())
-    is_campaign = not is_hub_name(source) and Store.open(source).exists("campaign.json")
-    if not is_campaign:
+    load = partial(Model.load, residency=settings.residency, device=own_device(), trusted=trusted)
+    if is_hub_name(source):
+        engine = Engine({ENSEMBLE: partial(load, source)}, settings, Metrics())
+        return create_app(engine, settings, keys), engine
+    store = Store.open(source)
+    names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
+    names += [name for name in BESIDE if Checkpoint(store, f"{name}/expert").published]
+    if not names:
+        raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
+    engine = Engine({name: partial(load, store, name) for name in names}, settings, Metrics())
+    if not store.exists("campaign.json"):
         return create_app(engine, settings, keys), engine
     campaign = Campaign.open(source)
     return create_app(engine, settings, keys, Dashboard(campaign), of_clusters(campaign.store)), engine
@@ -95,36 +103,27 @@ def watch(campaign: Campaign, settings: ServeSettings, keys: Sequence[str] = ())
     _listen_and_run(app, settings, keys, "dashboard", asyncio.Event.wait)
 
 
-def models_in(
-    source: str, settings: ServeSettings, trusted: Sequence[str] | None = None
-) -> dict[str, Callable[[], Model]]:
-    """What loads each model of a source, by name; the ensemble first.
-
-    Raises:
-        StoreError: there is none.
-    """
-    load = partial(Model.load, residency=settings.residency, device=own_device(), trusted=trusted)
-    if is_hub_name(source):
-        return {ENSEMBLE: partial(load, source)}
-    store = Store.open(source)
-    names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
-    names += [name for name in BESIDE if Checkpoint(store, f"{name}/expert").published]
-    if not names:
-        raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
-    return {name: partial(load, store, name) for name in names}
-
-
 def _listen_and_run(
     app: FastAPI,
     settings: ServeSettings,
     keys: Sequence[str],
-    what: str,
+    title: str,
     work: Callable[[asyncio.Event], Awaitable[object]],
 ) -> None:
     """Answer until the work is done, which ends soon after its event is set."""
-    listening = _listen(settings)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # asyncio sends at once only on sockets that name TCP: on others an answer may wait 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+        listening.listen(1024)
+    except (OSError, UnicodeError) as error:
+        listening.close()
+        what = f"cannot listen on {settings.host}:{settings.port} ({error})"
+        raise ConfigError(what, "take another: --set port=8001") from None
     host, port = listening.getsockname()[:2]
-    if not _is_loopback(host) and not keys:
+    if not ip_address(host).is_loopback and not keys:
         say(f"warning: {host} can be reached from elsewhere, and there is no key: give --keys FILE")
     shown = f"[{host}]" if ":" in host else host
 
@@ -134,7 +133,7 @@ def _listen_and_run(
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, leaving.set)
         serving = asyncio.ensure_future(server.serve([listening]))
-        say(f"{what} at http://{shown}:{port}")
+        say(f"{title} at http://{shown}:{port}")
         await work(leaving)
         server.should_exit = True
         with suppress(TimeoutError):
@@ -143,31 +142,10 @@ def _listen_and_run(
     asyncio.run(run())
 
 
-def _listen(settings: ServeSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sends at once only on sockets that name TCP: on others an answer may wait 40 ms.
-    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        one.bind((settings.host, settings.port))
-        one.listen(1024)
-    except (OSError, UnicodeError) as error:
-        one.close()
-        what = f"cannot listen on {settings.host}:{settings.port} ({error})"
-        raise ConfigError(what, "take another: --set port=8001") from None
-    return one
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return False
-
-
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are not for uvicorn, which would end before anything is drained."""
+        # Signals are not for uvicorn, which would end before anything is drained.
         yield
 
 

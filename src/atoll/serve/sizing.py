@@ -13,8 +13,7 @@ from atoll.base.table import Table, measured
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
-from atoll.serve.engine import FAILED, READY, Engine
-from atoll.serve.job import Event, Failed, Job
+from atoll.serve.engine import FAILED, READY, Engine, Event, Failed, Job
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 
@@ -65,8 +64,8 @@ def sizes(source: str, settings: ServeSettings) -> Table:
 
 
 def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, resident: int) -> Size:
-    """Draw two batches, and measure the second."""
-    if cuda := model.device.type == "cuda":
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
     unbounded = settings.model_copy(update={"queue": 1_000_000})
     engine = Engine({ENSEMBLE: lambda: model}, unbounded, Metrics())
@@ -76,43 +75,41 @@ def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, r
             time.sleep(0.01)
         if engine.error is not None:
             raise engine.error
-        _draw(engine, settings.batch)
-        before, start = experts.loads, time.monotonic()
-        _draw(engine, settings.batch)
-        seconds = time.monotonic() - start
-        if cuda:
-            peak = torch.cuda.max_memory_allocated(model.device)
-        else:  # getrusage counts KiB on Linux, and bytes on macOS
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        # The second of two batches is measured: the first fills caches and places.
+        for _ in range(2):
+            before, start = experts.loads, time.monotonic()
+            _draw(engine, settings.batch)
+            seconds = time.monotonic() - start
     finally:
         engine.drain(0)
-    pictures = settings.batch / seconds
-    swaps = (experts.loads - before) / settings.batch
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(model.device)
+    else:  # getrusage counts KiB on Linux, and bytes on macOS
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return Size(
         experts=resident,
         weights=experts.device_bytes,
         peak=peak,
-        rows=pictures * model.generation.steps,
-        pictures=pictures,
-        swaps=swaps,
+        rows=settings.batch / seconds * model.generation.steps,
+        pictures=settings.batch / seconds,
+        swaps=(experts.loads - before) / settings.batch,
     )
 
 
 def _draw(engine: Engine, count: int) -> None:
     """As many requests of a picture each, at once."""
-    model, told = engine.opened[ENSEMBLE], list[Event]()
-    classes = model.card.shape.classes
-    jobs = []
+    model, events, jobs = engine.opened[ENSEMBLE], list[Event](), list[Job]()
+    classes = max(model.card.shape.classes, 1)
     for number in range(count):
-        prompts = {"text": (PROMPTS[number % len(PROMPTS)],), "none": ()}
-        prompt = prompts.get(model.card.condition, (str(number % max(classes, 1)),))
-        jobs.append(Job(ENSEMBLE, prompt, model.generation.with_(seed=number), told.append))
+        prompts = {"text": (PROMPTS[number % len(PROMPTS)],), "class": (str(number % classes),), "none": ()}
+        generation = model.generation.with_(seed=number)
+        jobs.append(Job(ENSEMBLE, prompts[model.card.condition], generation, events.append))
         engine.submit(jobs[-1])
     while any(job.waiting for job in jobs):
         time.sleep(0.005)
         if engine.error is not None:
             raise engine.error
-    for event in told:
+    for event in events:
         if isinstance(event, Failed):
             raise ConfigError(event.message, "ask for a smaller one: --set batch=8")
