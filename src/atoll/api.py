@@ -10,7 +10,7 @@ import yaml
 
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.plain import expanded, read_yaml
+from atoll.base.safe_parse import expanded, read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atoll.base.text import NONE, count, duration, flops, in_common, percent, ratio, significant, size
+from atoll.base.text import NONE, count, duration, flops, percent, ratio, round_sig, sharing_sentence, size
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ from atoll.base.text import NONE, count, duration, flops, in_common, percent, ra
         (duration, 185, "3 min 05 s"),
         (duration, 7_620, "2 h 07 min"),
         (duration, 4 * 86_400 + 3 * 3_600, "4 d 03 h"),
-        (significant, 0.06161, "0.0616"),
-        (significant, 12_345, "12,300"),
-        (significant, 1.5e-7, "1.50e-07"),
+        (round_sig, 0.06161, "0.0616"),
+        (round_sig, 12_345, "12,300"),
+        (round_sig, 1.5e-7, "1.50e-07"),
         (percent, 0.3351, "33.5%"),
         (ratio, 0.8712, "0.87×"),
         (ratio, 1_234, "1,234×"),
-        *((write, None, NONE) for write in (count, size, flops, duration, significant, percent, ratio)),
+        *((write, None, NONE) for write in (count, size, flops, duration, round_sig, percent, ratio)),
     ],
 )
 def test_a_number_is_written_as_people_read_it(
@@ -43,7 +43,15 @@ def test_a_column_of_operations_has_one_unit() -> None:
     assert flops(5e9, like=1e12) == "0.00500 TFLOPs"
 
 
-def test_what_experts_have_in_common_is_one_sentence() -> None:
-    assert in_common(0.0, False) == "The experts share nothing and train without any contact."
-    assert in_common(0.0, True) == "The experts start from one checkpoint and train without any contact."
-    assert "one pretraining on all the data, 50% of the training cost," in in_common(0.5, False)
+@pytest.mark.parametrize(
+    ("pretrained", "checkpoint", "start"),
+    [
+        (0.0, False, "share nothing"),
+        (0.0, True, "start from one checkpoint"),
+        (0.5, False, "start from one pretraining on all the data, 50% of the training cost,"),
+    ],
+)
+def test_what_experts_have_in_common_is_one_sentence(pretrained: float, checkpoint: bool, start: str) -> None:
+    then = " then" if pretrained else ""
+    sentence = f"The experts {start} and{then} train without any contact."
+    assert sharing_sentence(pretrained, checkpoint) == sentence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.base.text import in_common
+from atoll.base.text import sharing_sentence
 from atoll.campaign import status as module
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import WIDTH, CampaignStatus, Observer, RunStatus, lines
@@ -243,7 +243,7 @@ def test_large_numbers_fit_on_the_screen() -> None:
     run.host, run.ranks = "a-very-long-name-of-a-node.cluster.example.org", 64
     run.restarts, run.lost, run.train_flops = 12, 123_456, 1e21
     transfer = module.TransferBytes(123_456_789_012, 64, 99_456_789_012, 65, 0)
-    text = lines(CampaignStatus("/a", True, "local", [run], in_common(0.5, False), transfer))
+    text = lines(CampaignStatus("/a", True, "local", [run], sharing_sentence(0.5, False), transfer))
     assert max(map(len, text)) <= WIDTH
     assert "64x a-v" in text[1] and text[1].endswith("…")
     assert any("this machine's clock" in line for line in text)

@@ -63,7 +63,7 @@ def value_at(tree: Any, name: str) -> Any:
 
 def set_value(tree: dict[str, Any], assignment: str) -> None:
     """Apply one `a.b=value` override to nested plain data, in place; the value is read as YAML."""
-    from atoll.base.plain import read_yaml
+    from atoll.base.safe_parse import read_yaml
 
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():

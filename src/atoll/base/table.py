@@ -21,7 +21,7 @@ from atoll.base.text import (
     percent,
     printable,
     ratio,
-    significant,
+    round_sig,
     size,
 )
 
@@ -221,4 +221,4 @@ def shown(value: Any, column: Column) -> str:
         return "yes" if value else "no"
     if column.unit in FORMATS:
         return FORMATS[column.unit](value)
-    return f"{value:,}" if isinstance(value, int) else significant(value, column.digits)
+    return f"{value:,}" if isinstance(value, int) else round_sig(value, column.digits)

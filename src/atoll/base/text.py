@@ -12,7 +12,7 @@ _SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
-def in_common(pretrained: float, checkpoint: bool) -> str:
+def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
     """What the experts of an ensemble have in common, as a sentence.
 
     Args:
@@ -55,7 +55,7 @@ def flops(value: float | None, like: float | None = None) -> str:
     scale = value if like is None else like
     for unit, name in _DECIMAL:
         if scale >= unit:
-            return f"{significant(value / unit)} {name}FLOPs"
+            return f"{round_sig(value / unit)} {name}FLOPs"
     return f"{value:,.0f} FLOPs"
 
 
@@ -75,7 +75,7 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def significant(value: float | None, digits: int = 3) -> str:
+def round_sig(value: float | None, digits: int = 3) -> str:
     """So many significant digits, and no exponent where it can be helped: `0.0616`, `617`, `12,300`."""
     if value is None:
         return NONE
@@ -112,7 +112,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def few(names: Sequence[str], most: int = 8) -> str:
+def shorten(names: Sequence[str], most: int = 8) -> str:
     """The first of some names, and whether there are more."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.hashing import digest
-from atoll.base.plain import read_lines
-from atoll.base.text import columns, few, significant
+from atoll.base.safe_parse import read_lines
+from atoll.base.text import columns, round_sig, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of, island_columns, write_clusters
 from atoll.campaign.report_table import Cell, ReportTable
@@ -113,7 +113,7 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
 def _shown(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
-    return f"{cell:,}" if isinstance(cell, int) else significant(cell)
+    return f"{cell:,}" if isinstance(cell, int) else round_sig(cell)
 
 
 def _means(*parts: NDArray[np.generic]) -> list[float | None]:
@@ -197,7 +197,7 @@ def _named(dataset: DataSet, names: set[str], path: Path) -> I64:
         for column, hit in zip(values, hits, strict=True):
             idle.difference_update(column.filter(hit).to_pylist())
         rows.append(np.flatnonzero(pc.or_kleene(*hits).to_numpy()) + int(dataset.bounds[shard]))
-    some = few(sorted(idle), 5)
+    some = shorten(sorted(idle), 5)
     if len(idle) == len(names):
         raise DataError(
             f"no line of {path} names a row" + (f": {some}" if some else ", since it has none"),

@@ -7,7 +7,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
-from atoll.base.text import few
+from atoll.base.text import shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, init_source, initial_network, initial_router
@@ -177,16 +177,17 @@ def _say_partition(partition: Partition, budget: Budget, equal: bool) -> None:
     for number, run in enumerate(experts_of(partition.k)):
         size = partition.sizes[number]
         part = f", {partition.masses[number] / weight:6.1%} of the weight" if about.masses else ""
-        of = f", {about.column or 'label'} {few(about.values[number])}" if about.values else ""
+        of = f", {about.column or 'label'} {shorten(about.values[number])}" if about.values else ""
         steps = f"{budget[run].steps:,} steps of {budget[run].batch}"
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}{part}, {steps}{of}")
     if about.masses and not equal:
         say("  an expert's steps follow the weights of its rows, not how many they are (data.weighted)")
     batches = [budget[run].batch for run in experts_of(partition.k)]
     for bucket, rows in about.buckets.items():
-        say(f"  {bucket}: {few([f'{number:,.0f}' for number in rows], 16)} rows by cluster")
+        say(f"  {bucket}: {shorten([f'{number:,.0f}' for number in rows], 16)} rows by cluster")
         if short := [str(n) for n, number in enumerate(rows) if 0 < number < batches[n]]:
-            say(f"  warning: fewer of it than a step in cluster {few(short)}: they wait until they fill one")
+            clusters = shorten(short)
+            say(f"  warning: fewer of it than a step in cluster {clusters}: they wait until they fill one")
     for warning in about.warnings:
         say(f"  warning: {warning}")
     if (inertia := about.inertia) is not None:

@@ -18,9 +18,9 @@ from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.plain import expanded, read_yaml
+from atoll.base.safe_parse import expanded, read_yaml
 from atoll.base.table import Column, Table, text
-from atoll.base.text import in_common, significant, size
+from atoll.base.text import round_sig, sharing_sentence, size
 from atoll.campaign.budget import RunBudget, divide, router_arguments
 from atoll.campaign.data_spec import DataSpec, row_bytes, token_bytes
 from atoll.campaign.roles import BASELINE, RUNS
@@ -373,7 +373,7 @@ def make_plan(
         all_reduce=ring * budget[Run(BASELINE)].steps,
         captions=None if captions is None else captions.bytes,
     )
-    common = in_common(config.budget.pretrain, config.network.init != "scratch")
+    common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
     return Plan(name, gpu, gpus, costs, trained, max(ends.values()), common, transfer, notes)
 
 
@@ -455,7 +455,7 @@ def lines(plan: Plan) -> list[str]:
     if plan.beside:
         every = _total([*plan.own, *plan.beside])
         also = " and the ".join(cost.run.name for cost in plan.beside)
-        hours, usd = significant(every["gpu_hours"]), significant(every["usd"])
+        hours, usd = round_sig(every["gpu_hours"]), round_sig(every["usd"])
         shown.append(f"The campaign trains the {also} too: {hours} GPU hours, {usd} USD in all.")
 
     memory: list[dict[str, Any]] = []

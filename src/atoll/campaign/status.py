@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, StoreError
-from atoll.base.text import columns, in_common, printable, size
+from atoll.base.text import columns, printable, sharing_sentence, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
@@ -157,7 +157,7 @@ class Observer:
         published = [size for size in back if size is not None]
         data_out, between = (sum(sizes[part] for sizes in counted) for part in (0, 1))
         transfer = TransferBytes(data_out, len(counted), sum(published), len(published), between)
-        common = in_common(config.budget.pretrain, config.network.init != "scratch")
+        common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
         return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from atoll.base.config import Config
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.plain import read_lines
+from atoll.base.safe_parse import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
 from atoll.campaign.folder import Campaign

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.plain import read_lines
+from atoll.base.safe_parse import read_lines
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from atoll.base.errors import AtollError, DataError
-from atoll.base.text import few, size
+from atoll.base.text import shorten, size
 from atoll.data.columns import Progress
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.data.duplicates import COLUMN
@@ -232,7 +232,7 @@ def lines(found: Contents) -> list[str]:
     """What a data set holds, in lines."""
     manifest, dataset = found.dataset.manifest, found.dataset
     pixels = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
-    source = few(str(manifest.source.get("name")).split(", "))
+    source = shorten(str(manifest.source.get("name")).split(", "))
     told = [f"{dataset.store.location}: {len(dataset):,} rows of {source}{pixels}"]
     if found.splits:
         parts = [f"{count:,} {name}" for name, count in found.splits.items() if count]

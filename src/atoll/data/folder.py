@@ -14,7 +14,7 @@ from stat import S_ISREG
 from typing import Any
 
 from atoll.base.errors import DataError
-from atoll.base.plain import read_json
+from atoll.base.safe_parse import read_json
 from atoll.data.formats import Reject, clean
 from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions

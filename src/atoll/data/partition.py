@@ -15,7 +15,7 @@ from atoll.base.errors import PartitionError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
 from atoll.base.rng import generator, seed_of
-from atoll.base.text import few
+from atoll.base.text import shorten
 from atoll.data import cluster
 from atoll.data.balance import Limits, balanced
 from atoll.data.cluster_map import inertia_of
@@ -100,7 +100,7 @@ class Partition:
         if (clusters < 0).any():
             new, counts = np.unique(values[clusters < 0], return_counts=True)
             told = [f"{v!r} ({n:,} rows)" for v, n in zip(new.tolist(), counts.tolist(), strict=True)]
-            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {few(told, 5)}"
+            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shorten(told, 5)}"
             raise PartitionError(what, "leave these rows out, or start a new campaign")
         return clusters
 
@@ -330,11 +330,11 @@ def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) 
 def _merged(values: list[list[str]]) -> list[str]:
     """Which clusters hold rows of several values."""
     several = [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]
-    return [f"clusters hold several values each: {few(several)}"] if several else []
+    return [f"clusters hold several values each: {shorten(several)}"] if several else []
 
 
 def _unseen(heldout: NDArray[np.int64]) -> list[str]:
     """Which clusters have no held-out rows, where others have some."""
-    names = few([*map(str, np.flatnonzero(heldout == 0))])
+    names = shorten([*map(str, np.flatnonzero(heldout == 0))])
     told = f"cluster {names} has no held-out rows: no validation loss tells how its expert does"
     return [told] if names and heldout.any() else []

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
-from atoll.base.text import Size, few, parse_size
+from atoll.base.text import Size, parse_size, shorten
 
 ConditionKind = Literal["text", "class", "none"]
 CAPTIONS = ("text", "caption", "prompt", "txt")
@@ -112,12 +112,11 @@ class RowOptions(Config):
             for key in ("caption", "group", "label", "id", "licence_column"):
                 if (name := getattr(options, key)) and name not in names:
                     what = f"data.ingest.{key}: {where} has no column {name!r}"
-                    raise DataError(what, f"it has {few(names, 20) or 'no columns'}")
+                    raise DataError(what, f"it has {shorten(names, 20) or 'no columns'}")
         if options.caption is None and self.label is None:
             where, names = tables[0]
-            what = (
-                f"{where} has the columns {few(names, 20) or 'no columns'}, but none of {', '.join(CAPTIONS)}"
-            )
+            columns = shorten(names, 20) or "no columns"
+            what = f"{where} has the columns {columns}, but none of {', '.join(CAPTIONS)}"
             fix = "set data.ingest.caption to the captions' one, or data.ingest.label to the class labels'"
             raise DataError(what, fix)
         return options

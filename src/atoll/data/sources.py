@@ -11,7 +11,7 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
-from atoll.base.plain import expanded
+from atoll.base.safe_parse import expanded
 from atoll.data.files import ENDINGS, find_files
 from atoll.data.folder import SUFFIXES, FolderSource
 from atoll.data.formats import Reject

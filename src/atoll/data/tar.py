@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from atoll.base.errors import DataError
-from atoll.base.plain import read_json
+from atoll.base.safe_parse import read_json
 from atoll.data.files import Files
 from atoll.data.folder import LARGEST, SUFFIXES
 from atoll.data.formats import Reject, clean

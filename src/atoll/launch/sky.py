@@ -9,7 +9,7 @@ import yaml
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
-from atoll.base.plain import expanded
+from atoll.base.safe_parse import expanded
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 

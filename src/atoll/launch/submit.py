@@ -10,7 +10,7 @@ from typing import cast
 from atoll import launch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.plain import expanded
+from atoll.base.safe_parse import expanded
 from atoll.base.threads import cores
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atoll.base.markdown import Markdown, code, render
-from atoll.base.text import count, in_common
+from atoll.base.text import count, sharing_sentence
 from atoll.encoders.registry import licence_of
 from atoll.model.card import Card
 
@@ -117,7 +117,7 @@ def _in_common(router: Card, experts: Mapping[int, Card], about: Mapping[str, An
     shared = float(about.get("pretrain_flops") or 0.0)
     spent = shared + router.train_flops + sum(card.train_flops for card in experts.values())
     kinds = {card.provenance.get("init", {}).get("kind") for card in experts.values()}
-    return in_common(shared / spent if spent else 0.0, "checkpoint" in kinds)
+    return sharing_sentence(shared / spent if spent else 0.0, "checkpoint" in kinds)
 
 
 def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
-from atoll.base.plain import LARGEST, expanded, read_json
+from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import PICKLES, check_safetensors

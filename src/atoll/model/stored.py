@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import StoreError, first_line
-from atoll.base.plain import read_json
+from atoll.base.safe_parse import read_json
 from atoll.flow.settings import Prediction
 from atoll.model.card import Card
 from atoll.model.expert import Expert

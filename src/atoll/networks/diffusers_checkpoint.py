@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, first_line
-from atoll.base.plain import expanded, read_json
+from atoll.base.safe_parse import expanded, read_json
 from atoll.networks.families import kept_buffers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

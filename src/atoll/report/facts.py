@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from atoll.base.errors import DataError
 from atoll.base.format import File
-from atoll.base.text import in_common
+from atoll.base.text import sharing_sentence
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.folder import Frozen
 from atoll.campaign.measured import Comparison
@@ -252,12 +252,12 @@ class Facts:
         return spent / base if base and spent is not None else None
 
     @property
-    def in_common(self) -> str:
+    def sharing_sentence(self) -> str:
         """What the experts have in common, as a sentence."""
         spent, pretrain = total(run.train_flops for run in self.ensemble), self.one("pretrain")
         shared = (pretrain.train_flops or 0.0) if pretrain else 0.0
         init = (self.frozen.config.get("network") or {}).get("init", "scratch")
-        return in_common(shared / spent if spent else 0.0, init != "scratch")
+        return sharing_sentence(shared / spent if spent else 0.0, init != "scratch")
 
     @cached_property
     def comparison(self) -> Comparison | None:

@@ -64,7 +64,7 @@ def environment() -> Environment:
     formats = {
         "whole": whole,
         "decimals": decimals,
-        "significant": text.significant,
+        "significant": text.round_sig,
         "ratio": text.ratio,
         "percent": text.percent,
         "flops": text.flops,

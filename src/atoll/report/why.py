@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.base.text import ratio, significant
+from atoll.base.text import ratio, round_sig
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.measured import BASE
 from atoll.campaign.roles import RUNS
@@ -206,11 +206,11 @@ def _experts(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
         def cell(name: Any, cluster: int) -> Cell:
             value, diagonal = errors.get((name, cluster)), errors.get((cluster, cluster))
             who = name if name == BASE else f"expert {name}"
-            title = f"{who} on cluster {cluster}: error {significant(value)}"
+            title = f"{who} on cluster {cluster}: error {round_sig(value)}"
             if value is None:
                 return Cell(None, "", f"{title}, no rows")
             if not diagonal:
-                return Cell(0.0, significant(value), title)
+                return Cell(0.0, round_sig(value), title)
             times = ratio(value / diagonal)
             title = f"{title}, {times} that of its own expert"
             return Cell(value / diagonal - 1, times, title, framed=name == cluster)

@@ -15,7 +15,7 @@ from typing import Any
 import obstore
 
 from atoll.base.errors import StoreError
-from atoll.base.plain import expanded
+from atoll.base.safe_parse import expanded
 
 _CHUNK = 8 * 2**20  # bytes that are in memory at a time
 _PROCESS = uuid.uuid4().hex  # objects in memory are this process's own

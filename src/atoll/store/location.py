@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import MemoryStore, from_url
 
 from atoll.base.errors import StoreError, first_line
-from atoll.base.plain import expanded
+from atoll.base.safe_parse import expanded
 
 SCHEMES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE"} | {
     "abfss": "AZURE",

@@ -15,7 +15,7 @@ from atoll.base.console import say
 from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.base.plain import read_json
+from atoll.base.safe_parse import read_json
 from atoll.store.manifest import OwnFiles, Published
 from atoll.store.store import Conflict, Store
 

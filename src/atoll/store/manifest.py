@@ -15,7 +15,7 @@ from atoll.base.config import Config
 from atoll.base.errors import StoreError
 from atoll.base.format import File
 from atoll.base.hashing import sha256
-from atoll.base.plain import NormalPath
+from atoll.base.safe_parse import NormalPath
 from atoll.store.store import Absent, Damaged, Store, regular
 
 

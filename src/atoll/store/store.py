@@ -20,7 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError, first_line
-from atoll.base.plain import LARGEST, read_json
+from atoll.base.safe_parse import LARGEST, read_json
 from atoll.store import cache, local, ranges
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
-from atoll.base.plain import read_json
 from atoll.base.processes import ProcessGroup, joined
+from atoll.base.safe_parse import read_json
 from atoll.base.text import duration
 from atoll.campaign.publication import announce, settle
 from atoll.campaign.runs import MetricsLine

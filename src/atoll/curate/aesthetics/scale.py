@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
-from atoll.base.plain import read_yaml
+from atoll.base.safe_parse import read_yaml
 
 HUMAN = "human"
 """Name of the scale that comes with Atoll."""
