@@ -22,7 +22,7 @@ from headline import ALONE, APART, ENTRIES, EVEN, SPLIT, Entry, names, train
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import audit_stage, index_stage
 from atoll.curate.fit import fit
-from atoll.curate.tail import KINDS, REAL, RESULTS, Judging, TailPrompts, evaluate_stage, tail_stage
+from atoll.curate.tail import KINDS, REAL, RESULTS, TailPrompts, evaluate_stage, tail_stage
 
 WEIGHTED = ", drawn by weight"
 MODELS = {
@@ -94,8 +94,8 @@ def judged(
             prompts = tail_stage(campaign, n, least=3, templates=templates)
         campaign.store.put_json(TailPrompts.PLACE, prompts.to_json())
         compare = campaign.config.compare
-        judging = Judging([model], (compare.extractor, compare.extractor_size), each, generation=how)
-        rows = [one.model_dump() for one in evaluate_stage(campaign, judging)]
+        space = (compare.extractor, compare.extractor_size)
+        rows = [one.model_dump() for one in evaluate_stage(campaign, [model], space, each, generation=how)]
         (folder / RESULTS).rename(folder / RESULTS.replace(".csv", f"-{model.replace(':', '-')}.csv"))
         found.setdefault(REAL, [one for one in rows if one["model"] == REAL])
         found[name] = [one for one in rows if one["model"] != REAL]

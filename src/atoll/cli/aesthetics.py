@@ -36,19 +36,7 @@ def aesthetics() -> None:
 @RANGE
 @ROWS
 @DEVICE
-def train(
-    labels: Path,
-    out: str,
-    scale: str,
-    backbone: str,
-    epochs: int | None,
-    batch: int | None,
-    rate: float | None,
-    seed: int,
-    bounds: tuple[float, float],
-    campaign: str | None,
-    device: str,
-) -> None:
+def train(labels: Path, out: str, scale: str, backbone: str, device: str, **given: Any) -> None:
     """Train a scorer on LABELS: parquet, CSV or JSON lines with image (or id) and score, scores or names."""
     from dataclasses import replace
 
@@ -58,10 +46,9 @@ def train(
     from atoll.curate.aesthetics.stages import train_stage
 
     dimensions = Scale.load(scale)
-    known = read_labels(labels, dimensions, bounds, _rows(campaign))
-    given = {"epochs": epochs, "batch": batch, "rate": rate}
+    known = read_labels(labels, dimensions, given.pop("bounds"), _rows(given.pop("campaign")))
     changes = {name: value for name, value in given.items() if value is not None}
-    training = replace(default_training(backbone), seed=seed, **changes)  # type: ignore[arg-type]
+    training = replace(default_training(backbone), **changes)
     train_stage(Scorer(dimensions, backbone, device), known, training, out)
 
 
@@ -81,10 +68,13 @@ def score(
 
     if (scorer is None) == (table is None):
         raise click.UsageError("give --scorer or --from, one of them")
+    # A folder holds pictures unless a campaign lies in it.
+    folder = Path(pictures)
+    is_folder = "://" not in pictures and folder.is_dir() and not (folder / "campaign.yaml").exists()
     if table is not None:
         import_stage(open_campaign(pictures), table, sensitive)
-    elif scorer is not None and _is_folder_of_pictures(pictures):
-        score_folder(Scorer.load(scorer, device)[0], Path(pictures), out)
+    elif scorer is not None and is_folder:
+        score_folder(Scorer.load(scorer, device)[0], folder, out)
     elif scorer is not None:
         score_stage(open_campaign(pictures), scorer, device)
 
@@ -97,12 +87,7 @@ def score(
 @ROWS
 @DEVICE
 def evaluate(
-    labels: Path,
-    scorer: str,
-    out: str | None,
-    bounds: tuple[float, float],
-    campaign: str | None,
-    device: str,
+    labels: Path, scorer: str, out: str | None, bounds: tuple[float, float], campaign: str | None, device: str
 ) -> None:
     """How a scorer agrees with people on LABELS that it has not seen, by head and dimension."""
     from atoll.curate.aesthetics.labels import read_labels
@@ -115,7 +100,3 @@ def evaluate(
 
 def _rows(campaign: str | None) -> Any:
     return None if campaign is None else open_campaign(campaign).dataset()
-
-
-def _is_folder_of_pictures(place: str) -> bool:
-    return "://" not in place and Path(place).is_dir() and not (Path(place) / "campaign.yaml").exists()

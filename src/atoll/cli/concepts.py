@@ -1,7 +1,6 @@
 """The commands about concepts: what is in the data, and what that buys."""
 
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -16,7 +15,9 @@ def concepts() -> None:
 
 @concepts.command("index")
 @CAMPAIGN
-@click.option("--vocabulary", type=LOCAL, help="Text file, a concept a line; by default the captions' nouns.")
+@click.option(
+    "--vocabulary", "path", type=LOCAL, help="Text file, a concept a line; by default the captions' nouns."
+)
 @click.option("--least", type=click.IntRange(min=1), default=5, help="Captions that such a noun stands in.")
 @click.option(
     "--match",
@@ -24,11 +25,11 @@ def concepts() -> None:
     default="phrase",
     help="Whether the words of a concept stand side by side, or anywhere in the caption.",
 )
-def index(campaign: str, vocabulary: Path | None, least: int, match: str) -> None:
+def index(campaign: str, **how: Any) -> None:
     """Find concepts in every caption, in singular and plural."""
     from atoll.curate.audit import index_stage
 
-    index_stage(open_campaign(campaign), vocabulary, least, cast(Any, match))
+    index_stage(open_campaign(campaign), **how)
 
 
 @concepts.command("tag")
@@ -70,18 +71,11 @@ def add(counts: tuple[str, ...], out: str) -> None:
 @click.option("--result", "result_column", metavar="COLUMN", help="Of the results; by default the only one.")
 @click.option("--where", multiple=True, metavar="COLUMN=VALUE", help="Rows that count; also COLUMN!=VALUE.")
 @click.option("--out", default=".", help="Where reports/concepts/fit.json goes.")
-def fit(
-    counts: Path,
-    results: Path,
-    count_column: str | None,
-    result_column: str | None,
-    where: tuple[str, ...],
-    out: str,
-) -> None:
+def fit(count_column: str | None, result_column: str | None, **tables: Any) -> None:
     """How performance goes with frequency: slope, correlations and intervals, and the published figure."""
     from atoll.curate.fit import fit_stage
 
-    fit_stage(counts, results, where, (count_column, result_column), out)
+    fit_stage(columns=(count_column, result_column), **tables)
 
 
 @concepts.command("rebalance")
@@ -93,15 +87,13 @@ def fit(
 @click.option("--per-expert", is_flag=True, help="Count within each cluster of the campaign's partition.")
 @click.option("--other", type=click.FloatRange(0, 1), default=1, help="Weight of rows without a concept.")
 @click.option("--dry-run", is_flag=True, help="Say what an epoch would have, and write nothing.")
-def rebalance(
-    campaign: str, t: float | None, target: int | None, per_expert: bool, other: float, dry_run: bool
-) -> None:
+def rebalance(campaign: str, t: float | None, target: int | None, **how: Any) -> None:
     """Weights by which frequent concepts are drawn less often: a column that data.weighted=true uses."""
-    from atoll.curate.rebalance import Rule, rebalance_stage
+    from atoll.curate.rebalance import rebalance_stage
 
     if (t is None) == (target is None):
         raise click.UsageError("give --t or --target-size, one of them")
-    rebalance_stage(open_campaign(campaign), Rule(t or 1, per_expert, other), target, dry_run)
+    rebalance_stage(open_campaign(campaign), t, target, **how)
 
 
 @concepts.command("tail")
@@ -109,11 +101,11 @@ def rebalance(
 @click.option("--n", type=click.IntRange(min=2), default=50, help="Rare concepts, and as many common ones.")
 @click.option("--least", type=click.IntRange(min=1), default=2, help="Training rows that a rare one has.")
 @click.option("--template", "templates", multiple=True, default=["{}"], help="Prompt; {} is the concept.")
-def tail(campaign: str, n: int, least: int, templates: tuple[str, ...]) -> None:
+def tail(campaign: str, **how: Any) -> None:
     """Choose rare concepts and common ones like them, to be drawn and judged."""
     from atoll.curate.tail import tail_stage
 
-    tail_stage(open_campaign(campaign), n, least, templates)
+    tail_stage(open_campaign(campaign), **how)
 
 
 @concepts.command("evaluate")
@@ -129,24 +121,16 @@ def tail(campaign: str, n: int, least: int, templates: tuple[str, ...]) -> None:
 @click.option("--extractor", help="Feature space of the judge; by default that of atoll compare.")
 @click.option("--scorer", help="Folder of an aesthetic scorer, to score looks too.")
 def evaluate(
-    campaign: str,
-    models: tuple[str, ...],
-    each: int,
-    most: int,
-    guidance: float | None,
-    steps: int | None,
-    seed: int,
-    extractor: str | None,
-    scorer: str | None,
+    campaign: str, extractor: str | None, guidance: float | None, steps: int | None, seed: int, **how: Any
 ) -> None:
     """Draw rare and common concepts by every model with the same noise, and judge the pictures."""
-    from atoll.curate.tail import Judging, evaluate_stage
+    from atoll.curate.tail import evaluate_stage
 
     opened = open_campaign(campaign)
     own = opened.config.compare
-    judge = (extractor, None) if extractor else (own.extractor, own.extractor_size)
-    how = {"guidance": guidance, "steps": steps, "seed": seed}
-    evaluate_stage(opened, Judging(models, judge, each, most, how, scorer))
+    space = (extractor, None) if extractor else (own.extractor, own.extractor_size)
+    generation = {"guidance": guidance, "steps": steps, "seed": seed}
+    evaluate_stage(opened, space=space, generation=generation, **how)
 
 
 @click.command("filter")
@@ -162,16 +146,8 @@ def evaluate(
 @click.option("--allow-sensitive", "sensitive", is_flag=True, help="Allow scores that describe a person.")
 @click.option("--times", is_flag=True, help="Multiply the weights that are there, in place of new ones.")
 @click.option("--dry-run", is_flag=True, help="Say what would be kept, and write nothing.")
-def filter_rows(
-    campaign: str,
-    keep: tuple[str, ...],
-    per_cluster: bool,
-    protect: Path | None,
-    sensitive: bool,
-    times: bool,
-    dry_run: bool,
-) -> None:
+def filter_rows(campaign: str, **how: Any) -> None:
     """Draw only rows that score well or have the right licence, by weights: nothing is removed."""
     from atoll.curate.filter import filter_stage
 
-    filter_stage(open_campaign(campaign), keep, per_cluster, protect, sensitive, times, dry_run)
+    filter_stage(open_campaign(campaign), **how)

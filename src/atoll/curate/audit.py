@@ -32,9 +32,6 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     Args:
         path: a text file of concepts, one a line; by default the nouns of the training captions.
         least: captions that such a noun stands in.
-
-    Raises:
-        DataError: the file cannot be read, or holds a concept twice, or one that is none.
     """
     dataset = campaign.dataset()
     if path is None:
@@ -111,11 +108,25 @@ class Expert(Config):
 
 def _write(store: Store, counts: ConceptCounts) -> None:
     """Write `counts.json`, `counts.csv` and the report's table, and print what they say."""
-    store.put(TABLE, to_csv(counts))
-    store.put_json(COUNTS, counts.to_json())
     rows, tables = np.array(counts.rows), counts.tables
     # Rows with a concept in caption and picture decide, or in captions where pictures were not tagged.
     deciding = [*tables.values()][-1]
+
+    # A line of the CSV for each concept, the rarest first: totals, evenness over experts, rows of each.
+    even = evenness(deciding, rows)
+    heads = (
+        *("concept", *tables, "evenness", "best_expert"),
+        *(f"expert_{number}" for number in range(len(rows))),
+    )
+    lines = []
+    for number in np.argsort(deciding.sum(1), kind="stable"):
+        own = deciding[number].tolist()
+        totals = (int(table[number].sum()) for table in tables.values())
+        cells = (counts.concepts[number], *totals, f"{even[number]:.4f}", max(own), *own)
+        lines.append(dict(zip(heads, cells, strict=True)))
+    store.put(TABLE, Table("counts", "", tuple(map(TableColumn, heads)), lines).to_csv())
+    store.put_json(COUNTS, counts.to_json())
+
     experts = [
         Expert(
             expert=number,
@@ -131,15 +142,11 @@ def _write(store: Store, counts: ConceptCounts) -> None:
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
         columns=["expert", "rows", "sees", TOLD_BY],
-        rows=[[one.expert, one.rows, f"{one.sees:.1%}", one.typical] for one in experts],
+        rows=[[row.expert, row.rows, f"{row.sees:.1%}", row.typical] for row in experts],
     ).write(store, CONCEPTS)
     spreads = [spread(name, table, rows) for name, table in tables.items()]
-    for table in (
-        Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"),
-        Table.of(Expert, experts),
-    ):
-        for line in text(table):
-            say(line)
+    say("\n".join(text(Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"))))
+    say("\n".join(text(Table.of(Expert, experts))))
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
         say(
@@ -147,23 +154,3 @@ def _write(store: Store, counts: ConceptCounts) -> None:
             f" none in common ({misaligned / max(1, int(rows.sum())):.2%} of all rows)"
         )
     say(f"wrote {store.name(TABLE)} and .json")
-
-
-def to_csv(counts: ConceptCounts) -> bytes:
-    """A row for each concept, the rarest first: totals, evenness over experts, rows of each expert."""
-    tables = counts.tables
-    deciding = [*tables.values()][-1]
-    even = evenness(deciding, np.array(counts.rows))
-    experts = [f"expert_{n}" for n in range(len(counts.rows))]
-    rows = [
-        {
-            "concept": counts.concepts[number],
-            **{name: int(table[number].sum()) for name, table in tables.items()},
-            "evenness": f"{even[number]:.4f}",
-            "best_expert": int(deciding[number].max()),
-            **dict(zip(experts, deciding[number].tolist(), strict=True)),
-        }
-        for number in np.argsort(deciding.sum(1), kind="stable")
-    ]
-    heads = ("concept", *tables, "evenness", "best_expert", *experts)
-    return Table("counts", "", tuple(map(TableColumn, heads)), rows).to_csv()

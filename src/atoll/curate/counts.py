@@ -22,6 +22,7 @@ from atoll.data.dataset import DataSet
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
+TABLES = ("text", "image", "both")
 CHUNK = 1 << 16
 """Rows whose hits are in memory at once."""
 
@@ -53,9 +54,7 @@ class ConceptCounts(File):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for table in (self.text, self.image, self.both):
-            if table is None:
-                continue
+        for table in [table for table in (self.text, self.image, self.both) if table is not None]:
             if len(table) != len(self.concepts) or any(len(row) != len(self.rows) for row in table):
                 raise ValueError("tables do not fit concepts and clusters")
             if any(count < 0 for row in table for count in row):
@@ -74,19 +73,17 @@ class ConceptCounts(File):
         added: dict[str, Any] = {}
         for name in ("rows", "text", "image", "both", "comparable", "misaligned"):
             first, second = getattr(self, name), getattr(other, name)
-            if first is not None and second is not None:
-                total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
-                added[name] = tuple(total) if isinstance(first, tuple) else total
-            else:
+            if first is None or second is None:
                 added[name] = None
+                continue
+            total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
+            added[name] = tuple(total) if isinstance(first, tuple) else total
         return self.model_copy(update=added)
 
     @property
     def tables(self) -> dict[str, I64]:
         """Counts `(C, K)` of text, and of image and both where pictures were tagged; the last one decides."""
-        return {
-            name: self.table(name) for name in ("text", "image", "both") if getattr(self, name) is not None
-        }
+        return {name: self.table(name) for name in TABLES if getattr(self, name) is not None}
 
     def table(self, name: str = "text") -> I64:
         """Counts `(C, K)` of `text`, `image` or `both`."""
@@ -102,15 +99,9 @@ def count(
     Args:
         dataset: indexed by this vocabulary; pictures count if they were tagged by it.
         threshold: probability from which a tag counts.
-
-    Raises:
-        DataError: captions were not searched for these concepts.
     """
-    text, image, width = (
-        caption_hits(dataset, vocabulary),
-        hits_of(dataset, IMAGE, vocabulary),
-        len(vocabulary),
-    )
+    text, image = caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)
+    width = len(vocabulary)
 
     def pairs(column: Column, chunk: I64, likely: Column | None = None) -> I64:
         # A hit is one number, row * width + concept, so that sets of hits are sets of integers.
@@ -123,8 +114,7 @@ def count(
 
     tables = np.zeros((3, width * k), dtype=np.int64)  # text, image, both
     comparable, misaligned = np.zeros((2, k), dtype=np.int64)
-    for first in range(0, len(rows), CHUNK):
-        chunk, homes = rows[first : first + CHUNK], clusters[first : first + CHUNK]
+    for chunk, homes in zip(chunks(rows), chunks(clusters), strict=True):
         hits = [pairs(text, chunk)]
         if image is not None:
             hits.append(pairs(image, chunk, dataset.column(PROBABILITIES)))
@@ -132,21 +122,22 @@ def count(
             with_both = np.intersect1d(hits[0] // width, hits[1] // width)
             comparable += np.bincount(homes[with_both], minlength=k)
             misaligned += np.bincount(homes[np.setdiff1d(with_both, hits[2] // width)], minlength=k)
-        for table, found in zip(tables, hits, strict=False):
-            table += np.bincount(found % width * k + homes[found // width], minlength=width * k)
-    listed = tables.reshape(3, width, k).tolist()
-    tagged = image is not None
+        for table, numbers in zip(tables, hits, strict=False):
+            table += np.bincount(numbers % width * k + homes[numbers // width], minlength=width * k)
+    counted: dict[str, Any] = dict(zip(TABLES, tables.reshape(3, width, k).tolist(), strict=True))
+    counted |= {"comparable": tuple(comparable.tolist()), "misaligned": tuple(misaligned.tolist())}
     return ConceptCounts(
         vocabulary=vocabulary.hash,
         concepts=vocabulary.concepts,
-        threshold=threshold if tagged else None,
+        threshold=threshold if image is not None else None,
         rows=tuple(np.bincount(clusters, minlength=k).tolist()),
-        comparable=tuple(comparable.tolist()) if tagged else (),
-        misaligned=tuple(misaligned.tolist()) if tagged else (),
-        text=listed[0],
-        image=listed[1] if tagged else None,
-        both=listed[2] if tagged else None,
+        **(counted if image is not None else {"text": counted["text"]}),
     )
+
+
+def chunks(rows: I64) -> list[I64]:
+    """Row numbers in parts whose hits fit into memory."""
+    return [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
 
 
 def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | None:

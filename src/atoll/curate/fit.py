@@ -1,10 +1,10 @@
 """Fit performance to the frequency of concepts (Udandarao et al. 2024, arXiv 2404.04125)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,8 @@ from atoll.data.words import words_of
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]
+RESAMPLED = 1 << 22
+"""Values of resamples that are in memory at once."""
 
 
 class Estimate(NamedTuple):
@@ -79,13 +81,6 @@ class FrequencyFit(File):
     """Correlation of the means of the paper's twelve bins."""
 
 
-STATISTICS: dict[str, Callable[[F64, F64], float]] = {
-    "slope": lambda logs, y: float(math.log(10) * stats.linregress(logs, y).slope),
-    "pearson": lambda logs, y: float(stats.pearsonr(logs, y).statistic),
-    "spearman": lambda logs, y: float(stats.spearmanr(logs, y).statistic),
-}
-
-
 def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int = 0) -> Fit:
     """Fit performance `(N,)` to ln(max(count, 1)) `(N,)` by least squares.
 
@@ -105,16 +100,23 @@ def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int 
     logs = np.log(np.maximum(x, 1))
     if not np.ptp(logs):
         raise DataError("all counts are 0 or 1: nothing can be fitted", "give others")
+
+    def statistics(rows: NDArray[np.int64]) -> list[F64]:
+        own, of = logs[rows], y[rows]
+        pearson = stats.pearsonr(own, of, axis=1).statistic
+        ranks = stats.pearsonr(stats.rankdata(own, axis=1), stats.rankdata(of, axis=1), axis=1).statistic
+        return [math.log(10) * pearson * of.std(1) / own.std(1), pearson, ranks]
+
     samples = np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))
     # A resample of one concept many times has neither slope nor correlation: it says nothing about either.
-    usable = [rows for rows in samples if np.ptp(logs[rows]) and np.ptp(y[rows])]
-    estimates = {}
-    for name, statistic in STATISTICS.items():
-        low, high = np.percentile(
-            [statistic(logs[rows], y[rows]) for rows in usable] or [math.nan], [2.5, 97.5]
-        )
-        estimates[name] = Estimate(statistic(logs, y), float(low), float(high))
-    return Fit(len(x), **estimates, binned=binned(x, y))
+    samples = samples[(np.ptp(logs[samples], axis=1) > 0) & (np.ptp(y[samples], axis=1) > 0)]
+    # At once for as many resamples as fit into memory: one by one, scipy's calls cost more than the sums.
+    parts = np.array_split(samples, 1 + samples.size // RESAMPLED)
+    drawn = np.concatenate([np.empty((3, 0)), *(statistics(part) for part in parts if len(part))], axis=1)
+    low, high = np.percentile(drawn if drawn.size else np.full((3, 1), math.nan), [2.5, 97.5], axis=1)
+    values = np.concatenate(statistics(np.arange(len(x))[None]))
+    slope, pearson, spearman = map(Estimate, values.tolist(), low.tolist(), high.tolist())
+    return Fit(len(x), slope, pearson, spearman, binned(x, y))
 
 
 def binned(counts: F64, performance: F64, bins: int = 12) -> float | None:
@@ -164,55 +166,50 @@ def fit_stage(
                 tables[number] = table.filter(same if mark == "=" else pc.invert(same))
         fixed |= {name} if mark == "=" else set()
 
+    # The column of numbers of each.
+    numbers = []
+    for table, named, path in zip(tables, columns, (counts, results), strict=True):
+        if "concept" not in table.column_names:
+            raise DataError(f"{path} has no column 'concept'", "name the column of the concepts so")
+        there = numeric(table)
+        if named is not None and named not in there:
+            raise DataError(f"{path} has no numbers {named!r}", nearest(named, there))
+        if named is None and len(there) != 1:
+            raise DataError(f"{path} has {len(there)} columns of numbers", f"name one of {', '.join(there)}")
+        numbers.append(named or there[0])
+
     # Joined by concept, and by the columns of words that both have.
-    numbers = [_number(*of) for of in zip(tables, columns, (counts, results), strict=True)]
-    words = [n for n in tables[0].column_names if n in tables[1].column_names and _of_words(tables[0], n)]
+    shared = [name for name in tables[0].column_names if name in tables[1].column_names]
+    kinds = {name: tables[0].schema.field(name).type for name in shared}
+    words = [n for n, kind in kinds.items() if pa.types.is_string(getattr(kind, "value_type", kind))]
     keys = ["concept", *(name for name in words if name != "concept" and name not in fixed)]
     x, y = (_values(table, keys, number) for table, number in zip(tables, numbers, strict=True))
     both = [key for key in y if key in x]
-    found = fit([x[key] for key in both], [y[key] for key in both])
-    unmatched = len(y) - len(both)
+    fitted, unmatched = fit([x[key] for key in both], [y[key] for key in both]), len(y) - len(both)
     file = FrequencyFit(
         counts=f"{counts.name}, {numbers[0]}",
         results=f"{results.name}, {numbers[1]}",
         where=list(where),
         unmatched=unmatched,
-        **asdict(found),
+        **asdict(fitted),
     )
     Store.open(out, create=True).put_json(FrequencyFit.PLACE, file.to_json())
 
     say(f"{len(both):,} concepts" + (f"; {unmatched:,} results have no count" if unmatched else ""))
-    say(f"  ten times the examples: {found.slope}")
-    say(f"  correlation with the logarithm {found.pearson}, of the ranks {found.spearman}")
-    figure = "none" if found.binned is None else f"{found.binned:.4f}"
+    say(f"  ten times the examples: {fitted.slope}")
+    say(f"  correlation with the logarithm {fitted.pearson}, of the ranks {fitted.spearman}")
+    figure = "none" if fitted.binned is None else f"{fitted.binned:.4f}"
     say(f"  correlation of the means of twelve bins, as published: {figure}")
-    if found.slope.low > 0:
-        say(f"  ten more of performance cost {found.examples_for(10).value:,.3g} times the examples")
-    elif found.slope.high > 0:
+    if fitted.slope.low > 0:
+        say(f"  ten more of performance cost {fitted.examples_for(10).value:,.3g} times the examples")
+    elif fitted.slope.high > 0:
         say("  no trend: the interval holds 0")
-    return found
-
-
-def _of_words(table: pa.Table, name: str) -> bool:
-    kind = table.schema.field(name).type
-    return bool(pa.types.is_string(kind.value_type if pa.types.is_dictionary(kind) else kind))
-
-
-def _number(table: pa.Table, named: str | None, path: Path) -> str:
-    if "concept" not in table.column_names:
-        raise DataError(f"{path} has no column 'concept'", "name the column of the concepts so")
-    numbers = numeric(table)
-    if named is not None and named not in numbers:
-        raise DataError(f"{path} has no numbers {named!r}", nearest(named, numbers))
-    if named is None and len(numbers) != 1:
-        raise DataError(f"{path} has {len(numbers)} columns of numbers", f"name one of {', '.join(numbers)}")
-    return named or numbers[0]
+    return fitted
 
 
 def _values(table: pa.Table, keys: Sequence[str], number: str) -> dict[tuple[str, ...], float]:
     values: dict[tuple[str, ...], float] = {}
-    rows: list[dict[str, Any]] = table.select([*keys, number]).drop_null().to_pylist()
-    for row in rows:
+    for row in table.select([*keys, number]).drop_null().to_pylist():
         # "Hot_Dog" and "hot dog" are one concept.
         key = (" ".join(words_of(str(row["concept"]).replace("_", " "))), *(str(row[k]) for k in keys[1:]))
         if values.setdefault(key, float(row[number])) != row[number]:

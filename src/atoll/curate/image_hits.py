@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import ArrayLike
 from pyarrow import csv, json
 from torch import Tensor
 
@@ -33,14 +34,12 @@ FLOOR = 0.1
 """Probability below which a tag is not kept."""
 Hits = Callable[[int], list[dict[int, float]]]
 """Of a shard's number, for every row the concepts' probabilities by their numbers."""
+Tagger = dict[str, Any]
+"""What tags depend on."""
 
 
 def write_hits(
-    dataset: DataSet,
-    vocabulary: Vocabulary,
-    tagger: dict[str, Any],
-    hits: Hits,
-    progress: Progress | None = None,
+    dataset: DataSet, vocabulary: Vocabulary, tagger: Tagger, hits: Hits, progress: Progress | None = None
 ) -> Column:
     """Write (or find) both columns; `tagger` is plain data that changes whenever the hits would."""
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary), "tagger": tagger, "floor": FLOOR}
@@ -61,19 +60,13 @@ def write_hits(
     )
 
 
-def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[dict[str, Any], Hits]:
-    """Tags of a parquet file: `id` of the row, `concept`, and `probability` (1 where there is none).
-
-    Raises:
-        DataError: the file cannot be read, lacks a column, names no row of the data set, or holds a
-            probability outside [0, 1].
-    """
+def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagger, Hits]:
+    """Tags of a parquet file: `id` of the row, `concept`, and `probability` (1 where there is none)."""
     table = read_table(path)
     for name in ("id", "concept"):
         if name not in table.column_names:
-            raise DataError(
-                f"{path} has no column {name!r}", "tags need id, concept and, if known, probability"
-            )
+            fix = "tags need id, concept and, if known, probability"
+            raise DataError(f"{path} has no column {name!r}", fix)
     ids, names = table["id"].to_pylist(), table["concept"].to_pylist()
     given = table["probability"].to_pylist() if "probability" in table.column_names else [1.0] * len(ids)
     places = {id_: row for row, id_ in enumerate(dataset.ids)}
@@ -108,10 +101,8 @@ def read_table(path: Path) -> pa.Table:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or first_line(error)}", "check it") from None
     except (pa.ArrowException, ValueError) as error:
-        raise DataError(
-            f"{path} is no parquet, CSV or JSON lines ({first_line(error)[:120]})",
-            "give parquet, CSV or JSON lines",
-        ) from None
+        known = "parquet, CSV or JSON lines"
+        raise DataError(f"{path} is no {known} ({first_line(error)[:120]})", f"give {known}") from None
 
 
 def numeric(table: pa.Table) -> list[str]:
@@ -120,7 +111,7 @@ def numeric(table: pa.Table) -> list[str]:
     return [name for name, kind in kinds if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
 
 
-def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any], Hits]:
+def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[Tagger, Hits]:
     """Class labels: the concept of label N is the vocabulary's Nth."""
     labels, bounds = read_labels(dataset), dataset.bounds
     if int(labels.max()) >= len(vocabulary):
@@ -135,13 +126,19 @@ def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[dict[str, Any],
 
 def linear(
     dataset: DataSet, vocabulary: Vocabulary, features: str, epochs: int = 20, least: int = 5
-) -> tuple[dict[str, Any], Hits]:
+) -> tuple[Tagger, Hits]:
     """A linear tagger on a column of features, fitted to the captions' hits of the training rows.
 
-    Args:
-        least: rows with a concept, below which it is never seen.
+    A concept of fewer than `least` rows is never seen.
     """
     column, text = dataset.column(features), dataset.column(TEXT)
+
+    def unit(rows: ArrayLike) -> Tensor:
+        # Unit variance, not unit length: the learning rate then fits features of any width.
+        values = column.read(rows).float()
+        normal: Tensor = torch.nn.functional.normalize(values, dim=1) * values.shape[1] ** 0.5
+        return normal
+
     if text.meta.producer.get("vocabulary") != vocabulary.hash:
         raise DataError("the captions are indexed by another vocabulary", "run 'atoll concepts index' again")
     torch.manual_seed(0)
@@ -167,9 +164,7 @@ def linear(
             where = torch.arange(len(rows))[:, None].expand_as(values)
             there = mask & (place[values.long()] >= 0)
             target[where[there], place[values[there].long()]] = 1
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                network(_unit(column.read(rows))), target
-            )
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(network(unit(rows)), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -177,8 +172,7 @@ def linear(
 
     @torch.inference_mode()
     def hits(shard: int) -> list[dict[int, float]]:
-        part = column.read(np.arange(bounds[shard], bounds[shard + 1]))
-        likely = network(_unit(part)).sigmoid()
+        likely = network(unit(np.arange(bounds[shard], bounds[shard + 1]))).sigmoid()
         return [
             {int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0].tolist()} for row in likely
         ]
@@ -187,14 +181,11 @@ def linear(
     return {**settings, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
 
 
-def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[dict[str, Any], Hits]:
+def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[Tagger, Hits]:
     """A CLIP of transformers, by folder or hub name.
 
     The probability of a concept is that of "a photo of a CONCEPT." against "a photo." alone, so it does not
     depend on the other concepts: the logistic function of the difference of their cosines by CLIP's scale.
-
-    Raises:
-        ConfigError: there is no such CLIP, or it has no tokenizer.
     """
     encoder = extractor(name)
     if not isinstance(encoder, ClipEncoder):
@@ -212,9 +203,3 @@ def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[dict[str,
         return [{int(n): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
 
     return {"name": f"clip {name}", "weights": encoder.producer(), "prompts": [PLAIN, prompts[1]]}, hits
-
-
-def _unit(features: Tensor) -> Tensor:
-    # Unit variance, not unit length: the learning rate then fits features of any width.
-    unit: Tensor = torch.nn.functional.normalize(features.float(), dim=1) * features.shape[1] ** 0.5
-    return unit

@@ -4,8 +4,8 @@ After Let It Wag! (Udandarao et al. 2024, arXiv 2404.04125), for generators: the
 picture in a feature space that trained nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
-from atoll.base.table import Table
+from atoll.base.table import Column as TableColumn
+from atoll.base.table import Table, text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
@@ -31,8 +32,6 @@ from atoll.encoders.vision import VisionEncoder
 from atoll.model.model import Model
 
 F64 = NDArray[np.float64]
-Judged = tuple[str, int, float | None, float, float, float | None]
-"""Of a picture: its model, number of its concept, routed, hit, rank and looks as in `TailRow`."""
 RESULTS = "reports/concepts/tail.csv"
 REAL = "real pictures, each left out in turn"
 KINDS = ("tail", "head")
@@ -55,18 +54,13 @@ class TailPrompts(File):
 
 
 def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[str] = ("{}",)) -> TailPrompts:
-    """Choose rare concepts and common ones like them, by the counts of captions.
-
-    Args:
-        campaign: audited.
-        n: how many rare ones.
-        least: training rows that a rare one has.
+    """Choose `n` rare concepts, of `least` training rows or more, and common ones like them.
 
     Raises:
         ConfigError: a template without `{}`.
         DataError: no counts, or too few concepts.
     """
-    if wrong := [text for text in templates if text.count("{}") != 1]:
+    if wrong := [template for template in templates if template.count("{}") != 1]:
         raise ConfigError(f"the template {wrong[0]!r} has no place for a concept", "write {} once")
     counts = counts_of(campaign)
     table = counts.table("text")
@@ -108,20 +102,15 @@ def counts_of(campaign: Campaign) -> ConceptCounts:
 
 @dataclass(frozen=True)
 class RealPictures:
-    """Real pictures of the concepts, by which others are judged.
-
-    Attributes:
-        features: of unit length `(M, D)`.
-        holds: whether a picture's caption has a concept `(M, C)`, rare and common ones in turn.
-    """
+    """Real pictures of the concepts, by which others are judged."""
 
     features: Tensor
+    """Of unit length `(M, D)`."""
     holds: Tensor
+    """Whether a picture's caption has a concept `(M, C)`, rare and common ones in turn."""
 
     def judge(self, features: Tensor, own: Tensor, left_out: Tensor | None = None) -> tuple[F64, F64]:
         """Whether the nearest picture has the own concept, and the share of other concepts that are farther.
-
-        Rivals are the concepts of the same kind only: rare ones look less alike, and would win for that.
 
         Args:
             features: of pictures to judge `(P, D)`.
@@ -134,6 +123,7 @@ class RealPictures:
         best = torch.full((len(near), self.holds.shape[1]), FARTHEST)
         for concept in range(self.holds.shape[1]):
             best[:, concept] = near[:, self.holds[:, concept]].amax(1)
+        # Rivals are the concepts of the same kind only: rare ones look less alike, and would win for that.
         best = best.masked_fill(own[:, None] % 2 != torch.arange(best.shape[1]) % 2, FARTHEST)
         right = best.gather(1, own[:, None])
         others = best.shape[1] // 2 - 1
@@ -187,29 +177,24 @@ class TailRow(Config):
     """Mean score of looks."""
 
 
-@dataclass(frozen=True)
-class Judging:
-    """How models are drawn and judged.
+def evaluate_stage(
+    campaign: Campaign,
+    models: Sequence[str],
+    space: tuple[str, int | None],
+    each: int = 4,
+    most: int = 8,
+    generation: Mapping[str, Any] | None = None,
+    scorer: str | None = None,
+) -> list[TailRow]:
+    """Draw the prompts by every model with the same noise, judge them, and write `tail.csv`.
 
-    Attributes:
+    Args:
         models: `monolith`, `student`, `ensemble`, or `ensemble:` and a routing strategy.
-        extractor: of the feature space, and its size in pixels.
+        space: extractor of the feature space, and its size in pixels.
         each: pictures of a prompt.
         most: real pictures of a concept.
         generation: changes of the campaign's `sampling`.
         scorer: folder of an aesthetic scorer, if looks are scored too.
-    """
-
-    models: Sequence[str]
-    extractor: tuple[str, int | None]
-    each: int = 4
-    most: int = 8
-    generation: dict[str, Any] = field(default_factory=dict)
-    scorer: str | None = None
-
-
-def evaluate_stage(campaign: Campaign, judging: Judging) -> list[TailRow]:
-    """Draw the prompts by every model with the same noise, judge them, and write `tail.csv`.
 
     Raises:
         DataError: no prompts, or those of another vocabulary.
@@ -221,50 +206,54 @@ def evaluate_stage(campaign: Campaign, judging: Judging) -> list[TailRow]:
     prompts = TailPrompts.read(campaign.store, TailPrompts.PLACE)
     if not prompts.vocabulary == counts.vocabulary == vocabulary.hash:
         raise DataError("prompts, counts and captions are of other concepts", "index, audit and choose again")
-    hits = caption_hits(dataset, vocabulary)
-    encoder = extractor(*judging.extractor, device=str(own_device()))
-    real = real_pictures(dataset, hits, prompts.pairs, encoder, judging.most)
+    encoder = extractor(*space, device=str(own_device()))
+    real = real_pictures(dataset, caption_hits(dataset, vocabulary), prompts.pairs, encoder, most)
     concepts, table = [number for pair in prompts.pairs for number in pair], counts.table("text")
+    groups: dict[tuple[str, int], list[tuple[float | None, ...]]] = {}
+    """Of a model and the number of its concept the pictures' `routed`, `hit`, `rank` and `looks`."""
+
+    def add(model: str, own: Tensor, *columns: Sequence[float | None] | F64) -> None:
+        for concept, *values in zip(own.tolist(), *columns, strict=True):
+            groups.setdefault((model, concept), []).append(tuple(values))
+
     # The real pictures of the bank first, each judged by the others.
     entry, own = real.holds.nonzero(as_tuple=True)
     several = real.holds.sum(0)[own] > 1  # a concept's only picture would have nothing left to find
     entry, own = entry[several], own[several]
-    hit, rank = real.judge(real.features[entry], own, entry)
     none = [None] * len(own)
-    judged: list[Judged] = [*zip([REAL] * len(own), own.tolist(), none, hit, rank, none, strict=True)]
-    scorer = Scorer.load(judging.scorer, str(own_device()))[0] if judging.scorer else None
-    for name in judging.models:
+    add(REAL, own, none, *real.judge(real.features[entry], own, entry), none)
+
+    # Then the models'.
+    looking = Scorer.load(scorer, str(own_device()))[0] if scorer else None
+    for name in models:
         kind, _, routing = name.partition(":")
-        settings = campaign.config.sampling.with_(**judging.generation, routing=routing or None)
+        settings = campaign.config.sampling.with_(**(generation or {}), routing=routing or None)
         model = Model.load(
             campaign.store, kind, settings.residency, own_device(), settings, campaign.config.encoders
         )
         if model.card.condition != "text":
             raise ConfigError(f"{name} is not conditioned on text", "concepts are asked for by prompts")
         texts = [t.format(counts.concepts[number]) for number in concepts for t in prompts.templates]
-        of_text = np.repeat(np.arange(len(concepts)), len(prompts.templates) * judging.each)
-        progress = Progress(f"pictures of {name}", len(of_text), unit="pictures")
-        for drawn in model.generate(model.conditions(texts, each=judging.each), settings):
+        of_text = np.repeat(np.arange(len(concepts)), len(prompts.templates) * each)
+        progress, done = Progress(f"pictures of {name}", len(of_text), unit="pictures"), 0
+        for drawn in model.generate(model.conditions(texts, each=each), settings):
             pictures = model.pictures(drawn.latents, drawn.rows)
             own = torch.from_numpy(of_text[drawn.rows])
-            hit, rank = real.judge(encoder.encode(pictures), own)
-            looks = scorer.scores(pictures)[:, HEADS.index(MEAN)].tolist() if scorer else [None] * len(own)
-            frequent = table[[concepts[number] for number in own]]
-            routed: Any = [None] * len(own)
+            routed: list[float | None] = [None] * len(own)
             if drawn.trace is not None:
+                frequent = table[[concepts[number] for number in own]]
                 routed = (drawn.trace.stacked().mean(0).numpy() * frequent).sum(1).tolist()
-            judged += zip([name] * len(own), own.tolist(), routed, hit, rank, looks, strict=True)
-            progress(sum(row[0] == name for row in judged))
+            looks = looking.scores(pictures)[:, HEADS.index(MEAN)].tolist() if looking else [None] * len(own)
+            add(name, own, routed, *real.judge(encoder.encode(pictures), own), looks)
+            progress(done := done + len(own))
 
-    # Means over the pictures of each model and concept.
-    groups: dict[tuple[str, int], list[Judged]] = {}
-    for row in judged:
-        groups.setdefault((row[0], row[1]), []).append(row)
     rows = []
-    for (name, place), members in groups.items():
+    for (name, place), judged in groups.items():
         having = table[concepts[place]]
-        columns = list(zip(*members, strict=True))[2:]
-        means: Any = (None if None in values else float(np.mean(values)) for values in columns)
+        routed_by, hit, rank, looked = (
+            None if None in values else float(np.mean(values)) for values in zip(*judged, strict=True)
+        )
+        assert hit is not None and rank is not None
         rows.append(
             TailRow(
                 model=name,
@@ -272,42 +261,41 @@ def evaluate_stage(campaign: Campaign, judging: Judging) -> list[TailRow]:
                 concept=counts.concepts[concepts[place]],
                 rows=int(having.sum()),
                 best_expert=int(having.max()),
-                **dict(zip(("routed", "hit", "rank", "looks"), means, strict=True)),
+                routed=routed_by,
+                hit=hit,
+                rank=rank,
+                looks=looked,
             )
         )
     campaign.store.put(RESULTS, Table.of(TailRow, rows).to_csv())
-    _tell(campaign, rows, judging)
-    return rows
 
-
-def _tell(campaign: Campaign, found: Sequence[TailRow], judging: Judging) -> None:
-    values = ("hit", "rank", *(["looks"] if judging.scorer else []))
-    columns = ["model", *(f"{value}, {kind}" for value in values for kind in KINDS)]
-    rows: list[list[str | int | float | None]] = []
-    for model in dict.fromkeys(row.model for row in found):
-        cells: list[str | int | float | None] = [model]
-        for value in values:
-            for kind in KINDS:
-                of = [getattr(row, value) for row in found if (row.model, row.kind) == (model, kind)]
-                cells.append(_mean(np.array([number for number in of if number is not None])))
-        rows.append(cells)
-        say(f"{model}: " + "; ".join(f"{n} {c}" for n, c in zip(columns[1:], cells[1:], strict=True)))
-    text = (
+    # Means over the concepts of each kind, for people.
+    columns = [(value, kind) for value in ("hit", "rank", *(["looks"] * bool(scorer))) for kind in KINDS]
+    heads = ["model", *(f"{value}, {kind}" for value, kind in columns)]
+    lines: list[list[Any]] = []
+    for name in dict.fromkeys(row.model for row in rows):
+        of = {kind: [row for row in rows if (row.model, row.kind) == (name, kind)] for kind in KINDS}
+        cells = ([v for row in of[kind] if (v := getattr(row, value)) is not None] for value, kind in columns)
+        lines.append([name, *(_mean(np.array(values)) if values else None for values in cells)])
+    shown = Table(
+        "", "", tuple(map(TableColumn, heads)), [dict(zip(heads, line, strict=True)) for line in lines]
+    )
+    say("\n".join(text(shown)))
+    about = (
         "Prompts of rare concepts and of common ones like them. Hit: the nearest real picture, by"
-        f" {judging.extractor[0]}, has the concept; rank: the share of other concepts of the kind whose"
+        f" {space[0]}, has the concept; rank: the share of other concepts of the kind whose"
         " nearest picture is farther. 95 % intervals over concepts. Real pictures are judged by the others"
         " (atoll concepts evaluate)."
     )
-    ReportTable(title="Rare concepts and common ones", text=text, columns=columns, rows=rows).write(
+    ReportTable(title="Rare concepts and common ones", text=about, columns=heads, rows=lines).write(
         campaign.store, "tail"
     )
     say(f"wrote {campaign.store.name(RESULTS)}")
+    return rows
 
 
-def _mean(values: F64) -> str | None:
-    """A mean with its interval by a bootstrap."""
-    if not len(values):
-        return None
+def _mean(values: F64) -> str:
+    """A mean with the 95 % interval of a bootstrap."""
     draws = np.random.default_rng(0).choice(values, (1000, len(values))).mean(1)
     low, high = np.percentile(draws, [2.5, 97.5])
     return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"

@@ -19,9 +19,7 @@ COLUMN = "concepts-text"
 class Finder:
     """Finds the concepts of a vocabulary in captions, with one automaton (Aho and Corasick 1975).
 
-    Args:
-        vocabulary: the concepts. A caption holds one if it holds a form of each of its units, at the ends
-            of words.
+    A caption holds a concept if it holds a form of each of its units, at the ends of words.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -30,29 +28,26 @@ class Finder:
         except ImportError:
             fix = "install the extra: pip install 'atoll[concepts]'"
             raise ConfigError("concepts need the package pyahocorasick", fix) from None
-        wanted: dict[str, list[int]] = defaultdict(list)
-        self.several: dict[int, int] = {}
-        """Concepts of several units, by their number: how many."""
+        numbers_of: dict[str, list[int]] = defaultdict(list)
         for number, units in enumerate(vocabulary.units):
-            if len(units) > 1:
-                self.several[number] = len(units)
-            for unit in units:
-                for text in sorted(unit):
-                    wanted[text].append(number)
+            for text in sorted(set().union(*units)):
+                numbers_of[text].append(number)
         self._automaton: Any = Automaton()
-        for text, numbers in wanted.items():
+        # Between spaces, so that nothing is found within a word.
+        for text, numbers in numbers_of.items():
             self._automaton.add_word(f" {text} ", tuple(numbers))
         self._automaton.make_automaton()
         self._units = vocabulary.units
+        self._several = {number for number, units in enumerate(self._units) if len(units) > 1}
 
     def __call__(self, caption: str) -> list[int]:
         """Numbers of the concepts in a caption, rising."""
         text = f" {' '.join(words_of(caption))} "
-        found = {number for _, numbers in self._automaton.iter(text) for number in numbers}
-        if self.several:
-            present = set(text.split())
-            found = {n for n in found if n not in self.several or all(u & present for u in self._units[n])}
-        return sorted(found)
+        numbers = {number for _, numbers in self._automaton.iter(text) for number in numbers}
+        if self._several:
+            words = set(text.split())
+            numbers = {n for n in numbers if n not in self._several or all(u & words for u in self._units[n])}
+        return sorted(numbers)
 
 
 def index(dataset: DataSet, vocabulary: Vocabulary, progress: Progress | None = None) -> Column:
@@ -69,6 +64,6 @@ def index(dataset: DataSet, vocabulary: Vocabulary, progress: Progress | None = 
 def ragged(rows: Iterable[list[int]]) -> dict[str, torch.Tensor]:
     """A shard of a ragged column of numbers."""
     lists = list(rows)
-    values = np.fromiter((number for one in lists for number in one), dtype=np.int32)
-    lengths = torch.tensor([len(one) for one in lists], dtype=torch.int32)
+    values = np.fromiter((number for numbers in lists for number in numbers), dtype=np.int32)
+    lengths = torch.tensor(list(map(len, lists)), dtype=torch.int32)
     return {"values": torch.from_numpy(values), "lengths": lengths}

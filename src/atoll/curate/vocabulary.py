@@ -1,7 +1,8 @@
 """Concepts by number, and the words that stand for them."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -32,13 +33,8 @@ class Vocabulary(File):
 
     @classmethod
     def of_lines(cls, lines: Iterable[str], source: str, match: Match = "phrase") -> "Vocabulary":
-        """Concepts, one a line; empty lines do not count, and `_` is a space.
-
-        Raises:
-            DataError: no concept, one without a letter or digit, one that is too long, or one twice.
-        """
-        seen: dict[tuple[str, ...], int] = {}
-        concepts = []
+        """Concepts, one a line, without empty lines, `_` being a space; `DataError` where one is none."""
+        seen, concepts = dict[tuple[str, ...], int](), []
         for number, line in enumerate(lines, 1):
             concept = " ".join(line.replace("_", " ").split())
             if not concept:
@@ -63,11 +59,11 @@ class Vocabulary(File):
         counts: Counter[str] = Counter()
         for caption in captions:
             counts.update({noun for word in words_of(caption) for noun in nouns(word)})
-        found = [(count, noun) for noun, count in counts.items() if count >= least]
-        if not found:
+        frequent = sorted((-count, noun) for noun, count in counts.items() if count >= least)
+        if not frequent:
             raise DataError(f"no noun stands in {least} captions", "lower --least")
-        chosen = [noun for _, noun in sorted(found, key=lambda one: (-one[0], one[1]))]
-        return cls(concepts=tuple(chosen), match=match, source=f"nouns in {least} captions or more")
+        chosen = tuple(noun for _, noun in frequent)
+        return cls(concepts=chosen, match=match, source=f"nouns in {least} captions or more")
 
     def __len__(self) -> int:
         return len(self.concepts)
@@ -80,7 +76,18 @@ class Vocabulary(File):
     @cached_property
     def units(self) -> list[tuple[frozenset[str], ...]]:
         """Of each concept what a caption must hold, all of it: per unit the texts of which one is enough."""
-        return [tuple(self._units(concept)) for concept in self.concepts]
+
+        def units_of(concept: str) -> tuple[frozenset[str], ...]:
+            words = words_of(concept)
+            each = [forms(word) for word in words]
+            if self.match == "words":
+                return tuple(each)
+            # Of a long phrase only the last word is inflected: all ways to write it would fill the memory.
+            if math.prod(map(len, each)) > MOST_FORMS:
+                each = [*(frozenset([word]) for word in words[:-1]), each[-1]]
+            return (frozenset(" ".join(way) for way in product(*each)),)
+
+        return [units_of(concept) for concept in self.concepts]
 
     def number(self, name: str) -> int | None:
         """The concept that a tagger's name stands for, in singular or plural; None where there is none."""
@@ -89,22 +96,11 @@ class Vocabulary(File):
     @cached_property
     def _numbers(self) -> dict[str, int]:
         known: dict[str, int] = {}
+        # Backwards, so that a form of two concepts is that of the first.
         for number, units in reversed(list(enumerate(self.units))):
             if len(units) == 1:
                 known |= dict.fromkeys(units[0], number)
         return known | {" ".join(words_of(concept)): n for n, concept in enumerate(self.concepts)}
-
-    def _units(self, concept: str) -> Iterator[frozenset[str]]:
-        each = [forms(word) for word in words_of(concept)]
-        if self.match == "words":
-            yield from each
-            return
-        ways = 1
-        for one in each:
-            ways *= len(one)
-        if ways > MOST_FORMS:
-            each = [*(frozenset([word]) for word in words_of(concept)[:-1]), each[-1]]
-        yield frozenset(" ".join(way) for way in product(*each))
 
 
 def lemminflect() -> Any:
@@ -120,10 +116,9 @@ def lemminflect() -> Any:
 @lru_cache(maxsize=1 << 18)
 def lemmas(word: str) -> tuple[str, ...]:
     """Singulars that a noun may be a form of; itself where the dictionary of English says nothing."""
-    if not (word.isascii() and word.isalpha()):
+    if not (word.isascii() and word.isalpha()):  # the package would cut it at an accent
         return (word,)
-    found = tuple(lemma for lemma in lemminflect().getLemma(word, upos="NOUN") if lemma)
-    return found or (word,)
+    return tuple(lemma for lemma in lemminflect().getLemma(word, upos="NOUN") if lemma) or (word,)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -140,8 +135,6 @@ def nouns(word: str) -> tuple[str, ...]:
 
 def forms(word: str) -> frozenset[str]:
     """Singular and plural of a noun, of every noun that it may be."""
-    found = {word, *lemmas(word)}
-    for lemma in lemmas(word):
-        if lemma.isascii() and lemma.isalpha():
-            found.update(lemminflect().getInflection(lemma, tag="NNS"))
-    return frozenset(found)
+    ascii_lemmas = [lemma for lemma in lemmas(word) if lemma.isascii() and lemma.isalpha()]
+    plurals = (lemminflect().getInflection(lemma, tag="NNS") for lemma in ascii_lemmas)
+    return frozenset({word, *lemmas(word)}.union(*plurals))

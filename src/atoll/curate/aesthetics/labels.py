@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,16 +18,13 @@ from atoll.data.decode import open_picture
 
 @dataclass
 class Labels:
-    """Labelled pictures.
-
-    Attributes:
-        scores: of every dimension `(R, N)` in [0, 1], NaN where unknown; of the whole alone for some rows.
-        groups: rows of one group are never on both sides of a split.
-    """
+    """Labelled pictures."""
 
     names: list[str]
     scores: Tensor
+    """Of every dimension `(R, N)` in [0, 1], NaN where unknown; of the whole alone for some rows."""
     groups: list[str]
+    """Rows of one group are never on both sides of a split."""
     open: Callable[[int], Image.Image]
 
     def __len__(self) -> int:
@@ -55,7 +51,31 @@ def read_labels(
         DataError: no such columns, a list of wrong length, a score out of bounds, an unknown picture.
     """
     table = read_table(path)
-    names, opener = _pictures(table, path, dataset)
+
+    # The pictures, by a path or by the row of a data set.
+    if "image" in table.column_names:
+        names = [str(name) for name in table["image"].to_pylist()]
+
+        def opened(row: int) -> Image.Image:
+            return open_picture(path.parent / names[row])
+
+    elif "id" in table.column_names and dataset is not None:
+        names, rows = (
+            list(map(str, table["id"].to_pylist())),
+            {id_: row for row, id_ in enumerate(dataset.ids)},
+        )
+        if unknown := [id_ for id_ in names if id_ not in rows]:
+            what = f"{path}: {len(unknown):,} rows, {unknown[0]!r} first, are not in {dataset.store.location}"
+            raise DataError(what, "give the scores of this data set")
+
+        def opened(row: int) -> Image.Image:
+            return dataset.image(rows[names[row]])
+
+    else:
+        fix = "give paths in 'image', or 'id' with the campaign of the rows"
+        raise DataError(f"{path} does not say which pictures it scores", fix)
+
+    # The scores; columns by name go before the list of all.
     scores = torch.full((len(names), len(scale.names)), math.nan)
     if "scores" in table.column_names:
         for row, given in enumerate(table["scores"].to_pylist()):
@@ -81,25 +101,7 @@ def read_labels(
             f"{path}, row {row} has no score", "give score, scores or a dimension, or leave it out"
         )
     groups = table["group"].to_pylist() if "group" in table.column_names else names
-    return Labels(names, (scores - low) / (high - low), [str(group) for group in groups], opener)
-
-
-def _pictures(
-    table: pa.Table, path: Path, dataset: DataSet | None
-) -> tuple[list[str], Callable[[int], Image.Image]]:
-    if "image" in table.column_names:
-        names = [str(name) for name in table["image"].to_pylist()]
-        return names, lambda row: open_picture(path.parent / names[row])
-    if "id" not in table.column_names or dataset is None:
-        fix = "give paths in 'image', or 'id' with the campaign of the rows"
-        raise DataError(f"{path} does not say which pictures it scores", fix)
-    ids = [str(id_) for id_ in table["id"].to_pylist()]
-    rows = {id_: row for row, id_ in enumerate(dataset.ids)}
-    unknown = [id_ for id_ in ids if id_ not in rows]
-    if unknown:
-        what = f"{path}: {len(unknown):,} rows, {unknown[0]!r} first, are not in {dataset.store.location}"
-        raise DataError(what, "give the scores of this data set")
-    return ids, lambda row: dataset.image(rows[ids[row]])
+    return Labels(names, (scores - low) / (high - low), [str(group) for group in groups], opened)
 
 
 def _number(value: object, path: Path, row: int) -> float:

@@ -2,20 +2,22 @@
 
 Both are asked for the whole or for every dimension, and give a state, which heads score, and logits of the
 levels. The language-model head of an image-text model is its own, frozen; LoRA changes the layers below.
+Features go with statistics of the picture's own pixels, which networks that tell things apart have learned
+not to see, in the manner of natural scene statistics (Mittal et al. 2012, BRISQUE).
 """
 
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy, interpolate
 
 from atoll.base.errors import ConfigError, first_line
 from atoll.curate.aesthetics.scale import Scale
-from atoll.curate.aesthetics.statistics import WIDTH, statistics
 from atoll.encoders.extractors import extractor
 from atoll.encoders.registry import loading, weights_hash
 
@@ -24,6 +26,14 @@ VLM = "vlm:"
 """Begins the name of a backbone that is an image-text model."""
 LARGEST = 2048
 """Most pixels of a side that a vision encoder looks at."""
+SCALES = 4
+TONES = torch.tensor([0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99])
+DETAIL = torch.tensor([0.1, 0.5, 0.9, 0.99])
+WIDTH = 3 * 2 + len(TONES) + SCALES * (len(DETAIL) + 4) + 2 * 3
+SAMPLED = 1024
+"""Values that quantiles are taken of, about."""
+SIDE = 256
+"""Most pixels of a side; of larger pictures the middle counts."""
 
 
 class Reading(NamedTuple):
@@ -87,15 +97,12 @@ class FeatureReader(nn.Module):
         self.to(device)
 
     def producer(self) -> dict[str, Any]:
-        """See `Reader`."""
         return self.encoder.producer()
 
     def look(self, pictures: Pictures) -> Tensor:
-        """Features, and statistics of the pixels, `(B, D + WIDTH)`."""
         return torch.cat([self.encoder.encode(pictures), statistics(pictures)], dim=1)
 
     def forward(self, seen: Tensor, whole: bool, levels: Tensor | None = None) -> Reading:
-        """See `Reader`."""
         seen = seen.to(self.question.weight.device)
         features, pixels = seen[:, :-WIDTH], seen[:, -WIDTH:]
         state = self.inner(self.outer(features) + self.pixels(pixels) + self.question.weight[int(whole)])
@@ -108,11 +115,8 @@ class FeatureReader(nn.Module):
 
 
 class LanguageReader(nn.Module):
-    """Any image-text model of transformers, by folder or hub name, with LoRA by peft.
-
-    Args:
-        name: of a model whose classes transformers has; code beside the weights is not run.
-        rank: of LoRA, on every linear layer but the head; alpha is four times it.
+    """Any image-text model of transformers, by folder or hub name, with LoRA of a rank on every linear layer
+    but the head. Code beside the weights is not run.
 
     Raises:
         ConfigError: there is no such model, peft is missing, or two levels begin with the same token.
@@ -154,15 +158,13 @@ class LanguageReader(nn.Module):
             raise ConfigError(f"{name!r} begins two of the levels with one token", "choose other words")
 
     def producer(self) -> dict[str, Any]:
-        """See `Reader`."""
         return {"name": VLM + self.name, "hash": self._hash}
 
     def look(self, pictures: Pictures) -> list[Image.Image]:
-        """The pictures; the processor makes pixels of them when they are read."""
         return [picture.convert("RGB") for picture in pictures]
 
     def forward(self, seen: Pictures, whole: bool, levels: Tensor | None = None) -> Reading:
-        """See `Reader`. A picture's own question is drawn where the right answers are given."""
+        # A picture's own question is drawn in training, so that no one wording is learned.
         drawn = [0] * len(seen) if levels is None else torch.randint(1 << 16, (len(seen),)).tolist()
         texts = [self._prompt(self.scale.question(number, whole)) for number in drawn]
         asked = dict(self.processor(images=list(seen), text=texts, return_tensors="pt", padding=True))
@@ -175,8 +177,8 @@ class LanguageReader(nn.Module):
         there = torch.zeros_like(ids)
         for row, answer in enumerate(answers):
             ids[row, : len(answer)], there[row, : len(answer)] = torch.tensor(answer, dtype=torch.long), 1
-        more = {"input_ids": ids, "attention_mask": there}
         # Some processors give more per token than these two, such as token types: zeros for the answers.
+        more = {"input_ids": ids, "attention_mask": there}
         for key, value in asked.items():
             if value.ndim == 2 and value.shape[1] == length:
                 asked[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
@@ -203,3 +205,55 @@ class LanguageReader(nn.Module):
     def _answer(self, levels: Any, whole: bool) -> list[int]:
         ids = [*self._before, self._words[levels]] if whole else self._ids(self.scale.answers(levels))
         return ids if self.tokenizer.eos_token_id is None else [*ids, self.tokenizer.eos_token_id]
+
+
+def statistics(pictures: Sequence[Image.Image]) -> Tensor:
+    """Statistics `(B, WIDTH)` of pictures of any size and mode, most of them within [-2, 2]."""
+    values = torch.empty(len(pictures), WIDTH)
+    # Pictures of one size are taken together: one by one, calls would cost more than the pixels.
+    by_size: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
+    for number, picture in enumerate(pictures):
+        colours = picture.convert("YCbCr")
+        left, top = ((side - min(side, SIDE)) // 2 for side in colours.size)
+        width, height = (min(side, SIDE) for side in colours.size)
+        pixels = torch.from_numpy(np.array(colours.crop((left, top, left + width, top + height))))
+        by_size.setdefault((width, height), []).append((number, pixels))
+    for members in by_size.values():
+        numbers, each = zip(*members, strict=True)
+        values[list(numbers)] = _of_one_size(torch.stack(each).permute(0, 3, 1, 2).contiguous() / 255)
+    return values
+
+
+def _of_one_size(here: Tensor) -> Tensor:
+    """Of pictures `(B, 3, H, W)` in [0, 1]."""
+    light, count = here[:, 0], len(here)
+    mean = here.mean((2, 3))
+    spread = (here.square().mean((2, 3)) - mean.square()).clamp(min=0).sqrt()
+    parts = [mean, spread * 4, _quantiles(light, TONES)]
+    for _ in range(SCALES):
+        if min(here.shape[2:]) < 2:
+            parts.append(torch.zeros(count, len(DETAIL) + 4))
+            continue
+        coarse = avg_pool2d(here, 2)
+        fine = interpolate(coarse, scale_factor=2.0, mode="nearest")
+        lost = (here[:, :, : fine.shape[2], : fine.shape[3]] - fine).abs()
+        spread = lost[:, :1].square().mean((2, 3)).sqrt()
+        energy = torch.cat([_quantiles(lost[:, 0], DETAIL), spread, lost.mean((2, 3))], dim=1)
+        parts.append((energy + 1e-3).log() / 2 + 2)
+        here = coarse
+    # JPEG's blocks are 8 pixels wide: where it left them, every eighth difference is larger than the others.
+    for axis in (1, 2):
+        steps = light.diff(dim=axis).abs()
+        lines = steps.mean(3 - axis) if steps.numel() else torch.zeros(count, 8)
+        mean = lines.mean(1)
+        grid = (lines[:, 7::8] if lines.shape[1] > 7 else lines).mean(1)
+        flat = (steps < 0.005).float().sum((1, 2)) / max(1, steps[0].numel())
+        parts.append(torch.stack([mean * 4, grid / (mean + 1e-3) - 1, flat], dim=1))
+    return torch.cat(parts, dim=1)
+
+
+def _quantiles(values: Tensor, shares: Tensor) -> Tensor:
+    flat = values.flatten(
+        1
+    )  # every so-and-so-many-th value: a sort of all pixels would cost most of the time
+    return flat[:, :: max(1, flat.shape[1] // SAMPLED)].quantile(shares, dim=1).T

@@ -1,6 +1,7 @@
 """What is scored: dimensions as a tree, levels, and the words in which a language model is asked."""
 
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from importlib import resources
 from pathlib import Path
 from typing import Self
@@ -46,16 +47,14 @@ class Scale(Config):
         names = self.names
         if len(set(names)) != len(names):
             raise ValueError("a dimension stands twice")
-        parents = {one.name: one.parent for one in self.dimensions}
-        for name in names:
-            seen, here = {name}, parents[name]
-            while here is not None:
-                if here not in parents:
-                    raise ValueError(f"{name!r} is a part of {here!r}, which is no dimension")
-                if here in seen:
-                    raise ValueError(f"the tree has a cycle at {here!r}")
-                seen.add(here)
-                here = parents[here]
+        parents = {d.name: d.parent for d in self.dimensions}
+        for name, parent in parents.items():
+            if parent is not None and parent not in parents:
+                raise ValueError(f"{name!r} is a part of {parent!r}, which is no dimension")
+        try:
+            TopologicalSorter({name: [p] for name, p in parents.items() if p is not None}).prepare()
+        except CycleError as error:
+            raise ValueError(f"the tree has a cycle at {error.args[1][0]!r}") from None
         if sum(parent is None for parent in parents.values()) != 1:
             raise ValueError("exactly one dimension has no parent: the whole")
         worth = sorted(self.levels.values())
@@ -74,41 +73,38 @@ class Scale(Config):
             try:
                 text = Path(name).read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"cannot read the scale {name!r} ({error})", f"give {HUMAN}, or a YAML file"
-                ) from None
+                fix = f"give {HUMAN}, or a YAML file"
+                raise ConfigError(f"cannot read the scale {name!r} ({error})", fix) from None
         return cls.parse(read_yaml(text, name), name)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the dimensions."""
-        return tuple(one.name for one in self.dimensions)
+        return tuple(d.name for d in self.dimensions)
 
     @property
     def sensitive(self) -> tuple[str, ...]:
         """Names of the dimensions by which no rows are chosen unasked."""
-        return tuple(one.name for one in self.dimensions if one.sensitive)
+        return tuple(d.name for d in self.dimensions if d.sensitive)
 
     @cached_property
     def root(self) -> int:
         """Number of the whole."""
-        return next(n for n, one in enumerate(self.dimensions) if one.parent is None)
+        return next(n for n, d in enumerate(self.dimensions) if d.parent is None)
 
     @cached_property
     def parts(self) -> list[list[int]]:
         """Of every dimension the numbers of its parts; none for a leaf."""
         return [
-            [n for n, part in enumerate(self.dimensions) if part.parent == one.name]
-            for one in self.dimensions
+            [n for n, part in enumerate(self.dimensions) if part.parent == whole.name]
+            for whole in self.dimensions
         ]
 
     @cached_property
     def upwards(self) -> list[int]:
         """Numbers of all dimensions, parts before the wholes."""
-        found: list[int] = []
-        while len(found) < len(self.dimensions):
-            found += [n for n, ps in enumerate(self.parts) if n not in found and set(ps) <= set(found)]
-        return found
+        order = TopologicalSorter(dict(enumerate(self.parts)))
+        return list(order.static_order())
 
     @property
     def words(self) -> list[str]:

@@ -1,4 +1,8 @@
-"""A scorer: a reader with its heads, trained in two stages, kept in a folder of two files."""
+"""A scorer: a reader with heads on its state, trained in two stages, kept in a folder of two files.
+
+After HumanAesExpert (Liao et al. 2025, arXiv 2503.23907): a score of the whole, scores along a tree, and a
+vote on three of them. Widths, activations and the vote's form are not published; these are ours.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +17,6 @@ from torch.nn.functional import mse_loss
 from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
-from atoll.curate.aesthetics.heads import Heads, MetaVoter
 from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.readers import VLM, Pictures, reader
 from atoll.curate.aesthetics.scale import Scale
@@ -47,23 +50,67 @@ class ScorerFile(Published):
         return self.files[0].sha256
 
 
+class ExpertHead(nn.Module):
+    """Scores of every dimension along the scale's tree: connections that are not in it do not exist.
+
+    A leaf sees the reader's state, any other dimension the scores of its parts and nothing else.
+    """
+
+    def __init__(self, scale: Scale, width: int) -> None:
+        super().__init__()
+        self.parts, self.order = scale.parts, scale.upwards
+        self.nodes = nn.ModuleList(nn.Linear(len(parts) or width, 1) for parts in scale.parts)
+        for parts, node in zip(scale.parts, self.nodes, strict=True):
+            if parts:  # at first the mean of the parts
+                assert isinstance(node, nn.Linear)
+                nn.init.constant_(node.weight, 1 / len(parts))
+                nn.init.zeros_(node.bias)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Scores `(B, N)` of states `(B, W)`."""
+        scores: dict[int, Tensor] = {}
+        for number in self.order:
+            parts = self.parts[number]
+            below = torch.cat([scores[part] for part in parts], dim=1) if parts else state
+            scores[number] = self.nodes[number](below)
+        return torch.cat([scores[number] for number in range(len(self.parts))], dim=1)
+
+
+class MetaVoter(nn.Module):
+    """One score of three: those of the language model, the regression head and the expert head's whole.
+
+    At first their mean; a small network learns what to add, on rows that the heads have not seen.
+    """
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.change = nn.Sequential(nn.Linear(3, width), nn.GELU(), nn.Linear(width, 1))
+        self.shares = nn.Parameter(torch.full((3,), 1 / 3))
+        last = self.change[2]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Scores `(B,)` of `(B, 3)`."""
+        voted: Tensor = scores @ self.shares + self.change(scores)[:, 0]
+        return voted
+
+
 @dataclass(frozen=True)
 class Training:
-    """How a scorer is trained; by default a feature reader.
-
-    Attributes:
-        rate: highest learning rate of AdamW, falling as a cosine.
-        regression: weight of the regression head's loss, beside that of the answers.
-        expert: weight of the expert head's loss.
-        vote: share of the groups that only the second stage sees.
-    """
+    """How a scorer is trained; by default a feature reader."""
 
     epochs: int = 60
     batch: int = BATCH
     rate: float = 1e-3
+    """Highest learning rate of AdamW, falling as a cosine."""
     regression: float = 10.0
+    """Weight of the regression head's loss, beside that of the answers."""
     expert: float = 10.0
+    """Weight of the expert head's loss."""
     vote: float = 0.2
+    """Share of the groups that only the second stage sees."""
     seed: int = 0
 
 
@@ -74,7 +121,9 @@ class Scorer(nn.Module):
         super().__init__()
         self.scale, self.backbone, self.device = scale, backbone, device
         self.reader = reader(backbone, scale, device)
-        self.heads = Heads(scale, self.reader.width).to(device)
+        width = self.reader.width
+        self.heads = nn.ModuleDict({"regression": nn.Linear(width, 1), "expert": ExpertHead(scale, width)})
+        self.heads.to(device)
         self.voter = MetaVoter().to(device)
 
     @property
@@ -93,7 +142,7 @@ class Scorer(nn.Module):
         scores = scores.to(self.device)
         right = scores[:, self.scale.root] if whole else scores
         read = self.reader(seen, whole, self.scale.level(right.cpu()))
-        scored = self.heads.regression(read.state)[:, 0] if whole else self.heads.expert(read.state)
+        scored = self.heads["regression"](read.state)[:, 0] if whole else self.heads["expert"](read.state)
         known = ~right.isnan()
         return read.loss, mse_loss(scored[known], right[known])
 
@@ -108,8 +157,8 @@ class Scorer(nn.Module):
         whole, every = self.reader(seen, True), self.reader(seen, False)
         assert whole.levels is not None
         answered = whole.levels.softmax(1) @ self.scale.worth.to(whole.levels.device)
-        dimensions = self.heads.expert(every.state)
-        heads = [answered, self.heads.regression(whole.state)[:, 0], dimensions[:, self.scale.root]]
+        dimensions = self.heads["expert"](every.state)
+        heads = [answered, self.heads["regression"](whole.state)[:, 0], dimensions[:, self.scale.root]]
         return torch.stack(heads, dim=1).clamp(0, 1), dimensions
 
     def fit(self, labels: Labels, training: Training) -> dict[str, Any]:
@@ -122,15 +171,25 @@ class Scorer(nn.Module):
         first, second = split(labels, training.vote, training.seed)
         seen: dict[int, Any] = {}
         progress = Progress("pictures", len(labels), unit="pictures")
-        if self.reader.frozen:
+        if self.reader.frozen:  # what it reads never changes, so every picture is read once for all epochs
             for rows in np.array_split(np.arange(len(labels)), -(-len(labels) // BATCH)):
                 seen |= zip(rows.tolist(), self.reader.look([labels.open(int(r)) for r in rows]), strict=True)
                 progress(int(rows[-1]) + 1)
         self._fit_heads(labels, first, seen, training)
+
         # The voter learns on pictures that the heads have not seen: on the others the best-fitted head
         # would always look right.
         whole = second[~labels.scores[second, self.scale.root].isnan().numpy()]
-        self._fit_voter(labels, whole, seen)
+        with torch.no_grad():
+            parts = [whole[first : first + BATCH].tolist() for first in range(0, len(whole), BATCH)]
+            votes = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])
+        right = labels.scores[whole, self.scale.root].to(votes.device)
+        optimizer = torch.optim.AdamW(self.voter.parameters(), lr=1e-2, weight_decay=0.01)
+        for _ in range(300):
+            loss = mse_loss(self.voter(votes), right)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
         return {
             **vars(training),
             "rows": len(labels),
@@ -169,18 +228,6 @@ class Scorer(nn.Module):
                 progress(schedule.last_epoch, note=f"loss {float(total.detach()):.4f}")
         self.eval()
 
-    def _fit_voter(self, labels: Labels, rows: Any, seen: dict[int, Any]) -> None:
-        with torch.no_grad():
-            parts = [rows[first : first + BATCH].tolist() for first in range(0, len(rows), BATCH)]
-            votes = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])
-        right = labels.scores[rows, self.scale.root].to(votes.device)
-        optimizer = torch.optim.AdamW(self.voter.parameters(), lr=1e-2, weight_decay=0.01)
-        for _ in range(300):
-            loss = mse_loss(self.voter(votes), right)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
     @property
     def _trained(self) -> dict[str, Tensor]:
         return {name: p.detach().cpu() for name, p in self.named_parameters() if p.requires_grad}
@@ -189,10 +236,12 @@ class Scorer(nn.Module):
         """Write what was trained, then `scorer.json`."""
         store = Store.open(folder, create=True)
         tensors = {name: value.contiguous() for name, value in self._trained.items()}
-        entry = write_file(store, "", "weights.safetensors", safetensors.torch.save(tensors))
-        reader = self.reader.producer()
         file = ScorerFile(
-            backbone=self.backbone, producer=reader, scale=self.scale, files=[entry], training=training
+            backbone=self.backbone,
+            producer=self.reader.producer(),
+            scale=self.scale,
+            files=[write_file(store, "", "weights.safetensors", safetensors.torch.save(tensors))],
+            training=training,
         )
         store.put_json(ScorerFile.PLACE, file.to_json())
         return file

@@ -1,5 +1,6 @@
 """The stages of aesthetics: train a scorer, score rows and folders, compare scores with people's."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
+from atoll.base.table import Column as TableColumn
+from atoll.base.table import Table, text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
 from atoll.curate.aesthetics.labels import Labels
-from atoll.curate.aesthetics.metrics import agreement
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
 from atoll.curate.image_hits import numeric, read_table
 from atoll.data.columns import Column
@@ -24,9 +27,11 @@ from atoll.data.decode import open_picture
 from atoll.data.folder import SUFFIXES
 from atoll.store.store import Store
 
+F64 = NDArray[np.float64]
 COLUMN = "aesthetics"
 """Scores of every row, `(S,)` float32; the producer names them."""
 MEAN = HEADS[-1]
+SHOWN = ("SRCC", "PLCC", "KRCC", "MSE", "MAE", "accuracy", "F1")
 
 
 def train_stage(scorer: Scorer, labels: Labels, training: Training, out: str) -> dict[str, Any]:
@@ -40,15 +45,14 @@ def train_stage(scorer: Scorer, labels: Labels, training: Training, out: str) ->
 def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
     """Write (or find) the column of scores."""
     scorer, file = Scorer.load(folder, device)
-    dataset = campaign.dataset()
-    names = [*scorer.columns]
-    producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
+    dataset, names = campaign.dataset(), [*scorer.columns]
 
     def compute(shard: int) -> dict[str, Tensor]:
         pictures = list(dataset.iter_images(shard))
         parts = [scorer.scores(pictures[i : i + BATCH]) for i in range(0, len(pictures), BATCH)]
         return {"values": torch.cat(parts) if parts else torch.empty(0, len(names))}
 
+    producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
     producer["sensitive"] = [*file.scale.sensitive]
     progress = Progress("scores", len(dataset.shards), unit="shards")
     return _reported(campaign, dataset.write_column(COLUMN, producer, compute, progress=progress))
@@ -65,8 +69,7 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
     if "id" not in table.column_names or not names:
         raise DataError(f"{path} needs a column 'id' and columns of scores", "name them so")
     row_of = {str(id_): row for row, id_ in enumerate(table["id"].to_pylist())}
-    missing = [id_ for id_ in dataset.ids if id_ not in row_of]
-    if missing:
+    if missing := [id_ for id_ in dataset.ids if id_ not in row_of]:
         what = f"{path} lacks {len(missing):,} of {len(dataset):,} rows, {missing[0]!r} first"
         raise DataError(what, "give the scores of this data set")
     order = [row_of[id_] for id_ in dataset.ids]
@@ -89,14 +92,17 @@ def _reported(campaign: Campaign, column: Column) -> Column:
         partition = campaign.clustered()[1]
         parts += [(f"cluster {k}", values[partition.clusters == k]) for k in range(partition.k)]
     names = column.meta.producer["scores"]
+    # The one that a filter goes by comes first: what is said of a cluster is its first column of numbers.
     shown = names.index(MEAN) if MEAN in names else 0
     order = [shown, *(n for n in range(len(names)) if n != shown)]
-    rows: list[list[str | int | float | None]] = [
-        [name, *[round(float(of[:, n].mean()), 4) for n in order]] for name, of in parts if len(of)
+    rows: list[list[Any]] = [
+        [name, *(round(float(of[:, n].mean()), 4) for n in order)] for name, of in parts if len(of)
     ]
-    title, columns = "Scores of the pictures", ["rows", *(names[n] for n in order)]
-    text = "Means over all rows of the data set (atoll aesthetics score)."
-    ReportTable(title=title, text=text, columns=columns, rows=rows).write(campaign.store, SCORES)
+    heads = ["rows", *(names[n] for n in order)]
+    about = "Means over all rows of the data set (atoll aesthetics score)."
+    ReportTable(title="Scores of the pictures", text=about, columns=heads, rows=rows).write(
+        campaign.store, SCORES
+    )
     low, middle, high = values[:, shown].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:
@@ -104,7 +110,7 @@ def _reported(campaign: Campaign, column: Column) -> Column:
     return column
 
 
-def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> np.ndarray[Any, Any]:
+def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[Any]:
     """One score of all rows `(rows,)` by its name.
 
     Raises:
@@ -118,7 +124,7 @@ def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> np.ndarra
     if name in column.meta.producer.get("sensitive", []) and not sensitive:
         what = f"{name!r} describes a person: rows are not chosen by it"
         raise ConfigError(what, "say --allow-sensitive if that is what you mean")
-    values: np.ndarray[Any, Any] = column.read(np.arange(len(dataset)))[:, names.index(name)].numpy()
+    values: NDArray[Any] = column.read(np.arange(len(dataset)))[:, names.index(name)].numpy()
     return values
 
 
@@ -129,43 +135,67 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
         raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
     if not out.parent.is_dir() or out.is_dir():
         raise DataError(f"{out} cannot be written", "give a file in a folder that exists")
-    progress = Progress("scores", len(paths), unit="pictures")
-    parts = []
+    progress, parts = Progress("scores", len(paths), unit="pictures"), []
     for first in range(0, len(paths), BATCH):
         parts.append(scorer.scores([open_picture(path) for path in paths[first : first + BATCH]]))
         progress(min(first + BATCH, len(paths)))
     values = torch.cat(parts).numpy()
-    names = {name: values[:, number] for number, name in enumerate(scorer.columns)}
-    pq.write_table(pa.table({"image": [str(path.relative_to(folder)) for path in paths], **names}), out)
-    say(f"{len(paths):,} pictures: {MEAN} {values[:, HEADS.index(MEAN)].mean():.3f} on average; wrote {out}")
+    columns = {name: values[:, number] for number, name in enumerate(scorer.columns)}
+    pq.write_table(pa.table({"image": [str(path.relative_to(folder)) for path in paths], **columns}), out)
+    say(f"{len(paths):,} pictures: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}")
 
 
 def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> dict[str, dict[str, float]]:
-    """How a scorer agrees with people, by head and dimension; printed, and written for the report.
-
-    Raises:
-        DataError: no picture has a score of what is asked for.
-    """
+    """How a scorer agrees with people, by head and dimension; printed, and written for the report."""
     parts = [range(first, min(first + BATCH, len(labels))) for first in range(0, len(labels), BATCH)]
     scores = torch.cat([scorer.scores([labels.open(row) for row in part]) for part in parts])
-    root, found = scorer.scale.root, {}
+    agreements = {}
     for number, name in enumerate(scorer.columns):
-        right = labels.scores[:, root if number < len(HEADS) else number - len(HEADS)]
+        right = labels.scores[:, scorer.scale.root if number < len(HEADS) else number - len(HEADS)]
         known = ~right.isnan()
         if known.any():
             pair = (scores[known, number].double().numpy(), right[known].double().numpy())
-            found[name] = agreement(*pair, levels=len(scorer.scale.levels))
-    shown = ("SRCC", "PLCC", "KRCC", "MSE", "MAE", "accuracy", "F1")
-    say(f"{'':<32}" + "".join(f"{name:>10}" for name in shown))
-    for name, values in found.items():
-        say(f"{name:<32}" + "".join(f"{values[metric]:>10.3f}" for metric in shown))
+            agreements[name] = agreement(*pair, levels=len(scorer.scale.levels))
+    rows = [
+        {"score": name}
+        | {metric: None if math.isnan(value) else round(value, 6) for metric, value in of.items()}
+        for name, of in agreements.items()
+    ]
+    heads = (TableColumn("score"), *(TableColumn(metric, digits=3) for metric in SHOWN))
+    say("\n".join(text(Table("", "", heads, rows))))
     if out is not None:
-        rows: list[list[str | int | float | None]] = [
-            [name, *(None if value != value else round(value, 6) for value in of.values())]
-            for name, of in found.items()
-        ]
-        columns = ["score", *next(iter(found.values()))]
-        text = f"{len(labels):,} labelled pictures (atoll aesthetics evaluate)."
-        finding = ReportTable(title="Agreement with people", text=text, columns=columns, rows=rows)
-        finding.write(Store.open(out, create=True), "agreement")
-    return found
+        about = f"{len(labels):,} labelled pictures (atoll aesthetics evaluate)."
+        cells = [list(row.values()) for row in rows]
+        left = ReportTable(title="Agreement with people", text=about, columns=list(rows[0]), rows=cells)
+        left.write(Store.open(out, create=True), "agreement")
+    return agreements
+
+
+def agreement(scores: F64, right: F64, levels: int = 5) -> dict[str, float]:
+    """Of scores in [0, 1] `(R,)` with right ones: errors, correlations, and precision by level.
+
+    `published MSE` and `published MAE` are what HumanAesExpert's code calls so: the roots of the two. PLCC,
+    SRCC and KRCC are Pearson's, Spearman's and Kendall's correlations, NaN where all scores are the same.
+    Accuracy, precision, recall and F1 are of levels of equal width; the latter three are means over the
+    levels that occur among either, 0 for one that is never met.
+    """
+    from scipy import stats  # a second that a filter, which reads scores too, does without
+
+    errors = scores - right
+    mse, mae = float((errors**2).mean()), float(np.abs(errors).mean())
+    values = {"MSE": mse, "MAE": mae}
+    values |= {"published MSE": math.sqrt(mse + 1e-8), "published MAE": math.sqrt(mae + 1e-8)}
+    apart = len(scores) > 1 and np.ptp(scores) > 0 and np.ptp(right) > 0
+    for name, of in (("PLCC", stats.pearsonr), ("SRCC", stats.spearmanr), ("KRCC", stats.kendalltau)):
+        values[name] = float(of(scores, right).statistic) if apart else math.nan
+    said, true = (np.clip(np.floor(of * levels), 0, levels - 1) for of in (scores, right))
+    hits = {level: float(((said == level) & (true == level)).sum()) for level in {*said, *true}}
+    precisions = [hit / max(1.0, float((said == level).sum())) for level, hit in hits.items()]
+    recalls = [hit / max(1.0, float((true == level).sum())) for level, hit in hits.items()]
+    both = zip(precisions, recalls, strict=True)
+    return values | {
+        "accuracy": float((said == true).mean()),
+        "precision": float(np.mean(precisions)),
+        "recall": float(np.mean(recalls)),
+        "F1": float(np.mean([2 * p * r / (p + r) if p + r else 0.0 for p, r in both])),
+    }
