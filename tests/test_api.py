@@ -1,7 +1,10 @@
 """README's script: from a folder of pictures to a model of one's own, in Python."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
@@ -41,49 +44,50 @@ def script() -> str:
     return next(block for block in blocks if block.startswith("import atoll\n"))
 
 
-def test_the_script_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    draw_photos(tmp_path / "photos")
-    monkeypatch.chdir(tmp_path)
-    create = atoll.create
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The names of the script when it has run, and what it printed as `printed`."""
+    folder, create = tmp_path_factory.mktemp("api"), atoll.create
+    draw_photos(folder / "photos")
 
     def small(source: str, folder: str, settings: dict[str, object]) -> object:
         assert settings  # README shows how they are given
         return create(source, folder, SMALL)
 
-    monkeypatch.setattr(atoll, "create", small)
     code = script().replace("samples=500, components=32", "samples=8, components=2")
-    names: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    with Image.open(tmp_path / "bicycle.png") as picture:
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.setattr(atoll, "create", small)
+        exec(compile(code, "README.md", "exec"), names)
+    return {**names, "folder": folder, "printed": printed.getvalue()}
+
+
+def test_the_script_of_the_readme_runs(ran: dict[str, Any]) -> None:
+    with Image.open(ran["folder"] / "bicycle.png") as picture:
         assert picture.size == (16, 16)
-    assert len(names["experts"]) == 2  # type: ignore[arg-type]
-    assert {card.role for card in names["experts"]} == {"expert"}  # type: ignore[attr-defined]
-    measured = [
-        line for line in capsys.readouterr().out.splitlines() if re.match(r"(top-1|full|cooled) \d", line)
-    ]
+    assert [card.role for card in ran["experts"]] == ["expert"] * 2
+    measured = [line for line in ran["printed"].splitlines() if re.match(r"(top-1|full|cooled) \d", line)]
     assert len(measured) == 3
 
 
-def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(tmp_path: Path) -> None:
+def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
+    ran: dict[str, Any], tmp_path: Path
+) -> None:
     """A function's name says nothing of what it computes. A later session goes on by the folder's name."""
-    draw_photos(tmp_path / "photos")
-    folder = tmp_path / "c"
-    campaign = atoll.create(tmp_path / "photos", folder, SMALL)
-    for k in range(atoll.prepare(folder).k):
-        atoll.fit(folder, "expert", k)
-    atoll.fit(folder, "router")
+    folder = ran["folder"] / "bicycles"
+    assert atoll.prepare(folder).k == 2
+    assert atoll.fit(folder, "expert", 1) == ran["experts"][1]  # finished already
     model, steepness = atoll.load(folder), [1.0]
-    assert model.generation == campaign.config.sampling
+    assert model.generation == ran["campaign"].config.sampling
 
     def steep(logits, uniforms):  # type: ignore[no-untyped-def]
         return (logits * steepness[0]).softmax(-1)
 
     values = []
     for steepness[0] in (1e-3, 1e3):
-        found = atoll.evaluate(folder, routing=steep, metrics="frechet", samples=8, components=2)
-        values.append(found["frechet"])
+        measured = atoll.evaluate(folder, routing=steep, metrics="frechet", samples=8, components=2)
+        values.append(measured["frechet"])
     assert values[0] != values[1]
     assert len(model("a red circle", each=2).images) == 2
     for call, words in [

@@ -17,6 +17,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import SINGLE
 from atoll.campaign.runs import Run
+from atoll.campaign.settings.launch import merged
 from atoll.data.partition import Partition
 from atoll.measure import evaluation
 from atoll.model.card import Card
@@ -50,18 +51,14 @@ def create(
         raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = read_yaml(catalogue.text(recipe), recipe)
     place = str(source) if source == "glyphs" else str(expanded(source).absolute())
-    tree = _merged(_merged(tree, {"data": {"source": place}}), settings or {})
+    tree = merged(merged(tree, {"data": {"source": place}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
     return Campaign.open(where)
 
 
 def prepare(campaign: Campaign | str | Path) -> Partition:
-    """Do everything before training: data set, features, latents, text states, partition.
-
-    Args:
-        campaign: or its folder; so for the other stages.
-    """
+    """Do everything before training: data set, features, latents, text states, partition."""
     return stages.prepare(_opened(campaign))
 
 
@@ -69,7 +66,7 @@ def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | Non
     """Train one network, or go on with it, and return the card it was published with.
 
     Args:
-        campaign: prepared.
+        campaign: prepared; or its folder, so for the other stages.
         role: `expert`, `router`, `monolith`, `pretrain` or `student`.
         expert: number of the expert.
     """
@@ -98,17 +95,18 @@ def load(
             None takes unsigned ones too.
     """
     where = device or own_device()
-    if not isinstance(source, Campaign) and not _is_campaign(source):
-        return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
+    if not isinstance(source, Campaign):
+        if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
+            return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
+        source = Campaign.open(source)
     if name not in (models := ["ensemble", *SINGLE]):
         raise ConfigError(f"there is no model {name!r}", nearest(name, models))
-    source = _opened(source)
     if name == "ensemble":
         assemble(source, trusted=trusted)  # what ensemble/ holds afterwards is what these keys signed
         trusted = None
-    sampling = source.config.sampling
-    place = residency or sampling.residency, where
-    return Model.load(source.store, name, *place, sampling, (*source.config.encoders, *encoders), trusted)
+    sampling, residency = source.config.sampling, residency or source.config.sampling.residency
+    encoders = (*source.config.encoders, *encoders)
+    return Model.load(source.store, name, residency, where, sampling, encoders, trusted)
 
 
 def evaluate(
@@ -146,15 +144,3 @@ def evaluate(
 
 def _opened(campaign: Campaign | str | Path) -> Campaign:
     return campaign if isinstance(campaign, Campaign) else Campaign.open(campaign)
-
-
-def _is_campaign(source: str | Path) -> bool:
-    return any((Path(source) / name).is_file() for name in ("campaign.yaml", "campaign.json"))
-
-
-def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
-    for name, change in changes.items():
-        both = isinstance(change, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], change) if both else change
-    return merged

@@ -66,18 +66,20 @@ def audit(campaign: str) -> None:
     for problem in problems:
         say(f"problem: {problem}")
     if problems:
-        what = f"{len(problems)} problems in the data set, the first: {problems[0].rstrip('.')}"
-        raise AtollError(what, "make the named files again")
+        first = problems[0].rstrip(".")
+        raise AtollError(
+            f"{len(problems)} problems in the data set, the first: {first}", "make the named files again"
+        )
     say("no problems")
 
 
-def _shared(name: str, stage: str, text: str) -> None:
+def _add_sharded(name: str, text: str) -> None:
     @data.command(name, help=text)
     @CAMPAIGN
     @WORKERS
     @PART
     @SETS
-    def do(campaign: str, workers: int, part: str | None, sets: tuple[str, ...]) -> None:
+    def run(campaign: str, workers: int, part: str | None, sets: tuple[str, ...]) -> None:
         from atoll.campaign import prepare
         from atoll.data.job import Part
 
@@ -85,26 +87,22 @@ def _shared(name: str, stage: str, text: str) -> None:
             if workers > 1 and part is None:
                 from atoll.launch.submit import run_workers
 
-                settings = [word for setting in sets for word in ("--set", setting)]
-                run_workers(workers, "data", command, campaign, *settings)
+                run_workers(workers, "data", command, campaign, *(w for one in sets for w in ("--set", one)))
 
         opened, own = open_campaign(campaign, sets), None if part is None else Part.parse(part)
         if name == "prepare":
             prepare.prepare_data(opened, own, share)
         else:
             share(name)
-            getattr(prepare, stage)(opened, own)
+            getattr(prepare, f"{name}_stage")(opened, own)
 
 
-_shared(
+_add_sharded(
     "ingest",
-    "ingest_stage",
     "Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path.",
 )
-_shared("embed", "embed_stage", "Add the features that the partition clusters.")
-_shared("encode", "encode_stage", "Add the latents and text states that the networks train on.")
-_shared(
-    "prepare",
-    "prepare_data",
-    "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them.",
+_add_sharded("embed", "Add the features that the partition clusters.")
+_add_sharded("encode", "Add the latents and text states that the networks train on.")
+_add_sharded(
+    "prepare", "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them."
 )

@@ -19,7 +19,6 @@ from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
-from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
 from atoll.train.preemption import ends_with_run, exit_process
 
@@ -353,13 +352,43 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
     (export_campaign if request.model == "ensemble" else export_stock)(open_campaign(campaign), request)
 
 
-atoll.add_command(aesthetics)
-atoll.add_command(concepts)
-atoll.add_command(data)
+@atoll.group()
+def keys() -> None:
+    """Keys that say who made a model: make one, sign with it."""
+
+
+@keys.command("new")
+@click.argument("key", metavar="FILE", type=LOCAL)
+def new_key(key: Path) -> None:
+    """Write a new private key, and print the public one to give away."""
+    from atoll.store.signatures import new_key as make
+
+    say(make(key))
+
+
+@keys.command("show")
+@click.argument("key", metavar="FILE", type=LOCAL)
+def show_key(key: Path) -> None:
+    """Print the public key of a private one."""
+    from atoll.store.signatures import public_key
+
+    say(public_key(key))
+
+
+@keys.command("sign")
+@click.argument("folder", metavar="FOLDER")
+@click.option("--key", type=LOCAL, required=True, help="Private key.")
+def sign(folder: str, key: Path) -> None:
+    """Sign an export, all that a campaign has published, or the folder of one run."""
+    from atoll.store.signatures import sign_folder
+
+    for name in sign_folder(folder, key):
+        say(f"signed {name}")
+
+
+for group in (aesthetics, concepts, data, dashboard, serve):
+    atoll.add_command(group)
 data.add_command(filter_rows)
-atoll.add_command(dashboard)
-atoll.add_command(keys)
-atoll.add_command(serve)
 
 
 def main() -> None:
@@ -377,11 +406,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def run_command(run: Callable[[], Any]) -> int:
-    """Run a command and tell its errors.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command and tell its errors; the exit code."""
     try:
         run()
     except SystemExit as leaving:
@@ -399,21 +424,30 @@ def run_command(run: Callable[[], Any]) -> int:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         return 2
     except ModuleNotFoundError as error:
-        part = (error.name or "").startswith("atoll.")
-        fix = "install all of it" if part else f"pip install {(error.name or '').partition('.')[0]}"
+        name = error.name or ""
+        fix = "install all of it" if name.startswith("atoll.") else f"pip install {name.partition('.')[0]}"
         click.echo(f"error: this Atoll is without {error.name}: {fix}", err=True)
         return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)
         return 130
     except Exception as error:
-        click.echo(f"error: {unexpected(error)} (traceback: {_kept_traceback()})", err=True)
+        # The traceback goes to a file; where none can be written, it is printed.
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"
+            ) as file:
+                traceback.print_exc(file=file)
+            place = file.name
+        except OSError:
+            traceback.print_exc()
+            place = "above"
+        click.echo(f"error: {_unexpected(error)} (traceback: {place})", err=True)
         return 1
     return 0
 
 
-def unexpected(error: Exception) -> str:
-    """One line for an error that no part of Atoll foresaw, and what to do about it."""
+def _unexpected(error: Exception) -> str:
     reason = first_line(error)[:300]
     if isinstance(error, MemoryError):
         return "there is not enough memory: ask for less at once, or for fewer samples or steps"
@@ -422,16 +456,3 @@ def unexpected(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{reason}: check the path, its permissions and the free space"
     return f"{type(error).__name__}: {reason}: please report it with the traceback"
-
-
-def _kept_traceback() -> str:
-    # Path of a file that holds the traceback; where none can be written, it is printed instead.
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"
-        ) as file:
-            traceback.print_exc(file=file)
-        return file.name
-    except OSError:
-        traceback.print_exc()
-        return "above"

@@ -13,47 +13,28 @@ from atoll.campaign.settings.launch import Placement, SkyConfig, SlurmConfig
 
 @dataclass(frozen=True)
 class Job:
-    """One command to run, as one process or, with torchrun in front, as several.
+    """One command to run, as one process or, with torchrun in front, as several."""
 
-    Attributes:
-        name: for messages, unique.
-        argv: the command, its first part a Python.
-        cpus: cores that it uses on a node.
-        memory: bytes it needs at most on a node, roughly; an estimate unless `memory_asked`.
-        work: how long it takes in relation to others; longer ones start first.
-        gpus: GPUs of a node; None is one where this machine has any.
-        processes: processes of a node.
-        nodes: nodes.
-        needs: names of jobs that have to finish first.
-        after_any: whether a queue starts it however those ended, because it looks itself at what they made.
-        saves: whether a warning lets it save and leave; else it dies of it, and is queued again all the same.
-        count: how many of it share one work; more than one only for launchers with `ARRAYS`.
-        env: variables of its environment.
-        memory_asked: whether the user set `memory`.
-        slurm: what only Slurm asks for.
-        sky: what only SkyPilot asks for.
-        options: what only a launcher of the user's own asks for.
-        target: the launcher that runs it.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    cpus: int = 1
-    memory: int = 0
-    work: float = 0.0
-    gpus: int | None = None
-    processes: int = 1
+    name: str  # for messages, unique
+    argv: tuple[str, ...]  # its first part is a Python
+    cpus: int = 1  # cores that it uses on a node
+    memory: int = 0  # bytes it needs at most on a node, roughly; an estimate unless `memory_asked`
+    work: float = 0.0  # how long it takes in relation to others; longer ones start first
+    gpus: int | None = None  # of a node; None is one where this machine has any
+    processes: int = 1  # of a node
     nodes: int = 1
-    needs: tuple[str, ...] = ()
-    after_any: bool = False
-    saves: bool = True
-    count: int = 1
+    needs: tuple[str, ...] = ()  # names of jobs that have to finish first
+    after_any: bool = False  # a queue starts it however those ended: it looks itself at what they made
+    saves: bool = (
+        True  # a warning lets it save and leave; else it dies of it, and is queued again all the same
+    )
+    count: int = 1  # how many of it share one work; more than one only for launchers with `ARRAYS`
     env: Mapping[str, str] = field(default_factory=dict)
     memory_asked: bool = False
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sky: SkyConfig = field(default_factory=SkyConfig)
-    options: Mapping[str, str] = field(default_factory=dict)
-    target: str = "local"
+    options: Mapping[str, str] = field(default_factory=dict)  # for a launcher of the user's own
+    target: str = "local"  # the launcher that runs it
 
     @property
     def slug(self) -> str:
@@ -75,21 +56,11 @@ class Job:
         before, after = self._parts()
         return (*before, *(("--standalone",) if self.processes > 1 else ()), *after)
 
-    def typed(self) -> str:
-        """The command on one node as a person would type it, with its variables."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join((*variables, shlex.join(self.local_argv())))
-
     def shell(self, host: str = "", port: str = "") -> str:
-        """The command for a shell.
-
-        Args:
-            host: where the processes of several nodes meet, as shell text that needs no quotes.
-            port: the port there, as such a text.
-        """
-        before, after = self._parts()
+        """The command for a shell; nodes meet at `host` and `port`, which are shell text as they are."""
         if self.nodes == 1:
             return shlex.join(self.local_argv())
+        before, after = self._parts()
         meet = f'--rdzv-backend c10d --rdzv-id atoll --rdzv-endpoint "{host}:{port}"'
         return f"{shlex.join(before)} {meet} {shlex.join(after)}"
 
@@ -104,17 +75,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the jobs of a campaign read and write.
+    """Where the jobs of a campaign read and write."""
 
-    Attributes:
-        campaign: its absolute path or URL.
-        prints: folder for what jobs print.
-        files: folder for files that a launcher writes for the user.
-    """
-
-    campaign: str
-    prints: Path
-    files: Path
+    campaign: str  # its absolute path or URL
+    prints: Path  # folder for what jobs print
+    files: Path  # folder for files that a launcher writes for the user
 
 
 class Launcher(Protocol):

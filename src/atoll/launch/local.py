@@ -1,6 +1,7 @@
 """Islands as separate processes of this machine, as many at once as fit."""
 
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -17,8 +18,8 @@ from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, True, False, False
-
-GRACE = 60.0  # seconds between SIGTERM and SIGKILL when the launch itself is stopped
+GRACE = 60.0
+"""Seconds between SIGTERM and SIGKILL when the launch itself is stopped."""
 
 
 def gpus_of(place: Placement) -> int | None:
@@ -33,7 +34,11 @@ def check(jobs: Sequence[Job], site: Site) -> None:
 
 def show(jobs: Sequence[Job], site: Site) -> str:
     """The commands as a person would type them."""
-    return "\n".join(f"$ {job.typed()}" for job in jobs)
+    typed = []
+    for job in jobs:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        typed.append(" ".join(("$", *variables, shlex.join(job.local_argv()))))
+    return "\n".join(typed)
 
 
 def submit(jobs: Sequence[Job], site: Site) -> None:
@@ -50,13 +55,14 @@ def _gpus() -> int:
 class _Running:
     """A started job."""
 
-    def __init__(self, job: Job, devices: set[int], gpus: int, said: "dict[str, _Running] | None") -> None:
+    def __init__(self, job: Job, devices: set[int], gpus: int, printed: "dict[str, _Running] | None") -> None:
         environment = {**os.environ, **job.environment}
         if gpus:
-            mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            names = [mine[number] if mine else str(number) for number in sorted(devices)]
+            # Numbers count within what this process itself was given, by a queue for example.
+            visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            names = [visible[number] if visible else str(number) for number in sorted(devices)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        self.job, self.devices, self.said = job, devices, said
+        self.job, self.devices, self.printed = job, devices, printed
         self.process = subprocess.Popen(
             job.local_argv(),
             env=environment,
@@ -76,35 +82,29 @@ class _Running:
         with self.process.stdout as lines:
             for line in lines:
                 self.tail.append(line.rstrip())
-                if self.said is None or self.said.setdefault(line, self) is self:
+                if self.printed is None or self.printed.setdefault(line, self) is self:
                     say(f"  {line.rstrip()}")
 
 
 def run(jobs: Sequence[Job], gpus: int = 0) -> None:
-    """Run all jobs to their end, those first that others need, then the longest.
+    """Run all jobs to their end, on that many GPUs or, with 0, on the CPU: as many at once as fit.
 
     A job starts when none of those that it needs is left among `jobs`. One failure stops the rest in order.
-
-    Args:
-        jobs: commands; each exits with 0 when its work is done.
-        gpus: GPUs to spread over; 0 runs on the CPU, as many at once as cores allow.
-
-    Raises:
-        AtollError: a job failed; names it and repeats its last lines. Or one asks for what is not here.
+    `AtollError` names the job that failed and its last line, or one that asks for what is not here.
     """
     _must_fit(jobs, gpus)
+    # Those first that others need, then the longest: what starts last decides when all have ended.
     needed = {name for job in jobs for name in job.needs}
     waiting = deque(sorted(jobs, key=lambda job: (job.name not in needed, -job.work)))
     running: list[_Running] = []
-    # Processes of one command do one work together: what they find alike is told by the first.
-    said = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
+    # Processes of one command do one work together: what they print alike is shown of the first only.
+    printed = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
     start = time.monotonic()
     with _caught_signals() as signals:
         try:
             while waiting or running:
                 if signals:
                     raise KeyboardInterrupt
-                # A job is ready when none of those that it needs is left, waiting or running.
                 while True:
                     left = {job.name for job in waiting} | {other.job.name for other in running}
                     job = next((job for job in waiting if not left.intersection(job.needs)), None)
@@ -112,10 +112,16 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     if job is None or free is None:
                         break
                     waiting.remove(job)
-                    running.append(_Running(job, free, gpus, said.get(job.argv)))
+                    running.append(_Running(job, free, gpus, printed.get(job.argv)))
                     say(f"started {job.name} (process {running[-1].process.pid})")
                 time.sleep(0.2)
-                _reap(running)
+                for ended in [other for other in running if other.process.poll() is not None]:
+                    ended.thread.join()
+                    running.remove(ended)
+                    if (code := ended.process.returncode) != 0:
+                        last = next((line for line in reversed(ended.tail) if line.strip()), "no output")
+                        fix = "correct it and launch again; finished work stays"
+                        raise AtollError(f"{ended.job.name} ended with code {code} ({last})", fix)
         finally:
             _stop(running)
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
@@ -139,17 +145,6 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _reap(running: list[_Running]) -> None:
-    """Take out the processes that have ended; `AtollError` if one failed."""
-    for done in [one for one in running if one.process.poll() is not None]:
-        done.thread.join()
-        running.remove(done)
-        if (code := done.process.returncode) != 0:
-            last = next((line for line in reversed(done.tail) if line.strip()), "no output")
-            fix = "correct it and launch again; finished work stays"
-            raise AtollError(f"{done.job.name} ended with code {code} ({last})", fix)
-
-
 def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
         if job.nodes > 1:
@@ -164,15 +159,16 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
 def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
     """Numbers of the GPUs for one more job, empty on the CPU; None if there is no room."""
     wanted = min(1, gpus) if job.gpus is None else job.gpus
-    free = sorted(set(range(gpus)) - {number for r in running for number in r.devices})
+    free = sorted(set(range(gpus)) - {number for other in running for number in other.devices})
     if len(free) < wanted:
         return None
+    # Alone a job always has room: one that is larger than the machine would wait for ever.
     if wanted or not running:
         return set(free[:wanted])
-    if sum(r.job.cpus for r in running) + job.cpus > cores():
+    if sum(other.job.cpus for other in running) + job.cpus > cores():
         return None
     memory = 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # less a tenth for the rest
-    return set() if sum(r.job.memory for r in running) + job.memory <= memory else None
+    return set() if sum(other.job.memory for other in running) + job.memory <= memory else None
 
 
 def _stop(running: list[_Running]) -> None:

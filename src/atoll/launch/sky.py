@@ -48,76 +48,23 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
     say(f"wrote {script}; where sky is installed: sh {shlex.quote(str(script))}")
 
 
-def task(job: Job, campaign: str) -> dict[str, Any]:
-    """A managed job as SkyPilot's YAML describes it.
-
-    Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
-
-    Args:
-        job: the run.
-        campaign: URL of the campaign.
-    """
-    sky = job.sky
-    recovery: dict[str, Any] = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]}
-    resources: dict[str, Any] = {
-        "use_spot": sky.use_spot,
-        "job_recovery": recovery,
-        "cpus": f"{job.cpus}+",
-    }
-    if sky.accelerators is not None:
-        resources["accelerators"] = sky.accelerators
-    if job.memory_asked:
-        resources["memory"] = f"{-(-job.memory // 10**9)}+"
-    if sky.cloud is not None:
-        resources["infra"] = sky.cloud if sky.region is None else f"{sky.cloud}/{sky.region}"
-    if sky.image is not None:
-        resources["image_id"] = sky.image
-    if sky.disk is not None:
-        resources["disk_size"] = sky.disk
-    config: dict[str, Any] = {"name": job.label(campaign), "resources": resources, "num_nodes": job.nodes}
-    if sky.workdir is not None:
-        config["workdir"] = str(expanded(sky.workdir).absolute())  # the script changes folders
-    config["envs"] = dict(job.environment)
-    config["setup"] = "\n".join(("set -e", *sky.setup)) + "\n"
-    meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
-    config["run"] = f"{meet}exec {job.shell('$host', str(PORT))}\n"
-    return config
-
-
 def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
     """Names and texts of everything that `submit` writes.
 
-    Args:
-        jobs: every job after those that it needs.
-        campaign: URL of the campaign.
-
-    Raises:
-        AtollError: the campaign is a folder of this machine, which no node of a cloud can see.
+    `AtollError` if the campaign is a folder of this machine, which no node of a cloud can see.
     """
     if "://" not in campaign:
         fix = "copy it to a bucket and launch from its URL, such as s3://bucket/campaign"
         raise AtollError(f"SkyPilot's nodes cannot see {campaign}", fix)
+    texts: dict[str, str] = {}
     for job in jobs:
         known = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
         if known is not None and known != (job.gpus or 0):
             conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
-    written = {
-        f"{job.slug}.yaml": yaml.safe_dump(
-            task(job, campaign), sort_keys=False, allow_unicode=True, width=1000
-        )
-        for job in jobs
-    }
-    return {**written, SCRIPT: _script(jobs, campaign)}
+        task = _task(job, campaign)
+        texts[f"{job.slug}.yaml"] = yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000)
 
-
-def gpus(accelerators: str | None) -> int | None:
-    """GPUs of a node: 4 for `A100:4`, 1 for `A100`; None if nothing or a choice of several is asked for."""
-    match = re.fullmatch(r"[^:{}\[\],]+(?::(\d+))?", accelerators or "")
-    return int(match[1] or 1) if match else None
-
-
-def _script(jobs: Sequence[Job], campaign: str) -> str:
     # SkyPilot knows no dependencies, so the script waits for the jobs that the next one needs.
     lines = ["#!/bin/sh", "# Launches the runs of a campaign; run again, it leaves out what is queued."]
     lines += ["set -eu", 'cd "$(dirname "$0")"', "queued=$(sky jobs queue --skip-finished)"]
@@ -129,11 +76,44 @@ def _script(jobs: Sequence[Job], campaign: str) -> str:
             lines.append(f"sky jobs logs --name {names[need]}{' || true' * job.after_any}  # until it ends")
             waited.add(need)
         name = names[job.name]
-        lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
-        # Not in the YAML: there, one without a value is looked up at SkyPilot's server.
+        # Secrets are not in the YAML: there, one without a value is looked up at SkyPilot's server.
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
+        lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
         lines += [f"    *) {launch} ;;", "esac"]
     advice = f"when all have SUCCEEDED in sky jobs queue: atoll assemble {shlex.quote(campaign)}"
-    lines += [f"echo {shlex.quote(advice)}"]
-    return "\n".join(lines) + "\n"
+    return {**texts, SCRIPT: "\n".join([*lines, f"echo {shlex.quote(advice)}"]) + "\n"}
+
+
+def _task(job: Job, campaign: str) -> dict[str, Any]:
+    # Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
+    sky = job.sky
+    place = sky.cloud if sky.cloud is None or sky.region is None else f"{sky.cloud}/{sky.region}"
+    resources: dict[str, Any] = {
+        "use_spot": sky.use_spot,
+        "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]},
+        "cpus": f"{job.cpus}+",
+        "accelerators": sky.accelerators,
+        "memory": f"{-(-job.memory // 10**9)}+" if job.memory_asked else None,
+        "infra": place,
+        "image_id": sky.image,
+        "disk_size": sky.disk,
+    }
+    meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
+    task: dict[str, Any] = {
+        "name": job.label(campaign),
+        "resources": {key: value for key, value in resources.items() if value is not None},
+        "num_nodes": job.nodes,
+        # Absolute, as the script changes folders.
+        "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
+        "envs": dict(job.environment),
+        "setup": "\n".join(("set -e", *sky.setup)) + "\n",
+        "run": f"{meet}exec {job.shell('$host', str(PORT))}\n",
+    }
+    return {key: value for key, value in task.items() if value is not None}
+
+
+def gpus(accelerators: str | None) -> int | None:
+    """GPUs of a node: 4 for `A100:4`, 1 for `A100`; None if nothing or a choice of several is asked for."""
+    match = re.fullmatch(r"[^:{}\[\],]+(?::(\d+))?", accelerators or "")
+    return int(match[1] or 1) if match else None

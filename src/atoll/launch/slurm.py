@@ -3,7 +3,7 @@
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
@@ -40,12 +40,36 @@ exit "$code"
 
 def script(job: Job, site: Site) -> str:
     """The sbatch script of a run."""
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, site)), ""]
+    slurm = job.slurm
+    log = str(site.prints / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
+    options = [
+        f"--job-name={job.label(site.campaign)}",
+        _quoted(f"--output={log}"),
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{slurm.warn}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={job.cpus}",
+    ]
+    if job.count > 1:
+        options.append(f"--array=1-{job.count}")
+    if job.gpus:
+        options.append(_quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}"))
+    if job.memory_asked:
+        options.append(f"--mem={-(-job.memory // 2**20)}M")
+    if slurm.hours is not None:
+        options.append(f"--time={max(1, round(60 * slurm.hours))}")
+    for name in ("partition", "constraint", "account", "qos"):
+        if (value := getattr(slurm, name)) is not None:
+            options.append(_quoted(f"--{name}={value}"))
+
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *slurm.lines)), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
     if job.count > 1:
         lines.append('export ATOLL_PART="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"')
-    if job.slurm.setup:
-        lines += ["set -e", *job.slurm.setup, "set +e"]
+    if slurm.setup:
+        lines += ["set -e", *slurm.setup, "set +e"]
     command, tell = job.shell(), 'kill -TERM "$child"'
     # SLURM_JOB_ID of an array's last task is the number of the whole array.
     me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
@@ -59,26 +83,6 @@ def script(job: Job, site: Site) -> str:
         )
         tell = f'scancel --signal=TERM "{me}"'
     return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, me=me)
-
-
-def _options(job: Job, site: Site) -> Iterator[str]:
-    slurm = job.slurm
-    log = str(site.prints / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
-    yield from (f"--job-name={job.label(site.campaign)}", _quoted(f"--output={log}"), "--open-mode=append")
-    yield from ("--requeue", f"--signal=B:USR1@{slurm.warn}", f"--nodes={job.nodes}")
-    yield from ("--ntasks-per-node=1", f"--cpus-per-task={job.cpus}")
-    if job.count > 1:
-        yield f"--array=1-{job.count}"
-    if job.gpus:
-        yield _quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}")
-    if job.memory_asked:
-        yield f"--mem={-(-job.memory // 2**20)}M"
-    if slurm.hours is not None:
-        yield f"--time={max(1, round(60 * slurm.hours))}"
-    for name in ("partition", "constraint", "account", "qos"):
-        if (value := getattr(slurm, name)) is not None:
-            yield _quoted(f"--{name}={value}")
-    yield from slurm.lines
 
 
 def _quoted(option: str) -> str:
@@ -107,23 +111,26 @@ def show(jobs: Sequence[Job], site: Site) -> str:
 def submit(jobs: Sequence[Job], site: Site) -> None:
     """Submit every job that is not queued already; needs become dependencies.
 
-    Raises:
-        AtollError: Slurm is not here or refuses a job; names those that are submitted already.
+    `AtollError` if Slurm is not here or refuses a job; it names those that are submitted already.
     """
-    numbers = _queued(jobs, site.campaign)
-    old = dict(numbers)
+    # What Slurm knows already, waiting or running, is not submitted twice by a launch that is run again.
+    names = {job.label(site.campaign): job.name for job in jobs}
+    answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
+    queue = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
+    queued = {names[name.strip()]: number for number, name in queue if name.strip() in names}
     try:
         site.prints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AtollError(f"cannot make {site.prints}: {error.strerror}", "set launch.slurm.output") from None
+    numbers = dict(queued)
     for job in jobs:
-        if job.name in old:
-            say(f"{job.name}: queued already as job {old[job.name]}")
+        if job.name in queued:
+            say(f"{job.name}: queued already as job {queued[job.name]}")
             continue
         try:
             answer = _call(_sbatch(job, numbers), job.name, script(job, site))
         except AtollError as error:
-            new = [f"{name} (job {number})" for name, number in numbers.items() if name not in old]
+            new = [f"{name} (job {number})" for name, number in numbers.items() if name not in queued]
             done = f"; submitted before it: {', '.join(new)}" if new else ""
             fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
             raise AtollError(error.what + done, error.fix or fix) from None
@@ -137,15 +144,6 @@ def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:
     kind = "afterany" if job.after_any else "afterok"
     after = [f"--dependency={kind}:{':'.join(needed)}", "--kill-on-invalid-dep=yes"] if needed else []
     return ["sbatch", "--parsable", *after]
-
-
-def _queued(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
-    # Those that Slurm knows already, waiting or running: a launch that is run again submits none of them
-    # twice.
-    names = {job.label(campaign): job.name for job in jobs}
-    answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
-    queued = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
-    return {names[name.strip()]: number for number, name in queued if name.strip() in names}
 
 
 def _call(argv: list[str], what: str, text: str = "") -> str:

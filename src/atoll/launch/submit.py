@@ -2,10 +2,11 @@
 
 import pkgutil
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from atoll import launch
 from atoll.base.console import say
@@ -24,9 +25,12 @@ from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
 from atoll.model.checkpoint import Checkpoint
 
-_OWN = ("launch.", "sampling.", "compare.")  # settings that no training run looks at
-BASE_MEMORY = 1_500_000_000  # bytes of a process before its network: torch, diffusers, mapped data
-STATE_BYTES = 28  # per parameter: weights, gradient, two moments, average, and a copy of two while saving
+UNSEEN = ("launch.", "sampling.", "compare.")
+"""Settings that no training run looks at."""
+BASE_MEMORY = 1_500_000_000
+"""Bytes of a process before its network: torch, diffusers, mapped data."""
+STATE_BYTES = 28
+"""Bytes per parameter: weights, gradient, two moments, average, and a copy of two while saving."""
 
 
 def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: Path) -> None:
@@ -39,9 +43,6 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         on: target of runs that name none of their own.
         dry_run: print what would run and change nothing.
         out: folder for SkyPilot's files.
-
-    Raises:
-        AtollError: a target is not there or refuses a job, or a run on this machine failed.
     """
     root = campaign.store.location
     for run in runs_of(campaign.config):
@@ -67,9 +68,8 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     for job in jobs:
         away = [need for need in job.needs if need in names and submitted.get(need) != job.target]
         if away:
-            say(
-                f"{job.name}: waits for {away[0]}, which trains elsewhere; launch again when that is finished"
-            )
+            wait = f"waits for {away[0]}, which trains elsewhere; launch again when that is finished"
+            say(f"{job.name}: {wait}")
             held.append(job.name)
         else:
             submitted[job.name] = job.target
@@ -97,13 +97,14 @@ def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> No
     site = Site(root, prints if named is None else expanded(named).absolute(), out)
     targets = sorted({job.target for job in jobs}, key=lambda target: (launcher(target).WAITS, target))
     by_target = {target: [job for job in jobs if job.target == target] for target in targets}
-    for target in () if dry_run else targets:
+    if dry_run:
+        for target in targets:
+            say(launcher(target).show(by_target[target], site))
+        return
+    for target in targets:
         launcher(target).check(by_target[target], site)  # before any of them is started anywhere
     for target in targets:
-        if dry_run:
-            say(launcher(target).show(by_target[target], site))
-        else:
-            launcher(target).submit(by_target[target], site)
+        launcher(target).submit(by_target[target], site)
 
 
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
@@ -112,28 +113,27 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
     Several workers write the shards of the data set, each its part, and a job after them finishes it; then
     the same for its columns.
     """
-    launch = campaign.config.launch
-    if not launch.data.workers or campaign.is_partitioned:
+    config, root = campaign.config.launch, campaign.store.location
+    if not config.data.workers or campaign.is_partitioned:
         return []
-    place, target, count = launch.of("data"), launch.target("data", None, on), launch.data.workers
-    python = place.python or launcher(target).PYTHON
-    gpus, arrays = launcher(target).gpus_of(place), launcher(target).ARRAYS
+    place, target, count = config.of("data"), config.target("data", None, on), config.data.workers
     # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
-    told = [part for one in campaign.overrides if not one.startswith("launch.") for part in ("--set", one)]
+    sets = _options(setting for setting in campaign.overrides if not setting.startswith("launch."))
     jobs, needs = list[Job](), tuple[str, ...]()
     steps = {"columns": "prepare"} if campaign.has_dataset() else {"ingest": "ingest", "columns": "prepare"}
     for name, stage in steps.items():
-        argv = command("data", stage, campaign.store.location, *told, python=python)
         # What a worker wrote is there, shard by shard: it has nothing to save.
-        worker = replace(_job(name, argv, place, target, needs=needs, gpus=gpus), saves=False)
-        workers = [replace(worker, count=count)] if arrays else parts(worker, count)
+        worker = replace(_job(name, ("data", stage, root, *sets), place, target, needs=needs), saves=False)
+        workers = [replace(worker, count=count)] if launcher(target).ARRAYS else parts(worker, count)
         # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
         last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
         jobs += [*workers, last]
         needs = (last.name,)
-    cut = command("partition", campaign.store.location, *told, python=python)
-    jobs.append(_job("partition", cut, place, target, needs=needs, gpus=0))
-    return jobs
+    return [*jobs, _job("partition", ("partition", root, *sets), place, target, needs=needs, gpus=0)]
+
+
+def _options(settings: Iterable[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def parts(job: Job, count: int) -> list[Job]:
@@ -152,11 +152,10 @@ def run_workers(count: int, *words: str) -> None:
 
 def launcher(name: str) -> Launcher:
     """Find a launcher by its name: the module of this package that is called so and has `submit`."""
-    names = {module.name for module in pkgutil.iter_modules(launch.__path__)}
-    module = import_module(f"atoll.launch.{name}") if name in names else None
-    others = sorted(names - {"job", "submit", "torchrun"})
-    if module is None or name not in others:
-        raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, others))
+    names = {module.name for module in pkgutil.iter_modules(launch.__path__)} - {"job", "submit", "torchrun"}
+    if name not in names:
+        raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, names))
+    module = import_module(f"atoll.launch.{name}")
     members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "gpus_of", "check", "show", "submit")
     if missing := [member for member in members if not hasattr(module, member)]:
         raise ConfigError(f"launcher {name!r} has no {missing[0]}", "see Launcher in atoll/launch/job.py")
@@ -172,73 +171,63 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
     left = [run for run in runs_of(config) if not Checkpoint(store, run.network).published]
     plans = {run: RunPlan.read(store, run.plan) for run in runs_of(config) if store.exists(run.plan)}
     encoder = 4 * (text_parameters(config.data.text_encoder) or 0) if config.encodes_text else 0
+    # Loose settings are not frozen, so the runs would not know of them.
+    loose = [setting for setting in campaign.overrides if sets_loose(setting)]
+    sets = _options(setting for setting in loose if not setting.startswith(UNSEEN))
     for run in left:
         place, target = config.launch.of(*run), config.launch.target(*run, on)
         options = ["--expert", str(run.expert)] if run.expert is not None else []
         # Elsewhere a job may come back before the lease of a holder that was lost has expired.
         options += [] if launcher(target).WAITS else ["--wait"]
-        # These are not frozen, so the run would not know of them.
-        loose = [one for one in campaign.overrides if sets_loose(one) and not one.startswith(_OWN)]
-        options += [part for one in loose for part in ("--set", one)]
-        python = place.python or launcher(target).PYTHON
         memory, work = BASE_MEMORY, 0.0
         if (plan := plans.get(run)) is not None:
             memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters + encoder, plan.train_flops
             if run.kind.task == "distill":  # its teachers, as if all were loaded
-                memory += sum(4 * plans[one].parameters for one in plans if one.expert is not None)
+                memory += sum(4 * plans[other].parameters for other in plans if other.expert is not None)
         wanted = run.kind.needs(config)
-        job = _job(
-            run.name,
-            command("train", run.role, store.location, *options, python=python),
-            place,
-            target,
-            config.training(*run).threads,
-            memory,
-            work,
-            first + tuple(one.name for one in left if one.role in wanted),
-            launcher(target).gpus_of(place),
-        )
-        jobs.append(job)
+        needs = first + tuple(other.name for other in left if other.role in wanted)
+        words = ("train", run.role, store.location, *options, *sets)
+        threads = config.training(*run).threads
+        jobs.append(_job(run.name, words, place, target, threads, memory, needs=needs, work=work))
 
     # On this machine the launch assembles by itself.
     assembled = [job for job in jobs if job.name not in BESIDE]
     targets = {job.target for job in assembled}
     if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
-        place = config.launch.of("assemble")
-        argv = command("assemble", store.location, python=place.python)
         needs = tuple(job.name for job in assembled)
-        jobs.append(_job("assemble", argv, place, target, needs=needs, gpus=0))
+        words = ("assemble", store.location)
+        jobs.append(_job("assemble", words, config.launch.of("assemble"), target, needs=needs, gpus=0))
     return jobs
 
 
 def _job(
     name: str,
-    argv: tuple[str, ...],
+    words: Sequence[str],
     place: Placement,
     target: Target,
     threads: int = 1,
     memory: int = BASE_MEMORY,
-    work: float = 0.0,
-    needs: tuple[str, ...] = (),
     gpus: int | None = None,
+    **options: Any,
 ) -> Job:
     """A job; `threads` and `memory` (bytes) are those of one process."""
+    where = launcher(target)
+    gpus = where.gpus_of(place) if gpus is None else gpus
     processes = place.processes or max(1, gpus or 1)
     memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)
     return Job(
         name,
-        argv,
+        command(*words, python=place.python or where.PYTHON),
         target=target,
         cpus=place.cpus or threads * processes,
         memory=memory_set or memory * processes,
-        work=work,
         gpus=gpus,
         processes=processes,
         nodes=place.nodes,
-        needs=needs,
         env=place.env,
         memory_asked=memory_set is not None,
         slurm=place.slurm,
         sky=place.sky,
         options=place.options,
+        **options,
     )

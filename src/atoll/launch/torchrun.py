@@ -17,20 +17,18 @@ PATIENCE = 600  # seconds that processes have for saving when they are told to l
 def main(argv: Sequence[str]) -> int:
     """Run the processes of this node to their end.
 
-    Returns:
-        0 when all finished; 75 when the run was told to leave or one of them says so; else what the first
-        one that failed ended with.
+    Returns 0 when all finished; 75 when the run was told to leave or one of them says so; else what the first
+    one that failed ended with.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    parser = torchrun.get_args_parser()
-    known = parser.parse_args(argv)
-    if hasattr(known, "shutdown_timeout"):  # not in older versions of torch
-        known.shutdown_timeout = PATIENCE
+    options = torchrun.get_args_parser().parse_args(argv)
+    if hasattr(options, "shutdown_timeout"):  # not in older versions of torch
+        options.shutdown_timeout = PATIENCE
     try:
-        torchrun.run(known)
+        torchrun.run(options)
     except ChildFailedError as error:
         codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
         return INTERRUPTED if INTERRUPTED in codes else next((code for code in codes if code > 0), 1)

@@ -1,5 +1,6 @@
 """Where and how training runs are launched: for the whole campaign, and for single runs."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -126,7 +127,7 @@ class LaunchConfig(Placement):
         spread = {"gpus", "processes", "nodes"} if role in ("assemble", "data") else set[str]()
         shared = self.model_dump(exclude_unset=True, include=set(Placement.model_fields) - spread)
         own = self._own(role, island).model_dump(exclude_unset=True, exclude={"workers"})
-        return Placement.parse(_over(shared, own), "launch")
+        return Placement.parse(merged(shared, own), "launch")
 
     def target(self, role: str, island: int | None, on: Target | None) -> Target:
         """Where a run trains: what it says itself, else `on`, else what the campaign says, else here."""
@@ -137,9 +138,10 @@ class LaunchConfig(Placement):
         return own
 
 
-def _over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    result = dict(shared)
-    for key, value in own.items():
-        below = result.get(key)
-        result[key] = _over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested plain data with some values replaced; groups are merged."""
+    result = dict(tree)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
     return result
