@@ -4,13 +4,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.base.table import Table, Tables, measured
+from atoll.base.table import Table, Tables
 from atoll.campaign.roles import BASELINE, BESIDE
 from atoll.model.routing import Routing
 from atoll.store.store import Store
@@ -26,56 +26,40 @@ Partner = Literal["same noise", "same cluster", "any"]
 How = Literal["between points", "at the first point", "never"]
 
 
+def column(meaning: str = "", unit: str = "", default: Any = ...) -> Any:
+    """A field, what it means and its unit, in one line; without a meaning its docstring says it."""
+    return Field(default, description=meaning or None, json_schema_extra={"unit": unit, "digits": 4})
+
+
 # Points.
 
 
 class Protocol(Config):
     """How something was measured."""
 
-    extractor: str
-    """Name of the extractor."""
-    extractor_hash: str
-    """Digest of its weights."""
-    extractor_size: int
-    """Side in pixels that it sees."""
-    extractor_token: str | None = None
-    """What of a DINOv2 is the feature."""
-    resize: str
-    """How pictures are brought to that size."""
-    rounding: str
-    """How pictures became 8 bits a channel."""
-    picture_size: tuple[int, int]
-    """Width and height of the judged pictures, in pixels."""
-    reference: str
-    """What they were held against, as the user called it."""
-    reference_hash: str
-    """Digest of its pictures."""
-    reference_split: str | None = None
-    """Which rows of a data set."""
-    reference_count: int
-    """Its number of pictures."""
-    samples: int
-    """Number of judged pictures."""
+    extractor: str = column("Name of the extractor.")
+    extractor_hash: str = column("Digest of its weights.")
+    extractor_size: int = column("Side in pixels that it sees.")
+    extractor_token: str | None = column("What of a DINOv2 is the feature.", default=None)
+    resize: str = column("How pictures are brought to that size.")
+    rounding: str = column("How pictures became 8 bits a channel.")
+    picture_size: tuple[int, int] = column("Width and height of the judged pictures, in pixels.")
+    reference: str = column("What they were held against, as the user called it.")
+    reference_hash: str = column("Digest of its pictures.")
+    reference_split: str | None = column("Which rows of a data set.", default=None)
+    reference_count: int = column("Its number of pictures.")
+    samples: int = column("Number of judged pictures.")
     conditions: str | None = None
     """Whose captions or labels were sampled; none for a folder of pictures, as everything below."""
-    conditions_hash: str | None = None
-    """Digest of these rows."""
-    sampler: str | None = None
-    """How the flow was integrated."""
-    steps: int | None = None
-    """Steps of the sampler."""
-    guidance: float | None = None
-    """Scale of classifier-free guidance."""
-    shift: float | None = None
-    """Time shift of the sampler; none for 1."""
-    routing: str | None = None
-    """Routing strategy; none for a single network."""
-    seed: int | None = None
-    """Of noise and routing."""
-    ema: bool | None = None
-    """Whether weights were averages over the training."""
-    code: str
-    """Version of Atoll."""
+    conditions_hash: str | None = column("Digest of these rows.", default=None)
+    sampler: str | None = column("How the flow was integrated.", default=None)
+    steps: int | None = column("Steps of the sampler.", default=None)
+    guidance: float | None = column("Scale of classifier-free guidance.", default=None)
+    shift: float | None = column("Time shift of the sampler; none for 1.", default=None)
+    routing: str | None = column("Routing strategy; none for a single network.", default=None)
+    seed: int | None = column("Of noise and routing.", default=None)
+    ema: bool | None = column("Whether weights were averages over the training.", default=None)
+    code: str = column("Version of Atoll.")
 
 
 class MeasuredValue(Config):
@@ -83,14 +67,11 @@ class MeasuredValue(Config):
 
     label: str
     """What it may be called: FID is the distance on Inception's features and nowhere else."""
-    value: float
-    """The number."""
+    value: float = column("The number.")
     deviation: float | None = None
     """Standard deviation over subsets or pictures; none for a single number."""
-    settings: dict[str, Any]
-    """What decides it beside the protocol."""
-    note: str | None = None
-    """What a reader of the number must know beside it."""
+    settings: dict[str, Any] = column("What decides it beside the protocol.")
+    note: str | None = column("What a reader of the number must know beside it.", default=None)
 
 
 class MeasuredPoint(File):
@@ -99,12 +80,9 @@ class MeasuredPoint(File):
     FORMAT, PLACE = "atoll/point", "reports/points/KEY.json"
     ERROR, REMEDY = DataError, "measure again: atoll evaluate, or atoll compare"
 
-    subject: dict[str, Any]
-    """What was judged: `name`, and the digests of its weights or pictures."""
-    protocol: Protocol
-    """How."""
-    values: dict[str, MeasuredValue]
-    """Numbers by metric."""
+    subject: dict[str, Any] = column("What was judged: `name`, and the digests of its weights or pictures.")
+    protocol: Protocol = column("How.")
+    values: dict[str, MeasuredValue] = column("Numbers by metric.")
     cost: dict[str, float | None] = {}
     """Seconds, processes; of a model also what a step of one sample takes."""
 
@@ -139,14 +117,10 @@ def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, d
 class Report(File):
     """What a comparison and a diagnosis have in common as files."""
 
-    key: str = ""
-    """Digest of what was measured and how: the same is not measured again."""
-    code: str = ""
-    """Version of Atoll."""
-    seconds: float = 0.0
-    """That it took."""
-    parts: dict[str, str] = {}
-    """Digest of the weights of each network that was measured."""
+    key: str = column("Digest of what was measured and how: the same is not measured again.", default="")
+    code: str = column("Version of Atoll.", default="")
+    seconds: float = column("That it took.", default=0.0)
+    parts: dict[str, str] = column("Digest of the weights of each network that was measured.", default={})
     tables: Tables
     overrides: dict[str, list[float]] = {}
     """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
@@ -189,24 +163,16 @@ class Report(File):
 class ComparedModel(Config):
     """A row of the comparison: the monolith, the student, or the ensemble under one routing."""
 
-    name: str
-    """`monolith`, `student`, or the routing."""
-    distance: Number = None
-    """Fréchet distance to the reference."""
-    precision: Number = measured(None, "share")
-    """Share of samples that lie among real pictures."""
-    recall: Number = measured(None, "share")
-    """Share of real pictures that lie among samples."""
-    seconds: Number = measured(None, "s")
-    """Of sampling."""
-    gflops_per_step: Number = measured(None, "GFLOPs")
+    name: str = column("`monolith`, `student`, or the routing.")
+    distance: Number = column("Fréchet distance to the reference.", default=None)
+    precision: Number = column("Share of samples that lie among real pictures.", "share", default=None)
+    recall: Number = column("Share of real pictures that lie among samples.", "share", default=None)
+    seconds: Number = column("Of sampling.", "s", default=None)
+    gflops_per_step: Number = column(unit="GFLOPs", default=None)
     """Operations of a sample at a step of the sampler, for one branch of guidance."""
-    experts_per_step: Number = None
-    """Experts that are evaluated for a sample at a step."""
-    router_calls_per_step: Number = None
-    """How often the router is."""
-    router_share: Number = measured(None, "share")
-    """Part of the operations that is the router's."""
+    experts_per_step: Number = column("Experts that are evaluated for a sample at a step.", default=None)
+    router_calls_per_step: Number = column("How often the router is.", default=None)
+    router_share: Number = column("Part of the operations that is the router's.", "share", default=None)
 
     @cached_property
     def routing(self) -> Routing | None:
@@ -219,16 +185,11 @@ class ComparedModel(Config):
 class GuidanceRow(Config):
     """A model at one guidance scale."""
 
-    model: str
-    """A single network, or a routing of the ensemble."""
-    guidance: float
-    """Scale of classifier-free guidance."""
-    distance: Number
-    """As in the comparison, like the two that follow."""
-    precision: Number
-    """Likewise."""
-    recall: Number
-    """Likewise."""
+    model: str = column("A single network, or a routing of the ensemble.")
+    guidance: float = column("Scale of classifier-free guidance.")
+    distance: Number = column("As in the comparison, like the two that follow.")
+    precision: Number = column("Likewise.")
+    recall: Number = column("Likewise.")
 
 
 class BestRow(GuidanceRow):
@@ -236,41 +197,29 @@ class BestRow(GuidanceRow):
 
     edge: str
     """`low` or `high` where the best is at an end of the scales, so that a better one may lie beyond."""
-    ratio: Number
-    """Its distance over that of the monolith at its own best."""
+    ratio: Number = column("Its distance over that of the monolith at its own best.")
 
 
 class CurveRow(Config):
     """A model after a part of its training."""
 
-    model: str
-    """A single network, or a routing of the ensemble."""
-    share: float
-    """Part of its own training; of an ensemble, of its experts'."""
-    train_flops: float = measured(unit="FLOPs")
-    """Operations spent by then."""
-    of_monolith: Number
-    """The same over the whole of the monolith's."""
-    distance: Number
-    """As in the comparison, like the two that follow."""
-    precision: Number
-    """Likewise."""
-    recall: Number
-    """Likewise."""
+    model: str = column("A single network, or a routing of the ensemble.")
+    share: float = column("Part of its own training; of an ensemble, of its experts'.")
+    train_flops: float = column("Operations spent by then.", "FLOPs")
+    of_monolith: Number = column("The same over the whole of the monolith's.")
+    distance: Number = column("As in the comparison, like the two that follow.")
+    precision: Number = column("Likewise.")
+    recall: Number = column("Likewise.")
 
 
 class ReachRow(Config):
     """When a model is as good as the finished monolith. The monolith's own row is what the others are read
     against: it comes before its end where the monolith no longer improves, or by the noise of distances."""
 
-    model: str
-    """A single network, or a routing of the ensemble."""
-    target: float
-    """The monolith's final distance."""
-    train_flops: Number = measured(unit="FLOPs")
-    """Operations that were spent by then; none if it never was."""
-    of_monolith: Number
-    """The same over the whole of the monolith's."""
+    model: str = column("A single network, or a routing of the ensemble.")
+    target: float = column("The monolith's final distance.")
+    train_flops: Number = column("Operations that were spent by then; none if it never was.", "FLOPs")
+    of_monolith: Number = column("The same over the whole of the monolith's.")
     how: How
     """Interpolated `between points`; `at the first point` it was as good already, and maybe before."""
 
@@ -278,41 +227,27 @@ class ReachRow(Config):
 class PairRow(Config):
     """Correlations of the monolith's samples with a strategy's, for one way to choose partners."""
 
-    strategy: str
-    """Of the ensemble."""
-    space: Literal["pixels", "features"]
-    """What is correlated."""
-    partner: Partner
-    """Which sample each is paired with."""
-    pairs: int
-    """Number of them."""
-    mean: Number
-    """Mean Pearson correlation."""
-    deviation: Number
-    """Sample standard deviation."""
-    low: Number
-    """Lower end of the mean's 95 % interval (normal)."""
-    high: Number
-    """Its upper end."""
-    effect: Number
-    """How far the same noise is above it, in pooled standard deviations (Cohen's d)."""
-    higher: Number
-    """Share of samples whose partner of the same noise correlates more than this one."""
+    strategy: str = column("Of the ensemble.")
+    space: Literal["pixels", "features"] = column("What is correlated.")
+    partner: Partner = column("Which sample each is paired with.")
+    pairs: int = column("Number of them.")
+    mean: Number = column("Mean Pearson correlation.")
+    deviation: Number = column("Sample standard deviation.")
+    low: Number = column("Lower end of the mean's 95 % interval (normal).")
+    high: Number = column("Its upper end.")
+    effect: Number = column("How far the same noise is above it, in pooled standard deviations (Cohen's d).")
+    higher: Number = column("Share of samples whose partner of the same noise correlates more than this one.")
 
 
 class ComparisonTables(Tables):
     """What a comparison measures beside its models."""
 
-    guidance: tuple[GuidanceRow, ...] | None = None
-    """Every model at every scale."""
-    best: tuple[BestRow, ...] | None = None
-    """Each model at its own best scale."""
-    curve: tuple[CurveRow, ...] | None = None
-    """Every model after every part of its training."""
+    guidance: tuple[GuidanceRow, ...] | None = column("Every model at every scale.", default=None)
+    best: tuple[BestRow, ...] | None = column("Each model at its own best scale.", default=None)
+    curve: tuple[CurveRow, ...] | None = column("Every model after every part of its training.", default=None)
     reach: tuple[ReachRow, ...] | None = None
     """When each model is as good as the finished monolith."""
-    pairs: tuple[PairRow, ...] | None = None
-    """Whether the same noise gives similar pictures."""
+    pairs: tuple[PairRow, ...] | None = column("Whether the same noise gives similar pictures.", default=None)
 
 
 class Comparison(Report):
@@ -321,25 +256,19 @@ class Comparison(Report):
     FORMAT, PLACE = "atoll/comparison", "reports/compare.json"
     ERROR, REMEDY = DataError, "run 'atoll compare' again"
 
-    default: str | None = None
-    """Routing that the campaign samples with."""
+    default: str | None = column("Routing that the campaign samples with.", default=None)
     metric: dict[str, Any]
     """What the distance is: `distance` (a sentence), then the extractor, axes, reference, samples, steps,
     guidance, sampler and seed; `real_training_pictures`, the floor; `neighbours` of precision and recall."""
-    rows: list[ComparedModel]
-    """The models."""
-    prompts: list[str]
-    """Captions of the pictures that are shown, in `reports/compare/MODEL/NN.png`."""
-    clusters: list[int]
-    """Cluster of the training picture that each caption is of."""
-    routing: dict[str, Weights]
-    """What the router said of them, by routing."""
+    rows: list[ComparedModel] = column("The models.")
+    prompts: list[str] = column("Captions of the pictures that are shown, in `reports/compare/MODEL/NN.png`.")
+    clusters: list[int] = column("Cluster of the training picture that each caption is of.")
+    routing: dict[str, Weights] = column("What the router said of them, by routing.")
     train_flops: dict[str, float | None] = {}
     """Operations of training, by part: monolith, experts, router, pretrain, student."""
     sweep: dict[str, Any] | None = None
     """What the guidance sweep was of; none where there was none."""
-    curve: dict[str, Any] | None = None
-    """The same of the training curve."""
+    curve: dict[str, Any] | None = column("The same of the training curve.", default=None)
     tables: ComparisonTables = ComparisonTables()
     """What was measured beside the models; the same as the CSV files beside it."""
 

@@ -6,7 +6,7 @@ Steps and operations are those of `budget.divide`, which the partition uses too.
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.resources import files
@@ -36,24 +36,8 @@ OVERHEAD = 2 * 2**30
 """Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""
 SMALL = 8
 """Samples at once below which a GPU is badly used: other ways to save memory are tried before."""
-COSTS = (
-    Column("run"),
-    Column("params", "parameters"),
-    Column("rows", "parameters"),
-    Column("steps"),
-    Column("batch"),
-    Column("FLOPs", "operations"),
-    Column("GPUs"),
-    Column("time", "s"),
-    Column("GPU_h", digits=3),
-    Column("USD", digits=3),
-)
-MEMORY = (
-    Column("run"),
-    Column("batch"),
-    *(Column(name, "GiB") for name in ("state", "plain", "ckpt", "sharded", "both")),
-    Column("how_it_runs"),
-)
+SIZES = tuple(Column(name, "GiB") for name in ("state", "plain", "ckpt", "sharded", "both"))
+MEMORY = (Column("run"), Column("batch"), *SIZES, Column("how_it_runs"))
 EXPLAINED = (
     "State is weights, gradients, AdamW's moments and the average: 20 bytes a parameter. Then all of it, "
     f"with bf16 copies, activations and {OVERHEAD / 2**30:g} GiB of overhead: plain, with activation "
@@ -406,6 +390,20 @@ def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
         )
 
 
+COSTS: tuple[tuple[Column, Callable[[RunCost], object]], ...] = (
+    (Column("params", "parameters"), lambda cost: cost.footprint.parameters),
+    (Column("rows", "parameters"), lambda cost: cost.rows),
+    (Column("steps"), lambda cost: cost.budget.steps),
+    (Column("batch"), lambda cost: cost.budget.batch),
+    (Column("FLOPs", "operations"), lambda cost: cost.budget.train_flops),
+    (Column("GPUs"), lambda cost: cost.gpus),
+    (Column("time", "s"), lambda cost: cost.seconds),
+    (Column("GPU_h", digits=3), lambda cost: cost.gpu_hours),
+    (Column("USD", digits=3), lambda cost: cost.usd),
+)
+"""The table of costs: a column after that of the run's name, and what it shows of a run."""
+
+
 def lines(plan: Plan) -> list[str]:
     """The plan as a person reads it, within 100 columns."""
     gpu, k = plan.gpu, sum(run.expert is not None for run in plan.runs)
@@ -423,56 +421,37 @@ def lines(plan: Plan) -> list[str]:
         several = f"{first.run.kind.plural} {first.run.expert}-"
         name = f"{several}{others[-1].run.expert}, each" if others else first.run.name
         titled.append((name + SUFFIXES.get(first.run.kind.counted, ""), first))
-    costs: list[dict[str, Any]] = [
-        {
-            "run": title,
-            "params": cost.footprint.parameters,
-            "rows": cost.rows,
-            "steps": cost.budget.steps,
-            "batch": cost.budget.batch,
-            "FLOPs": cost.budget.train_flops,
-            "GPUs": cost.gpus,
-            "time": cost.seconds,
-            "GPU_h": cost.gpu_hours,
-            "USD": cost.usd,
-        }
-        for title, cost in titled
-    ]
+    costs = [{"run": title, **{head.name: value(cost) for head, value in COSTS}} for title, cost in titled]
     total = _total(plan.own)
-    # Shared pretraining comes before the islands, so its GPUs are not added to theirs.
-    at_once = sum(cost.gpus for cost in plan.own if cost.run.kind.assembled)
-    side_by_side = {
+    side_by_side: dict[str, object] = {
         "run": "all side by side",
         "params": sum(cost.footprint.parameters for cost in plan.own),
         "FLOPs": total["train_flops"],
-        "GPUs": max(at_once, *(cost.gpus for cost in plan.own)),
+        # Shared pretraining comes before the islands, so its GPUs are not added to theirs.
+        "GPUs": max(sum(c.gpus for c in plan.own if c.run.kind.assembled), *(c.gpus for c in plan.own)),
         "time": plan.wall_seconds,
         "GPU_h": total["gpu_hours"],
         "USD": total["usd"],
     }
     costs.insert(sum(cost.run.kind.counted == "ensemble" for _, cost in titled), side_by_side)
-    shown += text(Table("costs", "", COSTS, costs))
+    shown += text(Table("costs", "", (Column("run"), *(head for head, _ in COSTS)), costs))
     if plan.beside:
         every = _total([*plan.own, *plan.beside])
-        also = " and the ".join(cost.run.name for cost in plan.beside)
-        hours, usd = round_sig(every["gpu_hours"]), round_sig(every["usd"])
-        shown.append(f"The campaign trains the {also} too: {hours} GPU hours, {usd} USD in all.")
+        names = " and the ".join(cost.run.name for cost in plan.beside)
+        spent = f"{round_sig(every['gpu_hours'])} GPU hours, {round_sig(every['usd'])} USD in all"
+        shown.append(f"The campaign trains the {names} too: {spent}.")
 
     memory: list[dict[str, Any]] = []
     for title, cost in titled:
-        how, totals = (
-            "DOES NOT FIT",
-            [way.total if cost.gpus > 1 or not way.sharded else None for way in cost.modes],
-        )
+        how, numbers = "DOES NOT FIT", [cost.footprint.state, *(way.total for way in cost.modes)]
         if (chosen := cost.mode) is not None:
             words = ["sharded"] * chosen.sharded + ["ckpt"] * chosen.checkpointing or ["plain"]
             words += [f"{chosen.micro_batch} at once"] if chosen.micro_batch < cost.local_batch else []
             how = f"{', '.join(words)}: {chosen.total / 2**30:.1f}"
-        numbers = dict(zip(("plain", "ckpt", "sharded", "both"), totals, strict=True))
-        state = cost.footprint.state
-        memory.append(
-            {"run": title, "batch": cost.local_batch, "state": state, **numbers, "how_it_runs": how}
-        )
+        # One GPU has nothing to shard the state over.
+        shown_sizes = zip(SIZES[: 5 if cost.gpus > 1 else 3], numbers, strict=False)
+        sizes = {column.name: number for column, number in shown_sizes}
+        memory.append({"run": title, "batch": cost.local_batch, **sizes, "how_it_runs": how})
     shown += ["", f"GiB on each GPU ({plan.gpu_name} has {gpu.memory_gib:g}), the whole batch at once:"]
     shown += text(Table("memory", "", MEMORY, memory))
 
