@@ -23,12 +23,15 @@ import jaxtyping
 import pytest
 import torch
 
+from nursery import replace_popen
 from s3 import S3, serve
 
 torch.set_num_threads(1)
 
 # Every annotated function of these packages checks its arguments and its result from here on.
 jaxtyping.install_import_hook(["atoll.flow", "atoll.model", "atoll.networks"], "typecheck.check")
+
+replace_popen()
 
 ROOT = Path(__file__).resolve().parents[1]
 

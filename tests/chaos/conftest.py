@@ -1,20 +1,20 @@
 """One process that forks, one campaign that is partitioned, and the same one trained in peace."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.campaigns import CHANGES, ISLANDS
-from chaos.nursery import Nursery
-from chaos.nursery import nursery as start_nursery
-from helpers import atoll, environment, partitioned
+from helpers import environment, partitioned
+from nursery import Fresh, Nursery
 
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with start_nursery(tmp_path_factory.mktemp("said"), environment()) as made:
+    with Nursery(tmp_path_factory.mktemp("said")) as made:
         yield made
 
 
@@ -30,8 +30,8 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(nursery: Nursery, untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same campaign, trained without disturbance; the first island by a fresh interpreter."""
     folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("undisturbed") / "campaign"))
-    done = atoll("train", "expert", folder, "--expert", str(ISLANDS[0]))
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "atoll", "train", "expert", str(folder), "--expert", str(ISLANDS[0])]
+    assert Fresh(command, env=environment()).wait() == 0
     for number in ISLANDS[1:]:
         assert nursery.train(folder, number).wait() == 0
     return folder

@@ -25,10 +25,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("", "src", "tests")]
 
-from chaos.nursery import Nursery, nursery
-from helpers import environment, metrics, write_campaign
+from helpers import metrics, write_campaign
+from nursery import Nursery
 
-MODULES = ["atoll.campaign.prepare", "atoll.export.ensemble", "atoll.launch.submit", "atoll.train.run"]
 CHANGES: dict[str, Any] = {
     "monolith": False,
     "budget": {"samples": 480},
@@ -140,9 +139,8 @@ def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 def sweep(folder: Path, kills: int, seed: int, seconds: float) -> tuple[Counter[str], list[str], int]:
     """Kills by stage (`repetition`: of a command that was killed before), what differed, and rounds."""
     chance, total, wrong, rounds = random.Random(seed), Counter[str](), list[str](), 0
-    (folder / "said").mkdir()
     deadline = time.monotonic() + seconds
-    with nursery(folder / "said", environment_of_tests(), *MODULES) as processes:
+    with Nursery(folder / "said") as processes:
         undisturbed = Sweep(folder, processes)
         while total.total() < kills and time.monotonic() < deadline:
             stage = list(STAGES)[rounds % len(STAGES)]
@@ -152,11 +150,6 @@ def sweep(folder: Path, kills: int, seed: int, seconds: float) -> tuple[Counter[
             wrong += [f"round {rounds}, {stage}: {line}" for line in differing]
             print(f"round {rounds}, {stage}: {total.total()} kills, {len(wrong)} wrong", flush=True)
     return total, wrong, rounds
-
-
-def environment_of_tests() -> dict[str, str]:
-    root = Path(__file__).resolve().parents[2]
-    return {**environment(), "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:

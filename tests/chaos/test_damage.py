@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island, kinds
-from chaos.nursery import Nursery, until
 from chaos.test_kills import train_to_the_end
 from helpers import newest_checkpoint
+from nursery import Nursery, until
 
 pytestmark = pytest.mark.slow
 PARTS = ("weights.safetensors", "ema.safetensors", "optimizer.safetensors", "COMMIT.json")

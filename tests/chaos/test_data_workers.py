@@ -15,17 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.store.store import Store
-from chaos.nursery import Child, Nursery
-from chaos.nursery import nursery as start_nursery
 from chaos.proxy import Weather, stormy
-from chaos.sweep import content, differences, environment_of_tests
+from chaos.sweep import content, differences
 from data.test_job import repeated
 from helpers import write_campaign
+from nursery import Child, Nursery
 from s3 import BUCKET, S3
 
 pytestmark = pytest.mark.slow
 STAGES = ("ingest", "embed", "dedupe", "encode")
-MODULES = ["atoll.campaign.prepare", "atoll.data.duplicates", "efficientnet_lite_pytorch", "scipy.fft"]
 KILLS = int(os.environ.get("ATOLL_KILLS", "5"))
 """Of each stage and number of workers; by hand, more."""
 
@@ -76,7 +74,7 @@ class Making:
 
 @pytest.fixture(scope="module")
 def making(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Making]:
-    with start_nursery(tmp_path_factory.mktemp("said"), environment_of_tests(), *MODULES) as processes:
+    with Nursery(tmp_path_factory.mktemp("said")) as processes:
         yield Making(tmp_path_factory.mktemp("making"), processes)
 
 

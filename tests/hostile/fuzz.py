@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 
-from chaos.nursery import Nursery
 from hostile import calls
 from hostile.arena import Arena, Outcome
 from hostile.mutate import agree, mutated
+from nursery import Nursery
 
 SECONDS = 40.0  # a comparison alone takes 3, and other jobs may share the machine
 SAMPLE = "sample {campaign} house --steps 1 --out {inside}/x.png"
@@ -192,7 +192,7 @@ def main() -> None:
     start = time.monotonic()
     numbers = options.only or range(options.first, options.first + options.count)
     jobs = 1 if options.only else options.jobs
-    from hostile.conftest import handed_over, started
+    from hostile.conftest import handed_over
     from whole import whole_campaign
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -202,7 +202,7 @@ def main() -> None:
 
         def part(job: int) -> list[Found]:
             (folder / f"said{job}").mkdir()
-            nursery = stack.enter_context(started(folder / f"said{job}"))
+            nursery = stack.enter_context(Nursery(folder / f"said{job}"))
             fuzzer = Fuzzer(options.seed, made, nursery, folder / str(job))
             return fuzz(numbers[job::jobs], fuzzer, options.seconds)
 

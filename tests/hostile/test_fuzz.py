@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from chaos.nursery import Nursery
 from hostile.arena import Outcome
 from hostile.fuzz import READERS, Fuzzer, cause, fuzz, mutable
 from hostile.mutate import agree, bytes_of, mutated, places, structure
+from nursery import Nursery
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a process that meets hostile input is watched and bounded by (a fault of `chaos/nursery.py`)."""
+"""What a process that meets hostile input is watched and bounded by (a fault of `nursery.py`)."""
 
 import os
 import resource
