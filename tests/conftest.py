@@ -1,6 +1,8 @@
 """Set before anything of the package is imported: no model hub, one thread, types checked at run time."""
 
+import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,4 +67,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made with `atoll new` and `atoll launch`: glyphs from their names, experts as separate processes."""
     from whole import whole_campaign
 
-    return whole_campaign(tmp_path_factory.mktemp("whole") / "campaign")
+    # Made by the worker that comes first, while others wait; each has a copy, since tests write reports.
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "made").exists():
+            whole_campaign(shared / "campaign")
+            (shared / "made").touch()
+    return Path(shutil.copytree(shared / "campaign", tmp_path_factory.mktemp("whole") / "campaign"))
