@@ -16,6 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
+    MKL_NUM_THREADS="1",
     MPLBACKEND="agg",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
