@@ -22,7 +22,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.rng import uniforms
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import Origin
+from atoll.campaign.milestones import TrainingRun
 from atoll.campaign.runs import Run
 from atoll.export.call import set_times
 from atoll.model.dispatch import Dispatch, Networks
@@ -157,7 +157,7 @@ def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]
     Raises:
         LookupError: the run kept fewer milestones.
     """
-    origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
+    origin = TrainingRun.of(campaign.store, run.network, f"{run.folder}/run")
     if not -len(origin.milestones) <= number < len(origin.milestones):
         raise LookupError(f"{run.name} of {campaign.store.location} kept {len(origin.milestones)} milestones")
     kept = origin.milestones[number]

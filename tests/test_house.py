@@ -148,6 +148,16 @@ def test_the_house_stays_small(capsys: pytest.CaptureFixture[str]):
     assert found.keys() == CEILINGS.keys() - {"tour"}
 
 
+def test_two_modules_load_a_network():
+    """A third one would verify weights in its own way, or not at all. Encoders and scorers are others."""
+    loading = re.compile(r"\.load_state_dict\(|\b(build|fill)_network\(|\bload_file\(")
+    files = [path for path in FILES if not name(path).startswith(("encoders/", "curate/", "store/"))]
+    assert [name(path) for path in files if loading.search(path.read_text())] == [
+        "model/checkpoint.py",
+        "model/stored.py",
+    ]
+
+
 def test_the_tour_names_files_that_an_afternoon_is_enough_for():
     """The method is 23 files; the wish is 4,100 lines."""
     tour = re.findall(r"^\d+\. `(\S+\.py)`: ", (ROOT / "docs/tour.md").read_text(), re.MULTILINE)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
-from atoll.campaign.adopt import Adoption, adopt
+from atoll.campaign.adopt import adopt
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.flow.prediction import same_snr_time
@@ -23,7 +23,7 @@ from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.model import Model
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.run import train_run
@@ -71,7 +71,7 @@ def campaign(untouched: Path, tmp_path: Path) -> Campaign:
 
 def adopted(campaign: Campaign, folder: Path) -> Expert:
     """Expert 0 from the checkpoint of a folder, in float64."""
-    adopt(campaign, Adoption(str(folder), 0))
+    adopt(campaign, str(folder), 0)
     expert = Checkpoint(campaign.store, "islands/0/expert").expert()
     expert.network.double()
     return expert
@@ -216,10 +216,10 @@ def test_one_for_other_data_is_refused(
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**content, **fields}))
     with pytest.raises(ConfigError, match=re.escape(words)):
-        adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+        adopt(campaign, str(tmp_path / "there"), 0)
     assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
     with pytest.raises(ConfigError, match="there is no folder"):
-        adopt(campaign, Adoption(str(tmp_path / "nowhere"), 0))
+        adopt(campaign, str(tmp_path / "nowhere"), 0)
 
 
 def test_data_that_does_not_say_what_made_it_is_refused(
@@ -248,7 +248,7 @@ def test_weights_that_are_not_the_networks_are_refused(campaign: Campaign, tmp_p
     ):
         save_file({n: v.contiguous() for n, v in tensors.items()}, path)
         with pytest.raises(ConfigError, match=words):
-            adopt(campaign, Adoption(str(tmp_path / "there"), 0))
+            adopt(campaign, str(tmp_path / "there"), 0)
     assert not Checkpoint(campaign.store, "islands/0/expert").published
 
 

@@ -16,7 +16,7 @@ from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers import assembled, command

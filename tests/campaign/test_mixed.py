@@ -20,7 +20,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.facts import Facts
 from atoll.report.page import summary

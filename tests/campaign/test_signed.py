@@ -7,7 +7,7 @@ import pytest
 
 from atoll import AtollPipeline, Model, load
 from atoll.base.errors import StoreError
-from atoll.campaign.publication import KEY, settle
+from atoll.campaign.publication import KEY, promote
 from atoll.store.log import Log
 from atoll.store.store import Store
 from helpers import command, refused
@@ -61,13 +61,13 @@ def test_an_island_signs_what_it_publishes(
 ) -> None:
     monkeypatch.setenv(KEY, str(key))
     store = Store.open(campaign / "islands/0")
-    settle(store, Log(store.sub("run"), ""))
+    promote(store, Log(store.sub("run"), ""))
     said = command(capsys, "status", campaign).out
     assert f"Signed by {public}: expert 0." in said and "Unsigned: expert 1, router" in said
     other = Store.open(campaign / "islands/1")
     other.put("expert/card.json", other.get("expert/card.json") + b" ")  # by whoever can write there
     with pytest.raises(StoreError, match="is not the one that its run published"):
-        settle(other, Log(other.sub("run"), ""))
+        promote(other, Log(other.sub("run"), ""))
     assert not other.exists("expert/card.json.sig")
     monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
     shutil.rmtree(campaign / "islands/1/expert")

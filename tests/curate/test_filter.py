@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from atoll.campaign.card_facts import about
+from atoll.campaign.card_facts import model_card_facts
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable, findings, of_clusters
 from atoll.cli import main as cli
@@ -79,7 +79,7 @@ def test_what_is_kept_is_told_and_drawn(campaign: Path, capsys: pytest.CaptureFi
     left = {one.title: one for one in findings(store)}
     scores = {row[0]: row[1] for row in left["Scores of the pictures"].rows}
     told = {k: f"mean score {scores[f'cluster {k}']}" for k in (0, 1)}
-    assert of_clusters(store) == told == about(Campaign.open(campaign), {})["data"]["clusters"]
+    assert of_clusters(store) == told == model_card_facts(Campaign.open(campaign), {})["data"]["clusters"]
     table = left["Rows that were kept"]
     assert table.rows[0][1:3] == [len(train), len(kept)]
     assert [row[0] for row in table.rows[1:3]] == ["cluster 0", "cluster 1"]

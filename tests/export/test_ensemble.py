@@ -16,7 +16,7 @@ from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.model import Model
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused
 from helpers_export import load

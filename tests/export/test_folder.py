@@ -22,7 +22,7 @@ from atoll.export.pipeline import AtollPipeline
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline

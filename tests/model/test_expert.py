@@ -13,7 +13,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.residency import ResidentExperts
 from atoll.model.settings import Residency
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family, kept_buffers
 from atoll.networks.settings import DataShape
 from atoll.store.store import Conflict, Store

@@ -26,9 +26,8 @@ from atoll.model.generation import Generation
 from atoll.model.residency import ALIGNMENT, Layout, ResidentExperts
 from atoll.model.sampler import Row, Sampler
 from atoll.model.settings import Residency
-from atoll.model.stored import FileWeights, Spec, StoredExpert
+from atoll.model.stored import WEIGHTS, FileWeights, Spec, StoredExpert
 from atoll.model.trace import Costs
-from atoll.networks.diffusers_checkpoint import WEIGHTS
 from atoll.store.store import Store
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
 from model.stores import on_disk, publish

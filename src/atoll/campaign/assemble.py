@@ -7,9 +7,9 @@ from torch import nn
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError
-from atoll.campaign.card_facts import about
+from atoll.campaign.card_facts import model_card_facts
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import Origin
+from atoll.campaign.milestones import TrainingRun
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
 from atoll.model.card import Card, check_place, check_together
@@ -22,12 +22,7 @@ from atoll.store.signatures import check_trusted
 
 @dataclass(frozen=True)
 class Assembled:
-    """What an assembly holds.
-
-    Attributes:
-        k: number of clusters.
-        experts: numbers of the experts that are in it.
-    """
+    """K, and the numbers of the experts that an assembly holds."""
 
     k: int
     experts: list[int]
@@ -55,14 +50,13 @@ def assemble(
         PartitionError: nothing to assemble, or parts of different campaigns.
         StoreError: a network is not the one that its run published.
     """
-    store = campaign.store
+    store, sampling = campaign.store, campaign.config.sampling
     k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})
-    if campaign.config.sampling.routing.null == PRETRAIN and Run(PRETRAIN) not in cards:
+    if sampling.routing.null == PRETRAIN and Run(PRETRAIN) not in cards:
         raise PartitionError(
             f"{store.location} has no network of shared pretraining, which sampling.routing asks for",
             "train it or put it back: pretrain/expert, or set another sampling.routing",
         )
-    sampling = campaign.config.sampling
     early = Run(PRETRAIN) in cards and sampling.guide_share < 1
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
@@ -85,37 +79,11 @@ def assemble(
     if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
-    facts = about(campaign, parts_of(writer.experts, cards[Run("router")], writer.pretrain))
+    facts = model_card_facts(campaign, parts_of(writer.experts, cards[Run("router")], writer.pretrain))
     writer.finish(facts, name=f"{facts['name']}/ensemble")
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
     warn_of_missing(result)
     return result
-
-
-def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
-    """Shared pretraining's network after `sampling.guide_share` of it, and its card.
-
-    Raises:
-        PartitionError: no checkpoint was kept there.
-        StoreError: it is damaged, or was swept away.
-    """
-    run, share = Run(PRETRAIN), campaign.config.sampling.guide_share
-    origin = Origin.of(campaign.store, run.network, f"{run.folder}/run")
-    kept = origin.at(share, origin.steps)
-    if kept is None:
-        there = ", ".join(f"{one:.3g}" for one in origin.shares) or "none: bring pretrain/run, if it has any"
-        raise PartitionError(
-            f"{campaign.store.location} has no checkpoint of pretrain after {share:g} of its steps",
-            f"set sampling.guide_share=1, or to one that is there ({there})",
-        )
-    network, part = origin.load(kept).network, kept.step / origin.steps
-    changes = {
-        "samples": kept.step * origin.card.batch,
-        "train_flops": origin.card.train_flops * part,
-        "weights_sha256": "",
-        "provenance": {**origin.card.provenance, "milestone": kept.step},
-    }
-    return network, origin.card.model_copy(update=changes)
 
 
 def warn_of_missing(assembled: Assembled) -> None:
@@ -125,6 +93,31 @@ def warn_of_missing(assembled: Assembled) -> None:
         say(f"  warning: partial: experts {names} are missing; their share goes to the others")
 
 
+def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
+    """Shared pretraining's network after `sampling.guide_share` of it, and its card.
+
+    A worse model of the same data is a better guide (arXiv 2406.02507), so an early checkpoint may serve.
+    """
+    run, share = Run(PRETRAIN), campaign.config.sampling.guide_share
+    training = TrainingRun.of(campaign.store, run.network, f"{run.folder}/run")
+    milestone = training.at(share, training.steps)
+    if milestone is None:
+        there = ", ".join(f"{share:.3g}" for share in training.shares)
+        raise PartitionError(
+            f"{campaign.store.location} has no checkpoint of pretrain after {share:g} of its steps",
+            "set sampling.guide_share=1, or to one that is there"
+            f" ({there or 'none: bring pretrain/run, if it has any'})",
+        )
+    card = training.card
+    changes = {
+        "samples": milestone.step * card.batch,
+        "train_flops": card.train_flops * (milestone.step / training.steps),
+        "weights_sha256": "",
+        "provenance": {**card.provenance, "milestone": milestone.step},
+    }
+    return training.load(milestone).network, card.model_copy(update=changes)
+
+
 def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[Run, Card]]:
     """K, and the cards of what is published: experts, shared pretraining, router; all belong together."""
     store = campaign.store
@@ -132,23 +125,21 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[
         raise PartitionError(
             f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
         )
-    cut = read_partition(store)
-    if not set(range(cut.k)).issuperset(quarantine):
-        raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {cut.k - 1}")
-    runs = [run for run in experts_of(cut.k) if run.expert not in quarantine]
-    for what, some in (("no expert", runs), ("no router", [Run("router")])):
-        if not any(Checkpoint(store, run.network).published for run in some):
-            raise PartitionError(f"{store.location} has {what} yet", "train first: atoll launch")
-    present = [
-        run for run in (*runs, Run(PRETRAIN), Run("router")) if Checkpoint(store, run.network).published
-    ]
-    cards = {run: Checkpoint(store, run.network).card for run in present}
+    partition = read_partition(store)
+    if not set(range(partition.k)).issuperset(quarantine):
+        raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {partition.k - 1}")
+    runs = [run for run in experts_of(partition.k) if run.expert not in quarantine]
+    networks = {run: Checkpoint(store, run.network) for run in (*runs, Run(PRETRAIN), Run("router"))}
+    cards = {run: network.card for run, network in networks.items() if network.published}
+    for lacking, some in (("no expert", runs), ("no router", [Run("router")])):
+        if not cards.keys() & {*some}:
+            raise PartitionError(f"{store.location} has {lacking} yet", "train first: atoll launch")
     check_together(list(cards.values()))
-    if cards[Run("router")].partition != cut.hash:
+    if cards[Run("router")].partition != partition.hash:
         raise PartitionError(
             f"the parts in {store.location} were made for another partition", "put their own back"
         )
     for run, card in cards.items():
         check_place(card, run.name, run.folder)
         check_published(store.sub(run.folder))
-    return cut.k, cards
+    return partition.k, cards

@@ -24,8 +24,8 @@ from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.stored import settings_of
-from atoll.networks.diffusers_checkpoint import WEIGHTS, DiffusersCheckpoint, Fit, find, take_over
+from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
+from atoll.model.stored import WEIGHTS, settings_of
 from atoll.networks.families import family
 from atoll.networks.init import initialise
 from atoll.networks.router import Router

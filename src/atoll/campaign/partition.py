@@ -22,7 +22,7 @@ from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
-from atoll.networks.diffusers_checkpoint import compare
+from atoll.model.foreign import compare
 from atoll.networks.families import family, parameter_count
 from atoll.networks.pipelines import check_data
 from atoll.networks.settings import DataShape

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
+from atoll.model.checkpoint import CARD
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
 from atoll.store.signatures import sign
 from atoll.store.store import Conflict, Store
 
-CARD = "card.json"
 KEY = "ATOLL_KEY"
 """Environment variable with the path of the private key that signs what is published."""
 
 
-def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], object]) -> None:
+def publish_network(run: Store, log: Log, step: int, write: Callable[[Store, str], object]) -> None:
     """Write the network below `export/HOLDER` and name it in the log.
 
     Raises:
@@ -34,11 +34,11 @@ def announce(run: Store, log: Log, step: int, write: Callable[[Store, str], obje
     try:
         log.append("publish", step=step, export=prefix, files=files)
     except Fenced:
-        run.delete(*run.list(prefix))  # the taker may have finished and tidied up already
+        run.delete(*run.list(prefix))  # the taker may have finished and removed all exports already
         raise
 
 
-def settle(store: Store, log: Log) -> None:
+def promote(store: Store, log: Log) -> None:
     """Copy what the log says was published to `expert/`, its card last; nothing to do if it is there."""
     entry = log.publication()
     assert entry is not None
@@ -59,30 +59,23 @@ def settle(store: Store, log: Log) -> None:
     if key := os.environ.get(KEY):
         check_published(store)  # nobody signs what another put there
         sign(store, f"expert/{CARD}", Path(key))
-    tidy(store)
+    remove_exports(store)
 
 
 def check_published(store: Store) -> None:
-    """Refuse a network that is not the one that its run's log says was published.
-
-    A folder without a log was carried here alone; only a signature says whose it is.
-
-    Args:
-        store: narrowed to the run's folder.
-
-    Raises:
-        StoreError: its card is another one.
-    """
+    """Refuse a network in a run's folder that is not the one that the run's log says was published."""
     if not store.exists("run/log/000000.json"):
-        return
+        return  # carried here without its log: only a signature says whose it is
     entry = Log(store.sub("run"), "").publication()
-    names = {file.path: file.sha256 for file in entry.files} if entry is not None else {}
-    if names and names.get(CARD) != sha256(store.get(f"expert/{CARD}")):
-        what = f"{store.name('expert')}/{CARD} is not the one that its run published"
-        raise StoreError(what, "copy the folder again from where it was trained, or train it again")
+    hashes = {file.path: file.sha256 for file in entry.files} if entry is not None else {}
+    if hashes and hashes.get(CARD) != sha256(store.get(f"expert/{CARD}")):
+        raise StoreError(
+            f"{store.name('expert')}/{CARD} is not the one that its run published",
+            "copy the folder again from where it was trained, or train it again",
+        )
 
 
-def tidy(store: Store) -> None:
+def remove_exports(store: Store) -> None:
     """Remove the exports of a run whose `expert/` is whole: whoever copied it may have died before this."""
     run = store.sub("run")
     run.delete(*run.list("export"))

@@ -11,12 +11,7 @@ from atoll.model.card import check_producers
 
 
 def token_encoder(campaign: Campaign, dataset: DataSet) -> TextEncoder | None:
-    """What made the tokens of a data set, loaded once in a process; None where text states are stored.
-
-    Raises:
-        ConfigError: it is a stranger's, cannot be found, or has other weights by now.
-        DataError: the column does not say what made it.
-    """
+    """What made the tokens of a data set, loaded once in a process; None where text states are stored."""
     if not campaign.config.encodes_text:
         return None
     by = dataset.column("tokens").meta.producer

@@ -156,10 +156,9 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
 )
 def adopt(campaign: str, **options: Any) -> None:
     """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
-    from atoll.campaign.adopt import Adoption
-    from atoll.campaign.adopt import adopt as take_in
+    from atoll.campaign.adopt import adopt as adopt_checkpoint
 
-    take_in(open_campaign(campaign), Adoption(**options))
+    adopt_checkpoint(open_campaign(campaign), noise=options.pop("schedule"), **options)
 
 
 @atoll.command()

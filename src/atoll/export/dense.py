@@ -17,8 +17,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.markdown import code, render
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
-from atoll.campaign.baselines import single_network
-from atoll.campaign.card_facts import about, prompts
+from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
@@ -37,7 +36,7 @@ from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
 from atoll.model.model_card import shared_facts
 from atoll.model.opened import output_folder
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import WEIGHTS
 from atoll.store.store import to_json
 
 
@@ -48,8 +47,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: no stock pipeline runs the model, or the folder holds something else.
         StoreError: the model is not published, or damaged.
     """
-    published = Checkpoint(campaign.store, single_network(campaign, request.model))
-    card, sampling = published.card, campaign.config.sampling
+from atoll.base.text import count
+from atoll.campaign.card_facts import model_card_facts, prompts
     stock = stock_of(card.family)
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
@@ -96,10 +95,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             producer = card.latents if name == "vae" else card.text or {}
             outside[place] = (kind, str(producer["name"]))
     (root / PICTURE).unlink(missing_ok=True)
-    if request.picture:
-        given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
-        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given))
-    facts = about(campaign, {request.model: card.weights_sha256})
+from atoll.base.text import count
+from atoll.campaign.card_facts import model_card_facts, prompts
     facts |= {"licence": request.licence} if request.licence else {}
     text = render(
         "stock.md",

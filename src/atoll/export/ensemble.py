@@ -9,7 +9,7 @@ import torch
 from atoll.base.console import say
 from atoll.base.pictures import grid, png
 from atoll.campaign.assemble import Assembled, warn_of_missing
-from atoll.campaign.card_facts import about, prompts
+from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.encoders import Copied, by_name, check_encoders, copy_encoders
 from atoll.export.pipeline import AtollPipeline
@@ -59,7 +59,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         public_key(request.key)  # a wrong one is told now
     manifest = read_manifest(store)
     chosen = select_experts(request.experts, manifest.experts)
-    facts = about(campaign, manifest.parts) | ({"licence": request.licence} if request.licence else {})
+    facts = model_card_facts(campaign, manifest.parts) | (
+        {"licence": request.licence} if request.licence else {}
+    )
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
     assembled = store.sub("ensemble")

@@ -14,7 +14,7 @@ from atoll.base.pictures import png
 from atoll.base.table import ratio_of
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.baselines import single_cards
+from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, BestRow, ComparedModel, Comparison, ComparisonTables, GuidanceRow

@@ -18,7 +18,7 @@ from atoll.base.table import ratio_of
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, ComparedModel, CurveRow, How, ReachRow
-from atoll.campaign.milestones import Milestone, Origin
+from atoll.campaign.milestones import Milestone, TrainingRun
 from atoll.campaign.runs import Run
 from atoll.measure.models import Candidate
 from atoll.measure.override import WIDE
@@ -65,14 +65,14 @@ class TrainingCurve:
         store = campaign.store
         self.store, self.router, self.k = store, router, content.k
         self.experts = {
-            n: Origin.of(store, f"ensemble/experts/{n}", f"{Run('expert', n).folder}/run")
+            n: TrainingRun.of(store, f"ensemble/experts/{n}", f"{Run('expert', n).folder}/run")
             for n in content.experts
         }
         names = [
             *(["pretrain"] if pretrain_finished(campaign) else []),
             *(n for n in dense if n == "monolith"),
         ]
-        self.single = {name: Origin.of(store, f"{name}/expert", f"{name}/run") for name in names}
+        self.single = {name: TrainingRun.of(store, f"{name}/expert", f"{name}/run") for name in names}
         self.guide = {PRETRAIN_PART: content.parts[PRETRAIN_PART]} if PRETRAIN_PART in content.parts else {}
         self._check()
 

@@ -21,8 +21,15 @@ from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.model.card import Card
 from atoll.model.expert import Expert, RouterModel
-from atoll.model.stored import REMEDY, FileWeights, StoredExpert, build_network, fill_network, settings_of
-from atoll.networks.diffusers_checkpoint import WEIGHTS
+from atoll.model.stored import (
+    REMEDY,
+    WEIGHTS,
+    FileWeights,
+    StoredExpert,
+    build_network,
+    fill_network,
+    settings_of,
+)
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.signatures import SUFFIX
@@ -36,10 +43,22 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A network in a folder of a store; nothing is read before it is asked for."""
+    """A network in a folder of a store; nothing is read before it is asked for.
+
+    All that read raise `StoreError` if a file is missing, damaged, or not the one that the card names.
+    """
 
     store: Store
     prefix: str = "."
+
+    @classmethod
+    def of_run(cls, store: Store, name: str) -> "Checkpoint":
+        """What a run on all the data published in a campaign; `StoreError` if it has not yet."""
+        checkpoint = cls(store, f"{name}/expert")
+        if not checkpoint.published:
+            fix = f"train it: atoll train {name} {store.location}"
+            raise StoreError(f"{store.location} has no {name} yet", fix)
+        return checkpoint
 
     @property
     def name(self) -> str:
@@ -53,41 +72,40 @@ class Checkpoint:
 
     @cached_property
     def card(self) -> Card:
-        """What the network is; `StoreError` if there is none, or of another version."""
+        """What the network is."""
         return Card.read(self.store, f"{self.prefix}/{CARD}")
 
     def config(self) -> dict[str, Any]:
-        """Class and arguments of the network; `StoreError` if they are not those of the card."""
+        """Class and arguments of the network."""
         config: dict[str, Any] = self.store.get_json(f"{self.prefix}/{CONFIG}")
         if digest(config) != self.card.config_sha256:
             raise self._foreign(CONFIG)
         return config
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Settings and weights; `StoreError` if they are not those of the card."""
+        """Settings and weights."""
         return self.config(), read_tensors(self._weights(), f"{self.name}/{WEIGHTS}")
 
-    def network(self) -> nn.Module:
-        """The network with its weights, frozen."""
+    def network(self, average: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """The network with its weights, some of them in place of its own (a milestone's), frozen."""
         config, weights = self.read()
+        weights |= average or {}
         load = Router.from_config if self.card.role == "router" else family(self.card.family).load
         return fill_network(build_network(load, config, weights, self.name), weights)
 
-    def expert(self, device: torch.device | str = "cpu") -> Expert:
+    def expert(
+        self, device: torch.device | str = "cpu", average: Mapping[str, Tensor] | None = None
+    ) -> Expert:
         """The network as a denoiser."""
         card = self.card
-        return Expert(self.network().to(device), card.family, card.prediction, card.schedule, card)
+        return Expert(self.network(average).to(device), card.family, card.prediction, card.schedule, card)
 
     def router(self, device: torch.device | str = "cpu") -> RouterModel:
         """The network as a router."""
         return RouterModel(cast(Router, self.network().to(device)), self.card)
 
     def open_lazily(self) -> StoredExpert:
-        """An expert whose weights are hashed now and read when they are wanted.
-
-        Raises:
-            StoreError: card, config or weights are missing, damaged, or not those of the card.
-        """
+        """An expert whose weights are hashed now and read when they are wanted."""
         card, key = self.card, f"{self.prefix}/{WEIGHTS}"
         path = self.store.path(key)
         weights = FileWeights(path)
@@ -133,17 +151,14 @@ class Checkpoint:
         return card
 
     def copy(self, target: "Checkpoint") -> Card:
-        """Copy the folder, its card last; the same network that lies there is left alone.
-
-        Raises:
-            StoreError: a file is missing, or not what the card says.
-        """
+        """Copy the folder, its card last; the same network that lies there is left alone."""
         card = self.card
         if not target.holds(card):
             # Weights that are damaged are told here, and not when somebody samples.
             blobs = {WEIGHTS: self._weights()}
             self.config()
-            target._forget_card()
+            target.__dict__.pop("card", None)
+            # A card beside files of two networks would say that they are whole.
             target.store.delete(f"{target.prefix}/{CARD}")
             for file in FILES:
                 data = blobs.get(file) or self.store.get(f"{self.prefix}/{file}")
@@ -165,11 +180,7 @@ class Checkpoint:
             return False
 
     def check(self) -> Card:
-        """Refuse a local folder from outside by what names and headers tell; the weights are not read.
-
-        Raises:
-            StoreError: a file is missing, the weights are pickle or torn, or the card is of another version.
-        """
+        """Refuse a local folder from outside by names and headers; the weights are not read."""
         assert self.store.local is not None
         folder = self.store.local / self.prefix
         if not folder.is_dir():
@@ -192,17 +203,15 @@ class Checkpoint:
         return data
 
     def _write(self, settings: dict[str, Any], data: bytes, card: Card) -> Card:
-        self._forget_card()
+        self.__dict__.pop("card", None)  # the one that was read before this write
         card = card.model_copy(update={"config_sha256": digest(settings), "weights_sha256": sha256(data)})
         self.store.put_json(f"{self.prefix}/{CONFIG}", settings)
         self.store.put(f"{self.prefix}/{WEIGHTS}", data)
         if self.store.get(f"{self.prefix}/{WEIGHTS}") != data:
             raise StoreError(f"{self.name}/{WEIGHTS} reads back differently", "check the disk")
+        # If-absent: of two processes that publish one run, the second one learns that it came too late.
         self.store.create_json(f"{self.prefix}/{CARD}", card.to_json())
         return card
-
-    def _forget_card(self) -> None:
-        self.__dict__.pop("card", None)  # the one that was read before this write
 
     def _foreign(self, file: str) -> StoreError:
         return StoreError(f"{self.name}/{file} is not what its card says", REMEDY)

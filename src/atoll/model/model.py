@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError
 from atoll.base.text import Size, parse_size
 from atoll.encoders.registry import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
@@ -163,16 +163,14 @@ class Model:
     ) -> "Model":
         if not name.isidentifier():  # it is a part of a path
             raise ConfigError(f"there is no model {name!r}", "name 'ensemble', or a run such as 'monolith'")
-        if not Checkpoint(store, f"{name}/expert").published:
-            fix = f"train it: atoll train {name} {store.location}"
-            raise StoreError(f"{store.location} has no {name} yet", fix)
+        checkpoint = Checkpoint.of_run(store, name)
         if trusted is not None:
             check_trusted(store, f"{name}/expert/card.json", trusted)
 
         def bank() -> Bank:
-            return Bank([Checkpoint(store, f"{name}/expert").expert(device)])
+            return Bank([checkpoint.expert(device)])
 
-        model = cls(bank, Checkpoint(store, f"{name}/expert").card, device, generation)
+        model = cls(bank, checkpoint.card, device, generation)
         model._allowed = encoders
         return model
 

@@ -1,7 +1,6 @@
 """The folder of a pipeline opened: found or fetched, and checked before anything in it is loaded."""
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -29,6 +28,7 @@ from atoll.model.folder import (
     index_entries,
     verify_folder,
 )
+from atoll.model.foreign import HUB_NAME, fetch
 from atoll.model.model_card import listed
 from atoll.model.stored import REMEDY
 from atoll.store.location import is_url
@@ -36,7 +36,6 @@ from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store
 
 Chosen = Literal["auto"] | Sequence[int]
-_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,18 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         raise ConfigError(f"{name} is a URL", "write the folder first: atoll export CAMPAIGN --to FOLDER")
     if not is_hub_name(name):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
-    root = _fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, MODEL_INDEX, f"experts/{EXPERTS}"], hub)
+    fix, indexes = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
+    root = fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, *indexes], fix, **hub)
     numbers = read_index(root / "experts").numbers
     wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
-    return _fetch(str(name), [*wanted, *others, README, PICTURE], hub, refused)
+    return fetch(str(name), [*wanted, *others, README, PICTURE], fix, refused, **hub)
 
 
 def is_hub_name(name: str | os.PathLike[str]) -> bool:
     """Whether this is OWNER/MODEL of a hub, and no folder here."""
-    return isinstance(name, str) and bool(_HUB.fullmatch(name)) and not Path(name).exists()
+    return isinstance(name, str) and bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 def inspect_folder(root: Path, experts: Any) -> OpenFolder:
@@ -221,19 +221,6 @@ def check_router(card: Card, experts: Iterable[Card], k: int, knows: Any) -> Non
     if knows != k:
         raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
     check_together([card, *experts])
-
-
-def _fetch(name: str, patterns: list[str], hub: Mapping[str, Any], ignored: list[str] | None = None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **hub))
-    except Exception as error:  # the hub's client has several families of them
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{name!r} is no folder, and as a hub name it cannot be had ({reason})",
-            "check the name, the revision and the network",
-        ) from None
 
 
 def _model_index(root: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Experts that are not loaded: their settings, and their weights where they lie in a safetensors file."""
+"""Networks that are not in memory: their settings, and their weights where they lie in a safetensors file.
+
+Here and in `checkpoint.py` alone weights become a network.
+"""
 
 import hashlib
 import inspect
@@ -21,6 +24,7 @@ from atoll.model.expert import Expert
 from atoll.networks.families import family
 from atoll.store.store import Absent
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,12 +45,7 @@ REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, at
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of a set of weights.
-
-    Attributes:
-        dtype: of its numbers.
-        shape: of the tensor.
-    """
+    """Type and shape of one tensor of a set of weights."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,11 +59,7 @@ class Spec:
 class FileWeights(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for, straight into where it belongs.
 
-    The file stays open, so one that is replaced meanwhile does no harm. It is read and not mapped: see
-    docs/decisions/0009.
-
-    Args:
-        path: of the file.
+    It is read and not mapped: see docs/decisions/0009.
 
     Raises:
         Absent: there is no such file.
@@ -73,6 +68,7 @@ class FileWeights(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # The file stays open, so that one that is replaced meanwhile does no harm.
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         except FileNotFoundError:
@@ -80,7 +76,28 @@ class FileWeights(Mapping[str, Tensor]):
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
         weakref.finalize(self, os.close, self._file)
-        self.specs, self._starts = _header(path, self._file)
+
+        # The format is 8 bytes of length, JSON of that length, and the tensors' bytes. A header may come from
+        # outside, so its types and offsets are checked before anything is read by them.
+        size = os.fstat(self._file).st_size
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self.specs, self._starts = dict[str, Spec](), dict[str, int]()
+        try:
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise ValueError(length)
+            tree = read_json(os.pread(self._file, length, 8))
+            tree.pop("__metadata__", None)
+            for name, entry in tree.items():
+                spec = Spec(_DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+                begin, end = map(int, entry["data_offsets"])
+                if begin < 0 or end - begin != spec.nbytes:
+                    raise ValueError(name)
+                self.specs[name], self._starts[name] = spec, 8 + length + begin
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
+        ends = (self._starts[name] + spec.nbytes for name, spec in self.specs.items())
+        if size != (expected := max(ends, default=8 + length)):
+            raise StoreError(f"{path} has {size} bytes instead of {expected}", REMEDY)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -103,31 +120,21 @@ class FileWeights(Mapping[str, Tensor]):
 
     def read(self, name: str, out: Tensor) -> None:
         """Read a tensor into contiguous memory of the CPU, converted where `out` has another dtype."""
-        spec = self.specs[name]
-        if out.dtype != spec.dtype:
+        if out.dtype != self.specs[name].dtype:
             out.copy_(self[name])
             return
         rest: memoryview = out.reshape(-1).view(torch.uint8).numpy().data
-        where = self._starts[name]
-        while len(rest):
-            count = os.preadv(self._file, [rest], where)
+        position = self._starts[name]
+        while len(rest):  # Linux reads at most 2 GiB at once
+            count = os.preadv(self._file, [rest], position)
             if count == 0:
                 raise StoreError(f"{self.path} ends within {name}", REMEDY)
-            rest, where = rest[count:], where + count
+            rest, position = rest[count:], position + count
 
 
 @dataclass(frozen=True)
 class StoredExpert:
-    """An expert as it lies on disk or in memory, without a network around it.
-
-    Attributes:
-        config: class and arguments of the network, as in `config.json`.
-        family: name of its family.
-        prediction: what it predicts.
-        schedule: name of the noise schedule it was trained on.
-        weights: tensors by name; `FileWeights` reads them when they are needed.
-        card: what it is, if it was published.
-    """
+    """An expert as it lies on disk (`weights` is `FileWeights`) or in memory, without a network around it."""
 
     config: Mapping[str, Any]
     family: str
@@ -143,55 +150,26 @@ class StoredExpert:
         config = settings_of(expert.network)
         return cls(config, expert.family, expert.prediction, expert.schedule, weights, expert.card)
 
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Types and shapes of its tensors, by name; nothing is read for them."""
+        if isinstance(self.weights, FileWeights):
+            return self.weights.specs
+        return {name: Spec(value.dtype, tuple(value.shape)) for name, value in self.weights.items()}
+
     def dtypes(self) -> set[torch.dtype]:
         """Types of its tensors' numbers."""
-        weights = self.weights
-        if isinstance(weights, FileWeights):
-            return {spec.dtype for spec in weights.specs.values()}
-        return {value.dtype for value in weights.values()}
+        return {spec.dtype for spec in self.specs.values()}
 
     def network(self) -> nn.Module:
         """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
-        shapes = self.weights.specs if isinstance(self.weights, FileWeights) else self.weights
         where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
-        return build_network(family(self.family).load, self.config, shapes, where)
+        return build_network(family(self.family).load, self.config, self.specs, where)
 
     def expert(self) -> Expert:
         """The same with a network of its own in memory."""
-        return Expert(
-            fill_network(self.network(), dict(self.weights)),
-            self.family,
-            self.prediction,
-            self.schedule,
-            self.card,
-        )
-
-
-def _header(path: Path, file: int) -> tuple[dict[str, Spec], dict[str, int]]:
-    """Specs and first bytes of a file's tensors.
-
-    The format is 8 bytes of length, JSON of that length, and the tensors' bytes.
-    """
-    size = os.fstat(file).st_size
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-        raise StoreError(f"{path} is damaged, or no safetensors", REMEDY)
-    specs, starts = {}, {}
-    try:
-        tree = read_json(os.pread(file, length, 8))
-        tree.pop("__metadata__", None)
-        for name, about in tree.items():
-            spec = Spec(_DTYPES[about["dtype"]], tuple(map(int, about["shape"])))
-            begin, end = map(int, about["data_offsets"])
-            if begin < 0 or end - begin != spec.nbytes:
-                raise ValueError(name)
-            specs[name], starts[name] = spec, 8 + length + begin
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
-    expected = max((starts[name] + specs[name].nbytes for name in specs), default=8 + length)
-    if size != expected:
-        raise StoreError(f"{path} has {size} bytes instead of {expected}", REMEDY)
-    return specs, starts
+        network = fill_network(self.network(), dict(self.weights))
+        return Expert(network, self.family, self.prediction, self.schedule, self.card)
 
 
 def build_network(
@@ -201,8 +179,6 @@ def build_network(
     where: str,
 ) -> nn.Module:
     """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
-
-    A config may ask for more than any machine has, so first the network is built without memory.
 
     Args:
         load: builds the network of a config.
@@ -214,12 +190,19 @@ def build_network(
         StoreError: the config makes no network, or another one than the weights are of.
     """
     try:
+        # A config may ask for more than any machine has, so first the network is built without memory. Even
+        # that takes time for each block, of which there cannot be more than tensors.
         for key, value in config.items():
             if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
                 raise ValueError(f"{key} is {value}")
         with torch.device("meta"):
             network = load(config)
-        _check_types(network, config)
+        # Some settings are not looked at before their use, when a picture is drawn.
+        for name, parameter in inspect.signature(type(network).__init__).parameters.items():
+            value, kind = config.get(name), type(parameter.default)
+            kinds = (int, float) if kind is float else (kind,)
+            if value is not None and kind in (bool, int, float, str) and type(value) not in kinds:
+                raise ValueError(f"{name} is {value!r}")
         shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
         for name in shapes.keys() ^ weights.keys():
             raise ValueError(f"{'no' if name in shapes else 'a'} tensor {name}")
@@ -228,17 +211,10 @@ def build_network(
                 raise ValueError(f"{name} has shape {tuple(weights[name].shape)} instead of {shape}")
         return load(config)
     except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
-        what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"
-        raise StoreError(what, "restore it, or make it again") from None
-
-
-def _check_types(network: nn.Module, config: Mapping[str, Any]) -> None:
-    """Refuse a setting of another type than the class's default: some are not looked at before their use."""
-    for name, parameter in inspect.signature(type(network).__init__).parameters.items():
-        value, kind = config.get(name), type(parameter.default)
-        kinds = (int, float) if kind is float else (kind,)
-        if value is not None and kind in (bool, int, float, str) and type(value) not in kinds:
-            raise ValueError(f"{name} is {value!r}")
+        reason = first_line(error)[:200]
+        raise StoreError(
+            f"{where}/config.json makes no network of its weights ({reason})", "restore it, or make it again"
+        ) from None
 
 
 def fill_network(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

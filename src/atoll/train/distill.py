@@ -25,10 +25,10 @@ from atoll.model.bank import Bank
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks
+from atoll.model.foreign import compare
 from atoll.model.model import load_experts
 from atoll.model.route import route
 from atoll.model.routing import Routing
-from atoll.networks.diffusers_checkpoint import compare
 from atoll.store.store import Store
 from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows

@@ -15,7 +15,7 @@ from atoll.base.errors import AtollError, StoreError
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.safe_parse import read_json
 from atoll.base.text import duration
-from atoll.campaign.publication import announce, settle
+from atoll.campaign.publication import promote, publish_network
 from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
@@ -124,7 +124,7 @@ class _Run:
         """Take the run over, train, publish, and say in the log how it ended."""
         with catch_signals() as stop_requested:
             if not self.group.once(lambda: self._acquire(wait, stop_requested)):
-                self.group.once(lambda: settle(self.store, self.log))
+                self.group.once(lambda: promote(self.store, self.log))
                 self._say(f"{self.name}: finished already")
                 return
             try:
@@ -215,8 +215,8 @@ class _Run:
             Checkpoint(store, prefix).write(network, weights, card)
 
         def publish() -> None:
-            announce(self.run, self.log, state.step, write)
-            settle(self.store, self.log)
+            publish_network(self.run, self.log, state.step, write)
+            promote(self.store, self.log)
 
         self.group.once(publish)
         self._say(f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")

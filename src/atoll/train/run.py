@@ -13,7 +13,7 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
-from atoll.campaign.publication import KEY, tidy
+from atoll.campaign.publication import KEY, remove_exports
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Recipe, Run, RunPlan
 from atoll.campaign.token_encoder import token_encoder
@@ -73,7 +73,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     else:
         dataset = DataSet.open(root, f"{run.folder}/data")
     if Checkpoint(store, "expert").published:
-        tidy(store)
+        remove_exports(store)
         say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
     else:
         check_trackers(config.tracking)

@@ -20,7 +20,7 @@ from atoll.base.pictures import png
 from atoll.base.text import NONE
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.baselines import single_cards
+from atoll.campaign.card_facts import single_cards
 from atoll.campaign.diagnosed import CopyRow, Diagnosis, DiagnosisTables
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import DiagnoseConfig

@@ -1,4 +1,4 @@
-"""Weights of a published diffusers checkpoint, and which of them fit a network.
+"""Checkpoints that Atoll did not write: found in a folder or on the hub, and what of them fits a network.
 
 Only `config.json` and safetensors are read: never pickle, and no code that lies beside them.
 """
@@ -10,31 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError, first_line
+from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
+from atoll.model.stored import WEIGHTS, FileWeights
 from atoll.networks.families import kept_buffers
+from atoll.store.store import Absent
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FIX = f"give a folder with config.json and {WEIGHTS}, or a hub name such as OWNER/MODEL"
-_SHOWN = 3  # names of tensors in a message; the manifest has all
+_SHOWN = 3  # names of tensors in a message; `init.json` has all
 
 
 @dataclass(frozen=True)
 class DiffusersCheckpoint:
-    """A checkpoint that was found, not read yet.
-
-    Attributes:
-        name: as the user calls it.
-        folder: with `config.json` and the weights.
-        class_name: of the diffusers network.
-        settings: its `config.json`.
-        files: names of the weights' files in it.
-    """
+    """A checkpoint of the diffusers layout; nothing but `config.json`, its `settings`, was read yet."""
 
     name: str
     folder: Path
@@ -50,26 +42,76 @@ class DiffusersCheckpoint:
         places = [self.folder / part / file]
         places += [self.folder.parent / part / file] if self.folder.name == "transformer" else []
         places += [self.folder / file] if file != "config.json" else []
-        for place in places:
-            if place.is_file():
-                return _json(self.name, place)
-        return None
+        found = next((place for place in places if place.is_file()), None)
+        return None if found is None else _json(self.name, found)
 
     def weights(self) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU.
-
-        Raises:
-            ConfigError: a file is missing or damaged.
-        """
+        """All tensors by name, on the CPU; `ConfigError` if a file is missing or damaged."""
         tensors: dict[str, Tensor] = {}
         for file in self.files:
             try:
-                tensors |= load_file(self.folder / file)
-            except FileNotFoundError:
+                tensors |= FileWeights(self.folder / file)
+            except Absent:
                 raise _refusal(self.name, f"{file} is missing") from None
-            except (SafetensorError, OSError) as error:
+            except StoreError as error:
                 raise _refusal(self.name, f"{file} cannot be read ({first_line(error)})") from None
         return tensors
+
+    def weights_of(self, network: nn.Module) -> dict[str, Tensor]:
+        """All weights of the network of its own settings, in float32; `ConfigError` if they are not those."""
+        wanted, there = network.state_dict(), self.weights()
+        # Files of some classes also hold tables that the network computes by itself.
+        known = wanted.keys() | dict(network.named_buffers()).keys()
+        reshaped = {n for n in wanted.keys() & there.keys() if wanted[n].shape != there[n].shape}
+        infinite = {n for n, v in there.items() if not torch.isfinite(v).all()}
+        for fault, names in (
+            ("has no", wanted.keys() - there.keys()),
+            ("has, and its class does not,", there.keys() - known),
+            ("has in another shape", reshaped),
+            ("has numbers that are not finite in", infinite),
+        ):
+            if names:
+                raise _refusal(self.name, f"it {fault} {_first(sorted(names))}")
+        return {name: there[name].float().contiguous() for name in wanted}
+
+
+def find(name: str, beside: Path) -> DiffusersCheckpoint:
+    """Find a checkpoint; `ConfigError` if there is none, or it holds no safetensors.
+
+    Args:
+        name: a folder, relative to `beside` or absolute, or a hub name. A pipeline's folder is one too: its
+            `transformer/` counts. Hub names come from the hub's own cache, or are fetched into it.
+        beside: the folder that relative paths start from.
+    """
+    folder = beside / expanded(name)
+    if not folder.is_dir():
+        if not HUB_NAME.fullmatch(name):
+            raise ConfigError(f"there is no folder {folder}", _FIX)
+        names = ["config.json", WEIGHTS, INDEX, WEIGHTS.replace(".", "-*-of-*.", 1)]
+        others = ["scheduler/scheduler_config.json", "vae/config.json"]  # what it was trained on
+        folder = fetch(name, [*names, *others, *(f"transformer/{n}" for n in names)], _FIX)
+    if not (folder / "config.json").is_file() and (folder / "transformer" / "config.json").is_file():
+        folder = folder / "transformer"
+    if not (folder / "config.json").is_file():
+        raise _refusal(name, "it has no config.json")
+    settings = _json(name, folder / "config.json")
+    class_name = str(settings.get("_class_name"))
+    if class_name == "Transformer2DModel":  # early checkpoints name the class that DiT and PixArt once shared
+        norms = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+        class_name = norms.get(str(settings.get("norm_type")), class_name)
+    return DiffusersCheckpoint(name, folder, class_name, settings, _files(name, folder))
+
+
+def fetch(name: str, patterns: list[str], fix: str, ignored: list[str] | None = None, **hub: Any) -> Path:
+    """The local copy of these files of a hub's repository; `hub` are options of `snapshot_download`."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **hub))
+    except Exception as error:  # the hub's client has several families of them
+        raise ConfigError(
+            f"{name!r} is no folder, and as a hub name it cannot be had ({first_line(error)})", fix
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -101,29 +143,6 @@ class Fit:
         return lines
 
 
-def find(name: str, beside: Path) -> DiffusersCheckpoint:
-    """Find a checkpoint; its weights are not read yet.
-
-    Args:
-        name: a folder, relative to `beside` or absolute, or a hub name. A pipeline's folder is one too:
-            its `transformer/` counts. Hub names come from the hub's own cache on this machine, or are
-            fetched into it.
-        beside: the folder that relative paths start from.
-
-    Raises:
-        ConfigError: there is none, or it holds no safetensors.
-    """
-    folder = beside / expanded(name)
-    if not folder.is_dir():
-        folder = _from_hub(name, folder)
-    if not (folder / "config.json").is_file() and (folder / "transformer" / "config.json").is_file():
-        folder = folder / "transformer"
-    if not (folder / "config.json").is_file():
-        raise _refusal(name, "it has no config.json")
-    settings = _json(name, folder / "config.json")
-    return DiffusersCheckpoint(name, folder, _class_name(settings), settings, _files(name, folder))
-
-
 def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
     """Which of these weights fit the network's parameters, by name and shape."""
     kept, drawn, numbers, total = [], {}, 0, 0
@@ -145,15 +164,15 @@ def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
 
 @torch.no_grad()
 def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> Fit:
-    """Copy into the network what fits; the rest stays as it is.
-
-    Raises:
-        ConfigError: nothing fits, or what fits is not finite.
-    """
+    """Copy into the network what fits; `ConfigError` if nothing does, or it is not finite."""
     fit = compare(network, weights)
     if not fit.kept:
         why = _first([f"{key} ({reason})" for key, reason in fit.drawn.items()])
-        raise ConfigError(f"none of the {len(weights)} tensors of {name} fits the network: {why}", _SAME)
+        raise ConfigError(
+            f"none of the {len(weights)} tensors of {name} fits the network: {why}",
+            "give the network the checkpoint's family and dimensions"
+            " (network.depth, heads, head_width, patch)",
+        )
     parameters = dict(network.named_parameters())
     for key in fit.kept:
         if not torch.isfinite(weights[key]).all():
@@ -162,51 +181,7 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     return fit
 
 
-def whole(network: nn.Module, checkpoint: DiffusersCheckpoint) -> dict[str, Tensor]:
-    """All weights of a checkpoint for the network of its own settings, in float32.
-
-    Raises:
-        ConfigError: some are missing, of another shape, or not finite; or there are more.
-    """
-    wanted, there = network.state_dict(), checkpoint.weights()
-    known = wanted.keys() | dict(network.named_buffers()).keys()  # a file may hold tables that are computed
-    for what, names in (
-        ("has no", wanted.keys() - there.keys()),
-        ("has, and its class does not,", there.keys() - known),
-        (
-            "has in another shape",
-            {n for n in wanted.keys() & there.keys() if wanted[n].shape != there[n].shape},
-        ),
-        ("has numbers that are not finite in", {n for n, v in there.items() if not torch.isfinite(v).all()}),
-    ):
-        if names:
-            raise _refusal(checkpoint.name, f"it {what} {_first(sorted(names))}")
-    return {name: there[name].float().contiguous() for name in wanted}
-
-
-_SAME = "give the network the checkpoint's family and dimensions (network.depth, heads, head_width, patch)"
-
-
-def _from_hub(name: str, folder: Path) -> Path:
-    """The local copy of a hub's checkpoint: config and safetensors only."""
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"there is no folder {folder}", _FIX)
-    from huggingface_hub import snapshot_download
-
-    names = ["config.json", WEIGHTS, INDEX, WEIGHTS.replace(".", "-*-of-*.", 1)]
-    others = ["scheduler/scheduler_config.json", "vae/config.json"]  # what it was trained on
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=[*names, *others, *(f"transformer/{n}" for n in names)])
-        )
-    except Exception as error:  # the hub's client has several families of them
-        raise ConfigError(
-            f"{name!r} is no folder, and as a hub name it cannot be had ({first_line(error)})", _FIX
-        ) from None
-
-
 def _files(name: str, folder: Path) -> tuple[str, ...]:
-    """Names of the files that hold the weights, from the index where they are in several."""
     if (folder / WEIGHTS).is_file():
         return (WEIGHTS,)
     if not (folder / INDEX).is_file():
@@ -215,18 +190,10 @@ def _files(name: str, folder: Path) -> tuple[str, ...]:
         raise _refusal(name, f"it has no {WEIGHTS}{more}")
     places = _json(name, folder / INDEX).get("weight_map")
     files = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    # An index comes from outside: a path in it could lead out of the folder.
     if not files or any(Path(file).name != file or not file.endswith(".safetensors") for file in files):
         raise _refusal(name, f"{INDEX} names no safetensors beside it")
     return tuple(files)
-
-
-def _class_name(config: Mapping[str, Any]) -> str:
-    """Name of the diffusers class; early checkpoints name the class that DiT and PixArt once shared."""
-    class_name = str(config.get("_class_name"))
-    if class_name == "Transformer2DModel":
-        norms = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-        return norms.get(str(config.get("norm_type")), class_name)
-    return class_name
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:
