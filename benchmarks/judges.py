@@ -25,7 +25,7 @@ from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.data.samples import Samples
-from atoll.encoders.extractors import extractor
+from atoll.encoders.vision import extractor
 from atoll.measure.evaluation import Request, evaluate
 from atoll.measure.features import extract
 from atoll.measure.metrics.frechet import frechet_distance

@@ -26,7 +26,7 @@ from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, experts_of
 from atoll.campaign.settings.measure import EvaluateConfig
-from atoll.encoders.extractors import extractor
+from atoll.encoders.vision import extractor
 from atoll.measure.metrics.metric import How
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.override import generation_of

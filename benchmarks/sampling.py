@@ -45,8 +45,8 @@ from atoll.model.sampler import Row, Sampler, starting_noise
 from atoll.model.settings import Residency
 from atoll.model.stored import FileWeights, StoredExpert, settings_of
 from atoll.model.trace import Costs, Trace
+from atoll.networks.cost import count
 from atoll.networks.families import family
-from atoll.networks.flops import count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 

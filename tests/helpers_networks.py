@@ -6,8 +6,7 @@ from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
 from atoll.model.card import Card
 from atoll.model.expert import Expert
-from atoll.networks.families import family
-from atoll.networks.init import initialise
+from atoll.networks.families import family, initialise
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 

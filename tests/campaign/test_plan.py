@@ -28,7 +28,7 @@ from atoll.campaign.prepare import encode_stage, ingest_stage
 from atoll.campaign.runs import Run as Training
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
-from atoll.networks.memory import Footprint
+from atoll.networks.cost import Footprint
 from atoll.networks.settings import DataShape
 from atoll.recipes import catalogue
 from atoll.train.run import train_run

@@ -19,7 +19,7 @@ from atoll.curate.image_hits import FLOOR
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.words import telling, words_of
-from atoll.encoders.extractors import ClipEncoder, extractor
+from atoll.encoders.vision import ClipEncoder, extractor
 from helpers import command, partitioned, refused
 from helpers_extractors import save_clip
 

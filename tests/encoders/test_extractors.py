@@ -12,9 +12,8 @@ import transformers
 from PIL import Image
 
 from atoll.base.errors import ConfigError
-from atoll.encoders import extractors
-from atoll.encoders.extractors import ClipEncoder, extractor
-from atoll.encoders.vision import vision_encoder
+from atoll.encoders import vision
+from atoll.encoders.vision import ClipEncoder, extractor, vision_encoder
 from helpers_extractors import save_clip, save_dinov2
 
 
@@ -78,9 +77,9 @@ def test_a_dinov2_judges_by_its_class_token_and_clusters_by_its_patches(tmp_path
 
 def test_other_weights_of_inception_are_told_by_their_file(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "own.pth").write_bytes(b"own")
-    assert not extractors.is_published(tmp_path / "own.pth")
-    monkeypatch.setattr(extractors, "FID_WEIGHTS", hashlib.sha256(b"own").hexdigest()[:8])
-    assert extractors.is_published(tmp_path / "own.pth")
+    assert not vision.is_published(tmp_path / "own.pth")
+    monkeypatch.setattr(vision, "FID_WEIGHTS", hashlib.sha256(b"own").hexdigest()[:8])
+    assert vision.is_published(tmp_path / "own.pth")
 
 
 def test_an_efficientnet_is_one_and_the_same() -> None:

@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 
-from atoll.networks.families import family
-from atoll.networks.init import initialise
+from atoll.networks.families import family, initialise
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, conditions, noise

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from atoll.networks.cost import Footprint, empty_condition, footprint, saved_bytes
 from atoll.networks.families import family, parameter_count
-from atoll.networks.flops import empty_condition
-from atoll.networks.memory import Footprint, footprint, saved_bytes
 from atoll.networks.settings import NetworkConfig
 from atoll.train.ema import Ema
 from helpers_networks import CLASSES, TEXT, TINY

@@ -23,8 +23,7 @@ from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.routing import Routing
-from atoll.networks.families import family
-from atoll.networks.init import initialise
+from atoll.networks.families import family, initialise
 from atoll.store.store import Store
 from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
 from atoll.train.loop import train

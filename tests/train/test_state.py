@@ -8,8 +8,7 @@ from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.settings.train import GuardConfig
-from atoll.networks.families import family
-from atoll.networks.init import initialise
+from atoll.networks.families import family, initialise
 from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Commit, Fenced, Log
 from atoll.store.store import Store

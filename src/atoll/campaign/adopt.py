@@ -22,8 +22,8 @@ from atoll.flow.settings import Prediction
 from atoll.model.card import Card, check_producers
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, find
+from atoll.networks.cost import count
 from atoll.networks.families import Family, family, parameter_count
-from atoll.networks.flops import count
 from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig, acquire, new_holder
 from atoll.store.log import Log

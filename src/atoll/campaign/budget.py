@@ -6,8 +6,8 @@ from functools import lru_cache, partial
 
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.networks.cost import Flops, counts, mean
 from atoll.networks.families import family
-from atoll.networks.flops import Flops, counts, mean
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig, check_sides
 

@@ -26,8 +26,7 @@ from atoll.flow.published import trained_on
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
 from atoll.model.stored import WEIGHTS, settings_of
-from atoll.networks.families import family
-from atoll.networks.init import initialise
+from atoll.networks.families import family, initialise
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.manifest import Published, publish, read_published

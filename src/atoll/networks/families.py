@@ -1,4 +1,4 @@
-"""The denoiser families: diffusers classes by name, one adapter each.
+"""The denoiser families: diffusers classes by name, one adapter each, and their published initialisation.
 
 An adapter knows what its class does not say: the time scale, what stands for "no condition", and
 which shapes it gets silently wrong. Nothing here trains or samples.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.rng import generator
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
 
@@ -57,7 +58,7 @@ class Family:
         }
 
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
-        """An uninitialised network (the class's own defaults; see `networks/init.py`)."""
+        """An uninitialised network (the class's own defaults; see `initialise`)."""
         check_sides(self.name, config.patch, shape.latents)
         return self.adapt(self.network_class()(**self.arguments(config, shape)))
 
@@ -101,8 +102,9 @@ class DiT(Family):
         return replace(shape, channels=settings["in_channels"], size=size, classes=classes)
 
     def adapt(self, network: nn.Module) -> nn.Module:
-        # LabelEmbedding drops labels in train mode from the global generator, in every block apart.
-        # Dropout is the objective's; the embedding keeps its null row.
+        # LabelEmbedding drops labels in train mode from the global generator, in every block apart: a
+        # sample's loss would depend on its batch, and blocks would see different conditions. Dropout is
+        # the objective's; the embedding keeps its null row.
         for module in network.modules():
             if hasattr(module, "dropout_prob"):
                 module.dropout_prob = cast(Any, 0.0)
@@ -170,6 +172,44 @@ class _Joint(Family):
         return cast(Tensor, output.sample)
 
 
+class MaskedJointAttention:
+    """What diffusers' `JointAttnProcessor2_0` computes, with a mask: that one takes one and forgets it.
+
+    The tokens of the picture `(B, N, D)` come before those of the text `(B, L, D)`, if there is any.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        def split(tokens: Tensor, project: nn.Module, norm: nn.Module | None) -> Tensor:
+            heads: Tensor = project(tokens).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            return heads if norm is None else cast(Tensor, norm(heads))
+
+        picture, text = hidden_states, encoder_hidden_states
+        norms = (attn.norm_q, attn.norm_k, None)
+        projections = zip((attn.to_q, attn.to_k, attn.to_v), norms, strict=True)
+        query, key, value = (split(picture, *parts) for parts in projections)
+        if text is not None:
+            norms = (attn.norm_added_q, attn.norm_added_k, None)
+            added = zip((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), norms, strict=True)
+            read = (split(text, *parts) for parts in added)
+            query, key, value = (
+                torch.cat(both, dim=2) for both in zip((query, key, value), read, strict=True)
+            )
+        mask = None if text is None else attention_mask
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        out = out.transpose(1, 2).flatten(2).to(query.dtype)
+        attended: Tensor = attn.to_out[1](attn.to_out[0](out[:, : picture.shape[1]]))
+        if text is None:
+            return attended
+        rest = out[:, picture.shape[1] :]
+        return attended, rest if attn.context_pre_only else attn.to_add_out(rest)
+
+
 class SD3(_Joint):
     """`SD3Transformer2DModel`: blocks of two streams that attend to each other (arXiv 2403.03206).
 
@@ -196,8 +236,6 @@ class SD3(_Joint):
         return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
 
     def adapt(self, network: nn.Module) -> nn.Module:
-        from atoll.networks.joint import MaskedJointAttention
-
         cast(Any, network).set_attn_processor(MaskedJointAttention())
         return network
 
@@ -258,12 +296,12 @@ class Flux(_Joint):
         return output.reshape(x.shape)
 
 
-FAMILIES: dict[str, Family] = {one.name: one for one in (DiT(), PixArt(), SD3(), Flux())}
+FAMILIES: dict[str, Family] = {adapter.name: adapter for adapter in (DiT(), PixArt(), SD3(), Flux())}
 
 
 def family(name: str) -> Family:
     """The adapter of a family by its name or by the name of its diffusers class."""
-    by_class = {one.class_name: one for one in FAMILIES.values()}
+    by_class = {adapter.class_name: adapter for adapter in FAMILIES.values()}
     if name not in by_class | FAMILIES:
         raise ConfigError(f"unknown network family {name!r}", nearest(name, FAMILIES))
     return (by_class | FAMILIES)[name]
@@ -282,3 +320,50 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 def parameter_count(network: nn.Module) -> int:
     """Number of trainable numbers."""
     return sum(math.prod(p.shape) for p in network.parameters())
+
+
+GATES = (".norm1.linear", ".norm1_context.linear", ".attn2.to_out.0", ".norm.linear")
+"""Linear layers that gate a block: of DiT and SD3, SD3, PixArt, Flux."""
+
+
+def initialise(network: nn.Module, seed: int) -> None:
+    """Draw all weights anew, in place, from `seed` alone (the same on every machine and device).
+
+    diffusers builds networks with torch's defaults: no adaLN-zero, no Xavier. These rules are those of the
+    papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3). SD3 and Flux
+    have none published; they get DiT's, whose blocks SD3 (arXiv 2403.03206) builds on.
+    """
+    source = generator(seed, "init")
+
+    def normal(weight: Tensor, std: float) -> None:
+        weight.copy_(torch.randn(weight.shape, generator=source) * std)
+
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                flat = module.weight.view(module.weight.shape[0], -1)
+                bound = (6.0 / (flat.shape[0] + flat.shape[1])) ** 0.5  # Xavier, a convolution as a matrix
+                values = torch.rand(module.weight.shape, generator=source) * (2 * bound) - bound
+                module.weight.copy_(values)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                normal(module.weight, 0.02)
+            elif type(module).__name__ == "RMSNorm" and module.weight is not None:  # torch's or diffusers'
+                cast(Tensor, module.weight).fill_(1.0)
+            for key, parameter in module.named_parameters(recurse=False):
+                if key in ("scale_shift_table", "cls_token"):
+                    normal(parameter, 0.02 if key == "cls_token" else parameter.shape[-1] ** -0.5)
+        for name, module in network.named_modules():  # after their layers, which come later in the first pass
+            if name.endswith(("timestep_embedder", "caption_projection")):
+                normal(cast(Any, module).linear_1.weight, 0.02)
+                normal(cast(Any, module).linear_2.weight, 0.02)
+            elif name == "adaln_single.linear":
+                normal(cast(Any, module).weight, 0.02)
+        # Every block starts as the identity and the output as zero, so v = 0 at the first step.
+        for name, layer in network.named_modules():
+            gate = "transformer_blocks." in name and name.endswith(GATES)
+            if gate or name in ("proj_out", "proj_out_2", "proj_out_1", "norm_out.linear"):
+                assert isinstance(layer, nn.Linear), name
+                layer.weight.zero_()
+                layer.bias.zero_()

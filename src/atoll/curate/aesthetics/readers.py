@@ -18,8 +18,8 @@ from torch.nn.functional import avg_pool2d, cross_entropy, interpolate
 
 from atoll.base.errors import ConfigError, first_line
 from atoll.curate.aesthetics.scale import Scale
-from atoll.encoders.extractors import extractor
 from atoll.encoders.registry import loading, weights_hash
+from atoll.encoders.vision import extractor
 
 Pictures = Sequence[Image.Image]
 VLM = "vlm:"

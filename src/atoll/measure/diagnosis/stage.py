@@ -27,8 +27,7 @@ from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.dataset import DataSet
 from atoll.data.partition import Partition
 from atoll.data.settings import features_column
-from atoll.encoders.extractors import extractor
-from atoll.encoders.vision import VisionEncoder, vision_encoder
+from atoll.encoders.vision import VisionEncoder, extractor, vision_encoder
 from atoll.measure.diagnosis.cluster_match import cluster_match
 from atoll.measure.diagnosis.labelled_rows import labelled, measure, weak_experts
 from atoll.measure.diagnosis.memorization import Copies, leaders, two_nearest

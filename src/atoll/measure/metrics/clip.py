@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from atoll.encoders.extractors import ClipEncoder
-from atoll.encoders.vision import VisionEncoder
+from atoll.encoders.vision import ClipEncoder, VisionEncoder
 from atoll.measure.features import F32, F64, Features
 from atoll.measure.metrics.metric import How, Metric, Value
 

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.campaign.budget import denoiser_flops
+from atoll.networks.cost import count
 from atoll.networks.families import family
-from atoll.networks.flops import count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import TEXT, TINY, conditions, noise
