@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,83 +10,75 @@ from torch import Tensor
 from atoll.base.table import finite
 
 
+@dataclass
 class Means:
     """Count, mean and squared deviations of values by group, merged batch by batch in float64.
 
     The update is the pairwise one of Chan, Golub and LeVeque (1979): no cancellation, whatever the batches.
 
-    Args:
-        groups: number of groups G.
-        shape: of one row's values.
-    """
-
-    def __init__(self, groups: int, shape: Sequence[int]) -> None:
-        self.count, self.mean, self.deviation = (
-            torch.zeros((groups, *shape), dtype=torch.float64) for _ in range(3)
-        )
-
-    def add(self, values: Tensor, groups: Tensor) -> None:
-        """Rows `(B, *shape)` of these groups `(B,)`; NaN is a value that a row does not have."""
-        values = values.double()
-        there = ~values.isnan()
-        filled = values.where(there, 0.0)
-        count, total = torch.zeros_like(self.count), torch.zeros_like(self.mean)
-        count.index_add_(0, groups, there.double())
-        total.index_add_(0, groups, filled)
-        mean = total / count.clamp(min=1)
-        around = torch.zeros_like(self.deviation)
-        around.index_add_(0, groups, (filled - mean[groups]).where(there, 0.0).square())
-        self.count, self.mean, self.deviation = _merge(
-            (self.count, self.mean, self.deviation), (count, mean, around)
-        )
-
-    def of(self, group: int) -> "Moments":
-        """What one group has."""
-        return Moments(self.count[group], self.mean[group], self.deviation[group])
-
-    def pooled(self, groups: Sequence[int]) -> "Moments":
-        """Some groups as one, every row counted once."""
-        zero = torch.zeros_like(self.mean[0])
-        merged = (zero, zero, zero)
-        for group in groups:
-            merged = _merge(merged, (self.count[group], self.mean[group], self.deviation[group]))
-        return Moments(*merged)
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Of one group of rows.
-
     Attributes:
-        count: rows that have the value.
-        average: their mean where there are any.
-        deviation: sum of squared deviations.
+        count: rows that have each value, by group, then as a row is shaped; so are the other two.
+        mean: 0 where no row has the value.
+        squares: sum of squared deviations from the mean.
     """
 
     count: Tensor
-    average: Tensor
-    deviation: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def zeros(cls, *shape: int) -> Self:
+        """Of no rows yet; the groups come first."""
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for _ in range(3)))
+
+    def add(self, values: Tensor, groups: Tensor | None = None) -> None:
+        """Rows `(B, *shape)` of groups `(B,)`, by default the first; NaN is a value that a row lacks."""
+        groups = torch.zeros(len(values), dtype=torch.int64) if groups is None else groups
+        values = values.double()
+        there = ~values.isnan()
+        filled = values.where(there, 0.0)
+        batch = Means.zeros(*self.mean.shape)
+        batch.count.index_add_(0, groups, there.double())
+        batch.mean.index_add_(0, groups, filled)
+        batch.mean /= batch.count.clamp(min=1)
+        batch.squares.index_add_(0, groups, (filled - batch.mean[groups]).where(there, 0.0).square())
+        self._merge(batch)
+
+    def _merge(self, other: "Means") -> None:
+        n, m, gap = self.count, other.count, other.mean - self.mean
+        both = (n + m).clamp(min=1)
+        self.squares = self.squares + other.squares + gap.square() * n * m / both
+        self.mean = self.mean + gap * m / both
+        self.count = n + m
+
+    def of(self, group: int) -> "Means":
+        """What one group has."""
+        return Means(self.count[group], self.mean[group], self.squares[group])
+
+    def pooled(self, groups: Sequence[int]) -> "Means":
+        """Some groups as one, every row counted once."""
+        whole = Means.zeros(*self.mean.shape[1:])
+        for group in groups:
+            whole._merge(self.of(group))
+        return whole
 
     def cells(self, *index: int) -> tuple[int, float | None, float | None]:
         """Rows, mean and standard error of one value.
 
-        The standard error is the sample standard deviation over the root of the number of rows, as of
-        independent rows; None for fewer than two. Rows that resemble each other (one character in several
-        type faces) make the true one larger.
+        The error is the sample standard deviation over the root of the rows, as of independent ones; None for
+        fewer than two. Rows that resemble each other (a character in several faces) make the true one larger.
         """
         count = int(self.count[index])
         if count == 0:
             return 0, None, None
-        mean = finite(self.average[index])
+        mean = finite(self.mean[index])
         if count == 1:
             return 1, mean, None
-        return count, mean, finite((self.deviation[index] / (count - 1) / count).sqrt())
+        return count, mean, finite((self.squares[index] / (count - 1) / count).sqrt())
 
-
-def _merge(
-    a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    (n, mean, around), (m, other, more) = a, b
-    both = (n + m).clamp(min=1)
-    gap = other - mean
-    return n + m, mean + gap * m / both, around + more + gap.square() * n * m / both
+    def fields(self, names: Sequence[str], *index: int) -> dict[str, Any]:
+        """Of a typed row: `NAME` and `NAME_se` of the values that stand in a line at an index."""
+        fields = dict[str, Any]()
+        for column, name in enumerate(names):
+            _, fields[name], fields[f"{name}_se"] = self.cells(*index, column)
+        return fields

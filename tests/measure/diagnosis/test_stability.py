@@ -9,8 +9,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.measure.diagnosis.cluster_match import cluster_match
-from atoll.measure.diagnosis.stability import stability
+from atoll.measure.diagnosis.sampled import cluster_match, stability
 from atoll.model.bank import Bank
 from atoll.model.generate import Conditions, Sampling
 from atoll.model.generation import Generation

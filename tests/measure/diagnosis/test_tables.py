@@ -16,11 +16,9 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
-from atoll.measure.diagnosis.alignment import Alignment
-from atoll.measure.diagnosis.calibration import TEMPERATURES, Calibration
-from atoll.measure.diagnosis.labelled_rows import Rows, measure
+from atoll.measure.diagnosis.labelled_rows import TEMPERATURES, Alignment, Calibration, Rows, errors_of
 from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
-from atoll.measure.diagnosis.usage import switched, switches, usage
+from atoll.measure.diagnosis.sampled import switches, usage
 from atoll.measure.moments import Means
 from atoll.model.bank import Bank
 
@@ -83,7 +81,7 @@ def test_means_and_standard_errors_are_those_of_all_rows_at_once(batch: int) -> 
     values = torch.randn(100, 3, generator=seeded(), dtype=torch.float64) + 1e6
     groups = torch.randint(0, 4, (100,), generator=seeded(1))
     values[::5, 1] = torch.nan
-    means = Means(5, (3,))
+    means = Means.zeros(5, 3)
     for part in torch.arange(100).split(batch):
         means.add(values[part], groups[part])
     for group, column in itertools.product(range(4), range(3)):
@@ -106,7 +104,7 @@ def test_a_uniform_router_has_the_likelihood_of_a_guess() -> None:
     calibration = Calibration([0.5, 1.0], torch.tensor([30, 10, 10]), bins=10)
     clusters = torch.arange(50) % 3
     calibration.add(torch.zeros(2, 50, 3), clusters)
-    one = found(calibration.by_time(), t=1.0)
+    one = found(calibration.tables()["router"], t=1.0)
     assert one["nll"] == pytest.approx(math.log(3), abs=1e-12) and one["nll_se"] == pytest.approx(0, abs=1e-9)
     assert one["confidence"] == pytest.approx(1 / 3)
     assert one["accuracy"] == pytest.approx(17 / 50)  # the first of equals
@@ -136,14 +134,16 @@ def test_the_exact_posterior_is_calibrated() -> None:
     calibration = Calibration([1.0], torch.bincount(clusters), bins=15)
     for part in torch.arange(len(p)).split(13):
         calibration.add(p[part].log()[None], clusters[part])
-    one = found(calibration.by_time(), t=1.0)
+    one = found(calibration.tables()["router"], t=1.0)
     entropy = -torch.special.xlogy(POSTERIORS, POSTERIORS).sum(1).mean()
     assert one["nll"] == pytest.approx(float(entropy), abs=1e-12)
     assert one["accuracy"] == pytest.approx(float(POSTERIORS.max(1).values.mean()), abs=1e-12)
     assert one["ece"] == pytest.approx(0, abs=1e-12) and one["ece_chance"] > 0.03
     assert one["temperature"] == 1 and one["nll_tempered"] == pytest.approx(one["nll"], abs=1e-12)
-    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in records(calibration.reliability()))
-    third = found(calibration.by_cluster(), cluster=0)
+    assert all(
+        r["confidence"] == pytest.approx(r["accuracy"]) for r in records(calibration.tables()["reliability"])
+    )
+    third = found(calibration.tables()["router_clusters"], cluster=0)
     assert third["rows"] == 21 and third["accuracy"] == pytest.approx(14 / 21)
 
 
@@ -153,10 +153,10 @@ def test_a_router_that_is_too_sure_has_the_error_that_was_put_in() -> None:
     clusters = torch.tensor([0] * 18 + [1] * 12 + [1] * 7 + [0] * 3)
     calibration = Calibration([0.5], torch.tensor([1, 1]), bins=15)
     calibration.add(sure.log()[None], clusters)
-    one = found(calibration.by_time())
+    one = found(calibration.tables()["router"])
     assert one["ece"] == pytest.approx(0.75 * 0.3 + 0.25 * 0.1)
     assert one["confidence"] - one["accuracy"] == pytest.approx(one["ece"])
-    first, second = records(calibration.reliability())
+    first, second = records(calibration.tables()["reliability"])
     assert (first["rows"], first["accuracy"], first["confidence"]) == (
         10,
         pytest.approx(0.7),
@@ -169,7 +169,7 @@ def test_a_router_that_is_too_sure_by_a_temperature_is_told_which() -> None:
     p, clusters = drawn_from(POSTERIORS[:3], 20)
     calibration = Calibration([0.5], torch.ones(3), bins=15)
     calibration.add(4 * p.log()[None], clusters)
-    one = found(calibration.by_time())
+    one = found(calibration.tables()["router"])
     exact = -torch.special.xlogy(POSTERIORS[:3], POSTERIORS[:3]).sum(1).mean()
     assert one["temperature"] == 4 and 4 in TEMPERATURES
     assert one["nll_tempered"] == pytest.approx(float(exact), abs=1e-12) and one["nll"] > one["nll_tempered"]
@@ -183,7 +183,7 @@ def test_the_error_of_chance_is_what_calibrated_answers_get() -> None:
         clusters = torch.multinomial(p, 1, generator=source)[:, 0]
         calibration = Calibration([0.5], torch.ones(4), bins=10)
         calibration.add(p.log()[None], clusters)
-        one = found(calibration.by_time())
+        one = found(calibration.tables()["router"])
         errors.append(one["ece"])
         chances.append(one["ece_chance"])
     assert np.mean(errors) == pytest.approx(np.mean(chances), rel=0.05)
@@ -192,7 +192,7 @@ def test_the_error_of_chance_is_what_calibrated_answers_get() -> None:
 def test_an_infinite_likelihood_is_null() -> None:
     calibration = Calibration([0.5], torch.tensor([1, 0]), bins=5)
     calibration.add(torch.tensor([[[0.0, 0.0]]]), torch.tensor([1]))
-    assert found(calibration.by_time())["prior_nll"] is None
+    assert found(calibration.tables()["router"])["prior_nll"] is None
 
 
 # Errors of experts.
@@ -202,7 +202,7 @@ def test_constant_experts_have_the_errors_of_arithmetic() -> None:
     """Targets 1 and 2 and 0.5; experts that say 1, 2 and 4; a router that knows the same of all."""
     p = [0.5, 0.3, 0.2]
     ensemble = Bank([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed(p))
-    tables = measure(ensemble, Constant(0.0), rows([0, 1, 0, 1], [1.0, 2.0, 1.0, 2.0]), [2, 2, 1], config())
+    tables = errors_of(ensemble, Constant(0.0), rows([0, 1, 0, 1], [1.0, 2.0, 1.0, 2.0]), [2, 2, 1], config())
     for expert, cluster, error in ((0, 0, 0), (1, 0, 1), (2, 0, 9), (0, 1, 1), (1, 1, 0), (2, 1, 4)):
         for t in (0.25, 1.0, "mean"):
             one = found(tables["experts"], t=t, expert=expert, cluster=cluster)
@@ -238,10 +238,10 @@ def test_means_over_time_leave_out_pure_noise() -> None:
             return t.view(-1, 1, 1, 1).expand_as(x_t)
 
     ensemble = Bank([Clock()], Fixed([1.0]))
-    tables = measure(ensemble, None, rows([0], [0.0]), [1], config())
+    tables = errors_of(ensemble, None, rows([0], [0.0]), [1], config())
     errors = [r["error"] for r in records(tables["errors"]) if (r["model"], r["cluster"]) == ("own", 0)]
     assert errors == pytest.approx([0.25**2, 0.75**2, 1.0, (0.25**2 + 0.75**2) / 2])
-    alone = measure(ensemble, None, rows([0], [0.0]), [1], config(times=[1.0]))
+    alone = errors_of(ensemble, None, rows([0], [0.0]), [1], config(times=[1.0]))
     assert {r["t"] for r in records(alone["errors"])} == {1.0}
 
 
@@ -253,7 +253,7 @@ def test_the_angle_between_experts() -> None:
         alignment = Alignment([0.5], len(v), range(len(v)), monolith=False)
         each = torch.stack(v)[:, None, None]
         alignment.add(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0]))
-        return found(alignment.disagreement(), t=0.5, cluster="all")["angle"]
+        return found(alignment.tables()["disagreement"], t=0.5, cluster="all")["angle"]
 
     assert between(east, north) == pytest.approx(90)
     assert between(east, -2 * east) == pytest.approx(180)
@@ -265,7 +265,7 @@ def test_the_angle_between_experts() -> None:
 
 def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
     ensemble = Bank([Constant(0.0), None, Constant(2.0)], Fixed([0.2, 0.6, 0.2]))
-    tables = measure(
+    tables = errors_of(
         ensemble, Constant(1.0), rows([0, 1, 2, 2], [0.0, 1.0, 2.0, 2.0]), [1, 1, 2], config(times=[0.5])
     )
     assert {r["expert"] for r in records(tables["experts"])} == {0, 2}
@@ -283,11 +283,11 @@ def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
 def test_an_expert_that_is_broken_is_named() -> None:
     ensemble = Bank([Constant(0.0), Constant(float("nan"))], Fixed([0.5, 0.5]))
     with pytest.raises(DataError, match="expert 1 gives NaN or infinity"):
-        measure(ensemble, None, rows([0], [0.0]), [1, 1], config())
+        errors_of(ensemble, None, rows([0], [0.0]), [1, 1], config())
 
 
 def test_one_expert_has_nobody_to_differ_from() -> None:
-    tables = measure(Bank([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
+    tables = errors_of(Bank([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
     assert found(tables["errors"], t=1.0, cluster="all", model="others")["error"] is None
     assert found(tables["disagreement"], t=1.0, cluster="all")["angle"] is None
     assert found(tables["missing"], t=1.0, cluster="all", expert=0)["loss"] is None
@@ -302,7 +302,7 @@ def test_a_sure_router_without_its_choice_still_tells_the_others_apart() -> None
             return torch.tensor([[1000.0, 0.0, math.log(3)]]).expand(len(x_t), -1)
 
     ensemble = Bank([Constant(0.0), Constant(4.0), Constant(8.0)], Sure())
-    tables = measure(ensemble, None, rows([0], [0.0]), [1, 1, 1], config())
+    tables = errors_of(ensemble, None, rows([0], [0.0]), [1, 1, 1], config())
     assert found(tables["missing"], t=1.0, cluster=0, expert=0)["loss"] == pytest.approx(7.0**2)
 
 
@@ -357,7 +357,7 @@ def exact() -> tuple[World, dict[str, Any]]:
     ]
     whole = Exact(world, torch.full((12,), True))
     times = [0.3, 0.6, 0.9]
-    return world, measure(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
+    return world, errors_of(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
 
 
 def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Any]]) -> None:
@@ -425,7 +425,6 @@ def test_the_selected_expert_loses_where_clusters_cannot_be_told_apart(
 def test_the_switch_rate_of_a_trace_made_by_hand() -> None:
     leaders_by_step = torch.tensor([[0, 1, 2], [0, 2, 2], [1, 1, 2], [1, 2, 2], [1, 2, 2]])
     weights = torch.nn.functional.one_hot(leaders_by_step, 3) * 0.6 + 0.2 / 3
-    assert switched(weights).int().tolist() == [[0, 1, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]]
     table = switches(weights, [1.0, 0.8, 0.6, 0.4, 0.2])
     whole = found(table, step="all")
     rates = np.array([1 / 4, 3 / 4, 0])
@@ -508,7 +507,7 @@ def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
     assert [(r["sample"], r["why"]) for r in rows] == [(2, "distance")]
 
 
-def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() -> None:
+def test_held_out_pictures_that_are_training_pictures_are_told_and_no_errors_of() -> None:
     draws = np.random.default_rng(0)
     train, samples = draws.normal(size=(300, 8)), draws.normal(size=(50, 8))
     samples[13] = train[77]

@@ -1,12 +1,13 @@
-"""Why an ensemble is good or bad: the router, the experts, and who serves whom, measured on rows with labels.
+"""Why an ensemble is good or bad: its router and its experts, measured on rows with labels.
 
 Rows come in batches and nothing is kept but sums. The noise of a row depends on the seed and the row's number
 alone, and is the same at every time and for every model, so what is compared differs in nothing else.
-`calibration` and `alignment` define every number and name its source.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,42 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
 from atoll.base.rng import generator, normals
-from atoll.campaign.diagnosed import DiagnosisTables, ErrorRow, ExpertRow
+from atoll.base.table import finite
+from atoll.campaign.diagnosed import (
+    DiagnosisTables,
+    DifferenceRow,
+    DisagreementRow,
+    ErrorRow,
+    ExpertRow,
+    MissingRow,
+    ReliabilityRow,
+    RouterClusterRow,
+    RouterRow,
+)
+from atoll.campaign.measured import Cluster, Time
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
-from atoll.measure.diagnosis.alignment import Alignment
-from atoll.measure.diagnosis.calibration import Calibration
+from atoll.measure.moments import Means
 from atoll.model.bank import Bank
+
+TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))
+"""Tried for the router's best one: 1/8 to 8 in steps of an eighth of an octave."""
+MODELS = ("own", "selected", "others", "mixture", "monolith")
+"""`own`: the expert of the row's cluster, as `oracle` takes it. `selected`: the one that the router finds
+likeliest, as `top-1`. `others`: mean over those not selected. `mixture`: all, weighted by the router."""
+GAPS = (
+    ("selected", "own"),
+    ("mixture", "own"),
+    ("others", "selected"),
+    ("selected", "monolith"),
+    ("mixture", "monolith"),
+    ("own", "monolith"),
+)
+"""Differences of errors, first less second, taken row by row, so their standard errors are those of pairs."""
+WEAK = 1.1
+"""How much larger than another's an expert's error on its own cluster is to be warned of."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +76,9 @@ class Rows:
 def labelled(
     samples: Samples, clusters: NDArray[np.int64], most: int, seed: int, batch: int
 ) -> Iterator[Rows]:
-    """At most so many of these samples with clusters and noise, batch by batch.
-
-    Args:
-        samples: of one split.
-        clusters: of every row of the data set.
-        most: rows to take.
-        seed: of their choice and of the noise.
-        batch: rows at once.
-    """
-    index = chosen(len(samples), most, seed)
+    """At most so many of a split's samples, batch by batch, with the clusters of all the data set's rows."""
+    order = torch.randperm(len(samples), generator=generator(seed, "diagnose-rows")).numpy()
+    index = np.sort(order[:most]).astype(np.int64)
     for first in range(0, len(index), batch):
         part = index[first : first + batch]
         rows, x0 = samples.rows[part], samples.latents(part)
@@ -64,14 +86,8 @@ def labelled(
         yield Rows(x0, samples.conditions(part), eps, torch.from_numpy(clusters[rows]))
 
 
-def chosen(rows: int, most: int, seed: int) -> NDArray[np.int64]:
-    """Numbers of at most so many of these rows, rising."""
-    order = torch.randperm(rows, generator=generator(seed, "diagnose-rows")).numpy()
-    return np.sort(order[:most]).astype(np.int64)
-
-
 @torch.inference_mode()
-def measure(
+def errors_of(
     ensemble: Bank,
     monolith: Denoiser | None,
     rows: Iterable[Rows],
@@ -79,7 +95,7 @@ def measure(
     config: DiagnoseConfig,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[Any]]:
-    """Router and errors on rows of known cluster.
+    """Tables of router and errors, by name, on rows of known cluster.
 
     Args:
         ensemble: experts and router. The router is judged on all clusters; errors are those of the experts
@@ -90,9 +106,8 @@ def measure(
         config: times and bins.
         device: where the models are.
 
-    Returns:
-        Tables `router`, `router_clusters`, `reliability`, `errors`, `differences`, `experts`, `missing`,
-        `disagreement`.
+    Raises:
+        DataError: a model gives NaN or infinity.
     """
     k, router = len(prior), ensemble.router
     assert router is not None
@@ -100,7 +115,10 @@ def measure(
     calibration = Calibration(config.times, torch.tensor(prior), config.bins)
     alignment = Alignment(config.times, k, present, monolith is not None)
     for batch in rows:
-        states, cond = _states(batch, config.times, device), batch.cond.to(device)
+        cond, states = batch.cond.to(device), list[tuple[Tensor, Tensor]]()
+        for time in config.times:
+            t = batch.x0.new_full((len(batch.x0),), time)
+            states.append((noisy(batch.x0, batch.eps, t, RectifiedFlow()).to(device), t.to(device)))
         logits = torch.stack([router.logits(x, t, cond).double().cpu() for x, t in states])
         calibration.add(logits, batch.clusters)
         # Expert by expert, so that one of many on disk is brought once for all times of a batch.
@@ -109,24 +127,7 @@ def measure(
         )
         base = None if monolith is None else _velocities("the monolith", monolith, states, cond)
         alignment.add(velocities, base, (batch.eps - batch.x0).flatten(1), logits, batch.clusters)
-    return {
-        "router": calibration.by_time(),
-        "router_clusters": calibration.by_cluster(),
-        "reliability": calibration.reliability(),
-        "errors": alignment.errors(),
-        "differences": alignment.differences(),
-        "experts": alignment.experts(),
-        "missing": alignment.missing(),
-        "disagreement": alignment.disagreement(),
-    }
-
-
-def _states(batch: Rows, times: Sequence[float], device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
-    states = []
-    for time in times:
-        t = batch.x0.new_full((len(batch.x0),), time)
-        states.append((noisy(batch.x0, batch.eps, t, RectifiedFlow()).to(device), t.to(device)))
-    return states
+    return calibration.tables() | alignment.tables()
 
 
 def _velocities(
@@ -140,17 +141,210 @@ def _velocities(
     return velocities
 
 
-WEAK = 1.1
-"""How much larger than another's an expert's error on its own cluster is to be warned of."""
+class Calibration:
+    """How good the router's posterior is at every time, collected batch by batch.
+
+    The router answers p(k | x_t, t, c). The exact mixture needs that very number and not only the right order
+    (DDM, eq. 4), and `once` draws from it at t = 1, so calibration counts beside accuracy.
+
+    Args:
+        times: T times that it was asked at.
+        prior: share of every cluster in the training rows `(K,)`: what one knows without looking.
+        bins: of confidence, of equal width.
+    """
+
+    def __init__(self, times: Sequence[float], prior: Tensor, bins: int) -> None:
+        self.times, self.prior, self.bins = list(times), prior.double() / prior.sum(), bins
+        self.k = len(prior)
+        self._rows = Means.zeros(self.k, len(times), 2)
+        self._guesses = Means.zeros(self.k, 2)
+        # Of every bin of confidence: rows, confidence, right answers, and their variance if calibrated.
+        self._binned = torch.zeros(4, len(times), bins, dtype=torch.float64)
+        self._tempered = torch.zeros(len(times), len(TEMPERATURES), dtype=torch.float64)
+
+    def add(self, logits: Tensor, clusters: Tensor) -> None:
+        """The logits `(T, B, K)` of rows of these clusters `(B,)`."""
+        logp = logits.double().log_softmax(-1)
+        index = clusters.expand(len(self.times), -1)[..., None]
+        loss = -logp.gather(-1, index)[..., 0]
+        confidence, answer = logp.exp().max(-1)
+        right = (answer == clusters).double()
+        self._rows.add(torch.stack([loss, right], -1).transpose(0, 1), clusters)
+        guess = (clusters == self.prior.argmax()).double()
+        self._guesses.add(torch.stack([-self.prior.log()[clusters], guess], -1), clusters)
+        # Bins are (i / M, (i + 1) / M], so that an answer of certainty 1 is in the last one.
+        bins = (confidence * self.bins).ceil().long().sub(1).clamp(0, self.bins - 1)
+        parts = (torch.ones_like(confidence), confidence, right, confidence * (1 - confidence))
+        for total, part in zip(self._binned, parts, strict=True):
+            total.scatter_add_(1, bins, part)
+        for number, temperature in enumerate(TEMPERATURES):
+            cooled = (logits.double() / temperature).log_softmax(-1)
+            self._tempered[:, number] -= cooled.gather(-1, index)[..., 0].sum(1)
+
+    def tables(self) -> dict[str, list[Any]]:
+        """Tables `router`, over all rows, `router_clusters`, and `reliability`, without empty bins."""
+        whole, guesses = (means.pooled(range(self.k)) for means in (self._rows, self._guesses))
+        entropy = -float(torch.special.xlogy(self.prior, self.prior).sum())
+        tables: dict[str, list[Any]] = {"router": [], "router_clusters": [], "reliability": []}
+        for number, t in enumerate(self.times):
+            count = whole.cells(number, 0)[0]
+            best = int(self._tempered[number].argmin())
+            _, confidence, right, variance = self._binned[:, number]
+            tables["router"].append(
+                RouterRow(
+                    t=t,
+                    rows=count,
+                    confidence=float(confidence.sum() / count),
+                    ece=float((confidence - right).abs().sum() / count),
+                    ece_chance=float((variance * 2 / math.pi).sqrt().sum() / count),
+                    temperature=TEMPERATURES[best],
+                    nll_tempered=finite(self._tempered[number, best] / count),
+                    prior_nll=guesses.cells(0)[1],
+                    prior_accuracy=guesses.cells(1)[1],
+                    prior_entropy=entropy,
+                    **whole.fields(["nll", "accuracy"], number),
+                )
+            )
+            for cluster in range(self.k):
+                means = self._rows.of(cluster)
+                about = {"t": t, "cluster": cluster, "rows": means.cells(number, 0)[0]}
+                scores = means.fields(["nll", "accuracy"], number)
+                tables["router_clusters"].append(RouterClusterRow(**about, **scores))
+            for bucket, (count, confident, correct, _) in enumerate(self._binned[:, number].T.tolist()):
+                if count:
+                    ends = {"low": bucket / self.bins, "high": (bucket + 1) / self.bins}
+                    rates = {"confidence": confident / count, "accuracy": correct / count}
+                    tables["reliability"].append(ReliabilityRow(t=t, rows=int(count), **ends, **rates))
+        return tables
+
+
+class Alignment:
+    """Whether the experts that serve a state know it: errors by expert, cluster and time, batch by batch.
+
+    Every row x0 of cluster j is noised once, with noise eps of its own, and everybody is asked at the same
+    states x_t = (1 - t) x0 + t eps. The **error** of a velocity v is the mean over dimensions of
+    (v - (eps - x0))^2: the loss of flow matching (DDM, eq. 6), in units of the latents squared. It holds what
+    nobody can know of x0, the same for all, so only differences mean something: over many rows, errors of two
+    models differ as their mean-square distances to the exact flow do. `own` is told the cluster, so it may
+    lie below the exact mixture.
+
+    Args:
+        times: T times.
+        k: number of clusters.
+        present: numbers of the experts that exist, rising.
+        monolith: whether there is one.
+    """
+
+    def __init__(self, times: Sequence[float], k: int, present: Sequence[int], monolith: bool) -> None:
+        self.times, self.k, self.present = list(times), k, list(present)
+        self.models = MODELS if monolith else MODELS[:-1]
+        self.gaps = {f"{a}-{b}": (a, b) for a, b in GAPS if {a, b} <= set(self.models)}
+        names = [*self.models, *self.gaps, "angle", "spread"]
+        names += [f"expert {n}" for n in self.present] + [f"without {n}" for n in self.present]
+        self._column = {name: number for number, name in enumerate(names)}
+        # A mean over times leaves out t = 1, where there is only noise to see.
+        self._below = [number for number, t in enumerate(self.times) if t < 1]
+        self._means = Means.zeros(k, len(self.times) + bool(self._below), len(names))
+
+    def add(
+        self, velocities: Tensor, monolith: Tensor | None, target: Tensor, logits: Tensor, clusters: Tensor
+    ) -> None:
+        """One batch.
+
+        Args:
+            velocities: of the experts that exist `(P, T, B, D)`.
+            monolith: its velocities `(T, B, D)`.
+            target: eps - x0 `(B, D)`.
+            logits: of the router `(T, B, K)`.
+            clusters: of the rows `(B,)`.
+        """
+        known, rows = logits[..., self.present].double(), []
+        for number in range(len(self.times)):
+            values = self._at(velocities[:, number].double(), target.double(), known[number], clusters)
+            if monolith is not None:
+                values["monolith"] = (monolith[number].double() - target).square().mean(-1)
+            values |= {name: values[a] - values[b] for name, (a, b) in self.gaps.items()}
+            rows.append(torch.stack([values[name] for name in self._column], -1))
+        table = torch.stack(rows, 1)
+        if self._below:
+            table = torch.cat([table, table[:, self._below].mean(1, keepdim=True)], 1)
+        self._means.add(table, clusters)
+
+    def _at(self, v: Tensor, target: Tensor, logits: Tensor, clusters: Tensor) -> dict[str, Tensor]:
+        """Values of rows `(B,)` at one time, from velocities `(P, B, D)` and logits `(B, P)`."""
+        count, nan = len(self.present), torch.full(clusters.shape, torch.nan, dtype=torch.float64)
+        away, weights = (v - target).transpose(0, 1), logits.softmax(-1)
+        # The error of any mixture whose weights w sum to 1 is w' gram w: no mixture is computed.
+        gram = away @ away.transpose(1, 2) / away.shape[-1]
+
+        def error(weights: Tensor) -> Tensor:
+            return torch.einsum("bp,bpq,bq->b", weights, gram, weights)
+
+        errors, mixture = gram.diagonal(dim1=1, dim2=2), error(weights)
+        selected = errors.gather(1, weights.argmax(1, keepdim=True))[:, 0]
+        # NaN for rows whose cluster has no expert.
+        column = torch.full((self.k,), -1)
+        column[self.present] = torch.arange(count)
+        own = column[clusters]
+        values = {
+            "own": torch.where(own >= 0, errors.gather(1, own.clamp(min=0)[:, None])[:, 0], nan),
+            "selected": selected,
+            "others": (errors.sum(1) - selected) / (count - 1) if count > 1 else nan,
+            "mixture": mixture,
+            "angle": _angle(v) if count > 1 else nan,
+            "spread": (weights * errors).sum(1) - mixture if count > 1 else nan,
+        }
+        for number, name in enumerate(self.present):
+            values[f"expert {name}"] = errors[:, number]
+            # Of logits, not of weights: where the router is sure of who is missing, the others' round to 0.
+            left = logits.index_fill(1, torch.tensor([number]), -torch.inf).softmax(-1)
+            values[f"without {name}"] = error(left) - mixture if count > 1 else nan
+        return values
+
+    def tables(self) -> dict[str, list[Any]]:
+        """Tables `errors`, `differences`, `experts`, `missing` and `disagreement`, by time and cluster."""
+        groups: list[tuple[Cluster, Means]] = [("all", self._means.pooled(self.present))]
+        groups += [(n, self._means.of(n)) for n in range(self.k)]
+        times: list[Time] = [*self.times, *(["mean"] if self._below else [])]  # type: ignore[list-item]
+        tables: dict[str, list[Any]] = {
+            name: [] for name in ("errors", "differences", "experts", "missing", "disagreement")
+        }
+        for (number, t), (cluster, means) in product(enumerate(times), groups):
+            place: dict[str, Any] = {"t": t, "cluster": cluster}
+            cells = {name: means.cells(number, column) for name, column in self._column.items()}
+            for model in self.models:
+                rows, error, se = cells[model]
+                tables["errors"].append(ErrorRow(**place, model=model, rows=rows, error=error, se=se))
+            for gap in self.gaps:
+                rows, apart, se = cells[gap]
+                tables["differences"].append(
+                    DifferenceRow(**place, gap=gap, rows=rows, difference=apart, se=se)
+                )
+            for n in self.present:
+                rows, error, se = cells[f"expert {n}"]
+                tables["experts"].append(ExpertRow(**place, expert=n, rows=rows, error=error, se=se))
+                rows, loss, se = cells[f"without {n}"]
+                tables["missing"].append(MissingRow(**place, expert=n, rows=rows, loss=loss, se=se))
+            (_, angle, angle_se), (rows, spread, spread_se) = cells["angle"], cells["spread"]
+            apart_by = {"angle": angle, "angle_se": angle_se, "spread": spread, "spread_se": spread_se}
+            tables["disagreement"].append(DisagreementRow(**place, rows=rows, **apart_by))
+        return tables
+
+
+def _angle(v: Tensor) -> Tensor:
+    """Mean angle between the velocities `(P, B, D)` of two experts `(B,)`, in degrees."""
+    unit = v / v.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
+    # Kahan's formula: the arc cosine of a scalar product loses half the digits of small angles.
+    pairs = [
+        2 * torch.atan2((unit[a] - unit[b]).norm(dim=-1), (unit[a] + unit[b]).norm(dim=-1))
+        for a, b in combinations(range(len(v)), 2)
+    ]
+    return torch.stack(pairs).mean(0).rad2deg()
 
 
 def weak_experts(tables: DiagnosisTables, split: str) -> dict[int, tuple[float, float, str]]:
     """Experts that a neighbour, or the monolith, surpasses for sure on their own cluster: what a compromised
-    island can do, and how it shows.
-
-    Returns:
-        By expert: its error, the lowest other one, and whose that is.
-    """
+    island can do, and how it shows. By expert: its error, the lowest other one, and whose that is."""
     errors: dict[int, dict[str, tuple[float, float]]] = {}
     named: list[tuple[str, ExpertRow | ErrorRow]] = [
         *((f"expert {row.expert}", row) for row in tables.experts or ()),
@@ -161,11 +355,11 @@ def weak_experts(tables: DiagnosisTables, split: str) -> dict[int, tuple[float, 
             continue
         if row.error is not None and row.se is not None:
             errors.setdefault(row.cluster, {})[name] = row.error, row.se
-    result = {}
+    weak = {}
     for cluster, rivals in errors.items():
         error, se = rivals.pop(f"expert {cluster}", (0.0, 0.0))
         best = min(rivals, key=lambda name: rivals[name][0], default=None)
         # Three standard errors, so that chance among K experts does not accuse an honest island.
         if best is not None and error - 3 * se > WEAK * rivals[best][0]:
-            result[cluster] = (error, rivals[best][0], best)
-    return result
+            weak[cluster] = (error, rivals[best][0], best)
+    return weak

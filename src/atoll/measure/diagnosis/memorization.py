@@ -7,8 +7,9 @@ Generalize when They Fail to Memorize", and in arXiv 2310.02664), and what held-
 nobody copied. Where training pictures come in near copies the ratio says nothing, and the distance does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,6 @@ MEMORISED = 1 / 3
 SAME = 1e-3
 """Distance below which two pictures are the same, as a part of the features' own size: features of columns
 are stored in float16."""
-
 _QUERIES = 1024
 
 
@@ -62,15 +62,8 @@ class Nearest:
 def two_nearest(
     queries: NDArray[np.floating], reference: Iterable[tuple[I64, NDArray[np.floating]]]
 ) -> Nearest:
-    """The two nearest of a reference that comes in parts.
-
-    Args:
-        queries: features `(N, D)`.
-        reference: row numbers `(M,)` and features `(M, D)`, part by part.
-
-    Raises:
-        DataError: NaN or infinity among the features, or an empty reference.
-    """
+    """The two nearest to features `(N, D)` of a reference in parts, row numbers `(M,)` and features `(M, D)`
+    each; `DataError` where it is empty, or a feature is NaN or infinite."""
     points = must_be_finite(queries)
     distances = np.full((len(points), 2), np.inf)
     rows = np.full((len(points), 2), -1, dtype=np.int64)
@@ -142,40 +135,26 @@ class Copies:
         for cluster in clusters:
             mine = np.full(len(self.served), True) if cluster == "all" else self.served == cluster
             real = np.full(len(self.clusters), True) if cluster == "all" else self.clusters == cluster
-            memorised, ratio, distance = _medians(self.samples, mine)
+            values: dict[str, Any] = {
+                "samples": int(mine.sum()),
+                "suspicious": float(flagged[mine].mean()) if mine.any() else None,
+                "heldout": int(real.sum()),
+                "leaked": float(self.heldout.same[real].mean()) if real.any() else None,
+            }
             # Held-out pictures that are training pictures themselves are no measure of what nobody copied.
-            memorised_heldout, ratio_heldout, distance_heldout = _medians(
-                self.heldout, real & ~self.heldout.same
-            )
-            rows.append(
-                NearestRow(
-                    cluster=cluster,
-                    samples=int(mine.sum()),
-                    suspicious=float(flagged[mine].mean()) if mine.any() else None,
-                    memorised=memorised,
-                    ratio=ratio,
-                    distance=distance,
-                    heldout=int(real.sum()),
-                    memorised_heldout=memorised_heldout,
-                    ratio_heldout=ratio_heldout,
-                    distance_heldout=distance_heldout,
-                    leaked=float(self.heldout.same[real].mean()) if real.any() else None,
-                )
-            )
+            sides = (("", self.samples, mine), ("_heldout", self.heldout, real & ~self.heldout.same))
+            for suffix, nearest, which in sides:
+                ratio, distance = nearest.ratio[which], nearest.distances[which, 0]
+                values |= {
+                    f"memorised{suffix}": float((ratio < MEMORISED).mean()) if len(ratio) else None,
+                    f"ratio{suffix}": finite(np.median(ratio)) if len(ratio) else None,
+                    f"distance{suffix}": finite(np.median(distance)) if len(ratio) else None,
+                }
+            rows.append(NearestRow(cluster=cluster, **values))
         return rows
 
-    def suspicious(self, most: int) -> list[CopyRow]:
-        """The most suspicious samples, nearest by ratio first."""
-        return [row for row in self._by_ratio() if row.why][:most]
-
-    def closest(self) -> list[CopyRow]:
-        """Of every cluster whose expert served a sample the nearest one; `why` may be empty."""
-        first: dict[int, CopyRow] = {}
-        for row in self._by_ratio():
-            first.setdefault(row.cluster, row)
-        return [first[cluster] for cluster in sorted(first)]
-
-    def _by_ratio(self) -> list[CopyRow]:
+    def by_ratio(self) -> list[CopyRow]:
+        """Every sample beside its nearest training row, nearest by ratio first; `why` may be empty."""
         reasons = self.reasons()
         order = np.lexsort((self.samples.distances[:, 0], self.samples.ratio))  # of equal ratios by distance
         return [
@@ -190,17 +169,11 @@ class Copies:
             for n in order
         ]
 
+    def suspicious(self, most: int) -> list[CopyRow]:
+        """The most suspicious samples."""
+        return [row for row in self.by_ratio() if row.why][:most]
 
-def _medians(nearest: Nearest, which: NDArray[np.bool_]) -> tuple[float | None, float | None, float | None]:
-    """Share memorised, median ratio and median distance of some pictures."""
-    ratio = nearest.ratio[which]
-    if not len(ratio):
-        return None, None, None
-    medians = finite(np.median(ratio)), finite(np.median(nearest.distances[which, 0]))
-    return float((ratio < MEMORISED).mean()), *medians
-
-
-def leaders(weights: Sequence[F64] | F64) -> I64:
-    """The expert of the largest weight over all steps `(N,)`, of weights `(S, N, K)`."""
-    leader: I64 = np.asarray(weights).mean(0).argmax(-1)
-    return leader
+    def closest(self) -> list[CopyRow]:
+        """Of every cluster whose expert served a sample the nearest one."""
+        nearest = {row.cluster: row for row in reversed(self.by_ratio())}
+        return [nearest[cluster] for cluster in sorted(nearest)]
