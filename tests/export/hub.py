@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,11 +19,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -45,56 +43,41 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path, files = self.path.partition("?")[0], self.server.files
         if "/resolve/" in path:
-            self.resolve(path.split("/resolve/")[1].partition("/")[2])
-        elif "/tree/" in path:
-            self.answer(
-                [
-                    {"type": "file", "path": n, "size": len(d), "oid": tag(d)}
-                    for n, d in self.server.files.items()
-                ]
+            name = path.split("/resolve/")[1].partition("/")[2]
+            if name not in files:
+                return self.send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
+            if self.command == "GET":
+                self.server.fetched.append(name)
+            return self.send(files[name], {"ETag": f'"{tag(files[name])}"', "X-Repo-Commit": COMMIT})
+        if "/tree/" in path:
+            return self.answer(
+                [{"type": "file", "path": n, "size": len(d), "oid": tag(d)} for n, d in files.items()]
             )
-        elif "/revision/" in path or path.startswith("/api/models/"):
-            siblings = [{"rfilename": name} for name in self.server.files]
-            self.answer({"id": "me/model", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
-        else:
-            self.answer({"error": path}, 404)
+        if "/revision/" in path or path.startswith("/api/models/"):
+            about = {"id": "me/model", "sha": COMMIT, "private": False, "tags": []}
+            return self.answer({**about, "siblings": [{"rfilename": name} for name in files]})
+        return self.answer({"error": path}, 404)
 
     do_HEAD = do_GET
 
-    def resolve(self, name: str) -> None:
-        if name not in self.server.files:
-            self.send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
-            return
-        data = self.server.files[name]
-        if self.command == "GET":
-            self.server.fetched.append(name)
-        self.send(data, {"ETag": f'"{tag(data)}"', "X-Repo-Commit": COMMIT})
-
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        answer: dict[str, Any] = {"success": True}
         if "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
-            self.answer(
-                {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
-            )
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": name, **how} for name in names]}
         elif "/commit/" in self.path:
             for line in body.decode().splitlines():
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self.answer(
-                {
-                    "success": True,
-                    "commitOid": COMMIT,
-                    "commitUrl": f"{self.server.url}/me/model/commit/{COMMIT}",
-                }
-            )
+            answer |= {"commitOid": COMMIT, "commitUrl": f"{self.server.url}/me/model/commit/{COMMIT}"}
         elif self.path.endswith("/repos/create"):
-            self.answer({"url": f"{self.server.url}/me/model", "name": "me/model", "id": "1"})
-        else:
-            self.answer({"success": True})
+            answer = {"url": f"{self.server.url}/me/model", "name": "me/model", "id": "1"}
+        self.answer(answer)
 
 
 def tag(data: bytes) -> str:
@@ -104,29 +87,24 @@ def tag(data: bytes) -> str:
 def main() -> None:
     """Push a folder, fetch some of it, and say as JSON what went over the wire. Arguments: folder, cache."""
     hub = Hub()
-    import os
-
+    # Before the first import of the hub's client, which reads its address once.
     os.environ.update(HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0", HF_HOME=sys.argv[2], HF_TOKEN="hf_none")
     import torch
 
     from atoll.export.pipeline import AtollPipeline
 
     AtollPipeline.from_pretrained(sys.argv[1]).push_to_hub("me/model")
-    pushed = sorted(hub.files)
+    said: dict[str, Any] = {"pushed": sorted(hub.files)}
     some = AtollPipeline.from_pretrained("me/model", experts=[1])
-    first, hub.fetched = sorted(hub.fetched), []
+    said |= {"some": some.experts.present, "first": sorted(hub.fetched)}
+    hub.fetched = []
     whole = AtollPipeline.from_pretrained("me/model")
-    second, hub.fetched = sorted(hub.fetched), []
+    said["second"] = sorted(hub.fetched)
     hub.shutdown()
     cached = AtollPipeline.from_pretrained("me/model", local_files_only=True)
     call = {"class_labels": [0, 1], "output_type": "latent"}
     pictures = [p(generator=torch.Generator().manual_seed(0), **call).images for p in (whole, cached)]
-    same = bool(torch.equal(*pictures))
-    print(
-        json.dumps(
-            {"pushed": pushed, "first": first, "second": second, "some": some.experts.present, "same": same}
-        )
-    )
+    print(json.dumps({**said, "same": bool(torch.equal(*pictures))}))
 
 
 if __name__ == "__main__":

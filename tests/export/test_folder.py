@@ -28,6 +28,7 @@ from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
 
 PROMPTS: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
+EXPERT = "experts/1/" + WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,22 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     text_pipeline(folder).save_pretrained(folder / "model")
-    return folder
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def told(texts: Path) -> AtollPipeline:
+    """Of texts and latents, loaded; nobody changes it."""
+    return load(texts)
 
 
 def picture(pipe: AtollPipeline, **call: Any) -> torch.Tensor:
     call = call or {"class_labels": [0, 1, 2, 3]}
     return pipe(generator=generators(4), output_type="latent", routing="full", **call).images
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_saved_and_loaded_it_is_the_same_to_the_bit(saved: Path, tmp_path: Path) -> None:
@@ -65,25 +76,22 @@ def test_saved_and_loaded_it_is_the_same_to_the_bit(saved: Path, tmp_path: Path)
         assert (tmp_path / "again" / path.relative_to(saved)).read_bytes() == path.read_bytes(), path
     content = json.loads((saved / "experts/experts.json").read_text())
     assert content["k"] == 3 and set(content["experts"]) == {"0", "1", "2"}
-    bank = ExpertBank.from_pretrained(saved / "experts", experts=[1], torch_dtype=torch.float64)
-    assert bank.present == (1,) and bank.dtype == torch.float64
 
 
-def test_the_folder_holds_what_its_index_names_as_safetensors_json_and_text(texts: Path) -> None:
-    model = texts / "model"
-    files = [path for path in model.rglob("*") if path.is_file()]
+def test_the_folder_holds_what_its_index_names_as_safetensors_json_and_text(
+    texts: Path, tmp_path: Path
+) -> None:
+    files = [path for path in texts.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors", ".md"}
-    (texts / "new").touch()
-    assert {path.stat().st_mode for path in files} == {(texts / "new").stat().st_mode}
-    index = json.loads((model / "model_index.json").read_text())
+    (tmp_path / "new").touch()
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+    index = json.loads((texts / "model_index.json").read_text())
     named = {name for name, value in index.items() if isinstance(value, list) and value[0]}
     assert named == {"experts", "router", "scheduler", "vae", "text_encoder", "tokenizer"}
-    assert {path.name for path in model.iterdir() if path.is_dir()} == named
+    assert {path.name for path in texts.iterdir() if path.is_dir()} == named
     assert index["experts"] == ["atoll.export.bank", "ExpertBank"]
     assert index["router"] == ["atoll.networks.router", "Router"]
     assert "_name_or_path" not in index
-    with pytest.raises(ConfigError, match="safetensors"):
-        pipeline().save_pretrained(model, safe_serialization=False)
 
 
 def test_a_type_of_numbers_is_kept_and_said(
@@ -102,18 +110,20 @@ def test_a_type_of_numbers_is_kept_and_said(
     back = load(tmp_path / "half")
     assert back.experts.cards[0].provenance["saved_as"] == "bfloat16"
     assert torch.equal(picture(half), picture(back))
-    wide = load(texts / "model", torch_dtype=torch.bfloat16).to(torch.float32)  # down and up again
+    wide = load(texts, torch_dtype=torch.bfloat16).to(torch.float32)  # down and up again
     wide.save_pretrained(tmp_path / "wide")
     assert {p.dtype for p in load(tmp_path / "wide").text_encoder.parameters()} == {torch.float32}
+    one = load(saved, experts=[1], torch_dtype=torch.float64).experts
+    assert one.present == (1,) and one.dtype == torch.float64
 
 
 # Text and latents.
 
 
-def test_texts_and_latents_travel_with_their_encoders(texts: Path, tmp_path: Path) -> None:
-    made, back = text_pipeline(tmp_path), load(texts / "model")
-    assert torch.equal(picture(made, **PROMPTS), picture(back, **PROMPTS))
-    images = [pipe("a red square", generator=generators(1)).images[0] for pipe in (made, back)]
+def test_texts_and_latents_travel_with_their_encoders(told: AtollPipeline, tmp_path: Path) -> None:
+    made = text_pipeline(tmp_path)
+    assert torch.equal(picture(made, **PROMPTS), picture(told, **PROMPTS))
+    images = [pipe("a red square", generator=generators(1)).images[0] for pipe in (made, told)]
     assert images[0].size == (16, 16) and images[0].tobytes() == images[1].tobytes()
 
 
@@ -133,64 +143,63 @@ def test_without_their_folders_encoders_are_found_by_name(tmp_path: Path) -> Non
         load(folder, encoders=encoders)
 
 
-def test_prompt_embeds_stand_for_prompts(texts: Path) -> None:
-    whole, light = load(texts / "model"), load(texts / "model", text_encoder=None, tokenizer=None)
-    tower = TextEncoder("", whole.tokenizer, whole.text_encoder, 8, 16)
-    states, mask = tower.encode(["a red square", "bar", ""])
-    call = {
-        "prompt_embeds": states[:2],
-        "prompt_attention_mask": mask[:2],
-        "negative_prompt_embeds": states[2:],
-        "negative_prompt_attention_mask": mask[2:],
-        "num_images_per_prompt": 2,
-    }
-    expected = picture(whole, prompt=["a red square", "bar"], num_images_per_prompt=2)
-    assert torch.equal(picture(light, **call), expected)
-    with pytest.raises(ConfigError, match="loaded without its text encoder"):
-        light("a red square")
-    with pytest.raises(ConfigError, match="needs negative_prompt_embeds"):
-        light(prompt_embeds=states[:1], prompt_attention_mask=mask[:1])
+def test_prompt_embeds_stand_for_prompts(texts: Path, told: AtollPipeline) -> None:
+    light = load(texts, text_encoder=None, tokenizer=None)
+    states, mask = TextEncoder("", told.tokenizer, told.text_encoder, 8, 16).encode(
+        ["a red square", "bar", ""]
+    )
+    given = {"prompt_embeds": states[:2], "prompt_attention_mask": mask[:2]}
+    null = {"negative_prompt_embeds": states[2:], "negative_prompt_attention_mask": mask[2:]}
+    expected = picture(told, prompt=["a red square", "bar"], num_images_per_prompt=2)
+    assert torch.equal(picture(light, **given, **null, num_images_per_prompt=2), expected)
+    for call, words in (
+        ({"prompt": "a red square"}, "loaded without its text encoder"),
+        (given, "needs negative_prompt_embeds"),
+        ({**given, "prompt": "bar"}, "both prompt and prompt_embeds"),
+        ({"prompt_embeds": states, "guidance_scale": 1.0}, "prompt_attention_mask does not fit"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            light(**call)
 
 
-def test_negative_prompts_lead_away(texts: Path) -> None:
-    pipe = load(texts / "model")
-    plain = picture(pipe, **PROMPTS)
-    assert torch.equal(picture(pipe, **PROMPTS, negative_prompt=""), plain)
-    one = picture(pipe, **PROMPTS, negative_prompt="green")
-    each = picture(pipe, **PROMPTS, negative_prompt=["green"] * 4)
+def test_negative_prompts_lead_away(told: AtollPipeline) -> None:
+    plain = picture(told, **PROMPTS)
+    assert torch.equal(picture(told, **PROMPTS, negative_prompt=""), plain)
+    one = picture(told, **PROMPTS, negative_prompt="green")
+    each = picture(told, **PROMPTS, negative_prompt=["green"] * 4)
     torch.testing.assert_close(one, each, rtol=0, atol=1e-5)
     assert not torch.equal(one, plain)
     with pytest.raises(ConfigError, match="2 negative prompts for 4 prompts"):
-        picture(pipe, **PROMPTS, negative_prompt=["green", "red"])
+        picture(told, **PROMPTS, negative_prompt=["green", "red"])
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_cut(texts: Path) -> None:
-    pipe, short = load(texts / "model"), "a red square bar one two green"
+def test_a_prompt_that_is_too_long_is_refused_or_cut(told: AtollPipeline) -> None:
+    short = "a red square bar one two green"
     words = "has 11 tokens, 8 are taken: what begins with 'red square bar' would be lost: shorten it, or"
     with pytest.raises(ConfigError, match=words):
-        pipe(f"{short} red square bar")
-    cut = picture(pipe, prompt=[f"{short} red square bar"] * 4, truncate_prompt=True)
-    assert torch.equal(cut, picture(pipe, prompt=[short] * 4))
+        told(f"{short} red square bar")
+    cut = picture(told, prompt=[f"{short} red square bar"] * 4, truncate_prompt=True)
+    assert torch.equal(cut, picture(told, prompt=[short] * 4))
 
 
-def test_encoders_of_another_model_are_refused(texts: Path, saved: Path, tmp_path: Path) -> None:
-    pipe = load(texts / "model")
+def test_encoders_of_another_model_are_refused(texts: Path, saved: Path) -> None:
+    pipe = load(texts)
     with torch.no_grad():
-        next(pipe.text_encoder.parameters()).add_(1)
-    with pytest.raises(ConfigError, match="text encoder is not the one of the training"):
-        load(texts / "model", text_encoder=pipe.text_encoder)
-    with pytest.raises(ConfigError, match="takes no text"):
-        load(saved, text_encoder=pipe.text_encoder)
-    with torch.no_grad():
-        next(pipe.vae.parameters()).add_(1)
-    with pytest.raises(ConfigError, match="VAE is not the one of the training"):
-        load(texts / "model", vae=pipe.vae)
+        for part in (pipe.text_encoder, pipe.vae):
+            next(part.parameters()).add_(1)
+    for folder, parts, words in (
+        (texts, {"text_encoder": pipe.text_encoder}, "text encoder is not the one of the training"),
+        (saved, {"text_encoder": pipe.text_encoder}, "takes no text"),
+        (texts, {"vae": pipe.vae}, "VAE is not the one of the training"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(folder, **parts)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_experts_of_several_families_and_predictions(name: str, texts: Path, tmp_path: Path) -> None:
     """One Flux or SD3 beside one PixArt that predicts noise on another schedule, and back from the folder."""
-    pipe = load(texts / "model")
+    pipe = load(texts)
     shape, producers = pipe.card.shape, {"text": pipe.card.text, "latents": pipe.card.latents}
     before = picture(pipe, **PROMPTS)
     pipe.experts.add(expert_of(name, 0, shape, **producers))
@@ -211,7 +220,7 @@ def test_what_is_not_ours_is_not_overwritten(saved: Path, tmp_path: Path) -> Non
     for name in ("mine/experts/7/thesis.txt", "camp/campaign.json", "camp/ensemble/model_index.json", "file"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"_class_name": "AtollPipeline"}')
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = times(tmp_path)
     for name, words in (
         ("mine", "holds something else: give a new folder"),
         ("camp", "holds something else"),
@@ -221,7 +230,20 @@ def test_what_is_not_ours_is_not_overwritten(saved: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=words):
             pipe.save_pretrained(name if "://" in name else tmp_path / name)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    with pytest.raises(ConfigError, match="safetensors"):
+        pipe.save_pretrained(tmp_path / "new", safe_serialization=False)
+    shifting = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    for scheduler, words in (
+        (diffusers.DDIMScheduler(), "does not integrate flows"),
+        (diffusers.UniPCMultistepScheduler(), "does not integrate flows"),
+        (shifting, "use_dynamic_shifting"),
+        (None, "None is no scheduler"),
+    ):
+        pipe.scheduler = scheduler
+        for use in (lambda: pipe.save_pretrained(tmp_path / "new"), lambda: pipe(class_labels=0)):
+            with pytest.raises(ConfigError, match=words):
+                use()
+    assert times(tmp_path) == before
 
 
 def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_path: Path) -> None:
@@ -248,23 +270,6 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
     changed.experts.add(expert(1, LABELS, seed=77))
     assert not goes_along(changed, "whole")  # over the earlier picture
     assert not goes_along(load(copy, torch_dtype=torch.bfloat16), "half")
-
-
-def test_a_scheduler_that_takes_no_velocity_is_neither_called_nor_saved(saved: Path, tmp_path: Path) -> None:
-    pipe = load(saved)
-    shifting = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    for scheduler, words in (
-        (diffusers.DDIMScheduler(), "does not integrate flows"),
-        (diffusers.UniPCMultistepScheduler(), "does not integrate flows"),
-        (shifting, "use_dynamic_shifting"),
-        (None, "None is no scheduler"),
-    ):
-        pipe.scheduler = scheduler
-        with pytest.raises(ConfigError, match=words):
-            pipe.save_pretrained(tmp_path / "model")
-        with pytest.raises(ConfigError, match=words):
-            pipe(class_labels=0)
-    assert not (tmp_path / "model").exists()
 
 
 # Partial ensembles.
@@ -311,116 +316,100 @@ def test_one_is_dropped(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not (copy / "experts/2").exists()
     assert load(copy).experts.present == (0, 1)
     pipe.experts.drop(0)
-    with pytest.raises(ConfigError, match="expert 1 is the last one"):
-        pipe.experts.drop(1)
-    with pytest.raises(ConfigError, match="there is no expert 0"):
-        pipe.experts.drop(0)
+    for number, words in ((1, "expert 1 is the last one"), (0, "there is no expert 0")):
+        with pytest.raises(ConfigError, match=words):
+            pipe.experts.drop(number)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"partition": "q" * 64}, "another partition"),
-        ({"latents": {"name": "x", "hash": "1", "shift": 0.0, "scale": 1.0}}, "another latents"),
-        ({"text": {"name": "t5", "hash": "2", "max_length": 8}}, "another text"),
-        ({"condition": "none"}, "another condition"),
-    ],
-)
-def test_parts_of_other_campaigns_are_refused(saved: Path, changes: dict[str, Any], words: str) -> None:
-    pipe = load(saved)
-    with pytest.raises(PartitionError, match=words):
-        pipe.experts.add(expert(1, LABELS, **changes), 1)
-    assert pipe.experts.cards == load(saved).experts.cards
-    with pytest.raises(PartitionError, match=words):
-        AtollPipeline(ExpertBank({0: expert(0, LABELS, **changes)}, 3), pipe.router, pipe.scheduler)
+ANOTHER: dict[str, Any] = {
+    "partition": "q" * 64,
+    "latents": {"name": "x", "hash": "1", "shift": 0.0, "scale": 1.0},
+    "text": {"name": "t5", "hash": "2", "max_length": 8},
+    "condition": "none",
+}
+MONOLITH: dict[str, Any] = {"role": "monolith", "island": None}
 
 
-def test_places_that_do_not_exist(saved: Path) -> None:
-    pipe = load(saved)
-    with pytest.raises(PartitionError, match="place 0 holds expert 1"):
-        pipe.experts.add(expert(1, LABELS), 0)
-    with pytest.raises(PartitionError, match="holds monolith"):
-        pipe.experts.add(expert(1, LABELS, role="monolith", island=None), 1)
-    with pytest.raises(ConfigError, match="a monolith is of no cluster"):
-        pipe.experts.add(expert(1, LABELS, role="monolith", island=None))
-    with pytest.raises(ConfigError, match="no place 3 among 3"):
-        pipe.experts.add(expert(3, LABELS))
-    with pytest.raises(PartitionError, match="knows 3 experts, the bank has 2 places"):
-        AtollPipeline(ExpertBank({0: expert(0, LABELS)}, 2), pipe.router, pipe.scheduler)
-
-
-def test_folders_that_are_no_experts(saved: Path, tmp_path: Path) -> None:
+def test_parts_that_do_not_belong_are_refused(saved: Path, tmp_path: Path) -> None:
     pipe = load(saved)
     for name in ("camp/campaign.json", "island/island.json"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("{}")
-    for folder, words in (
-        (tmp_path / "camp", r"is not the folder of one expert: give .*camp/islands/K/expert"),
-        (tmp_path / "island", r"give .*island/expert"),
-        (saved, r"give .*model/experts/K"),
-        (saved / "router", "a router is of no cluster"),
-        (3, "3 is no expert"),
+    foreign = [({field: value}, f"another {field}") for field, value in ANOTHER.items()]
+    for part, place, words in (
+        *((expert(1, LABELS, **changes), 1, words) for changes, words in foreign),
+        (expert(1, LABELS), 0, "place 0 holds expert 1"),
+        (expert(1, LABELS, **MONOLITH), 1, "holds monolith"),
+        (expert(1, LABELS, **MONOLITH), None, "a monolith is of no cluster"),
+        (expert(3, LABELS), None, "no place 3 among 3"),
+        (tmp_path / "camp", None, r"is not the folder of one expert: give .*camp/islands/K/expert"),
+        (tmp_path / "island", None, r"give .*island/expert"),
+        (saved, None, r"give .*model/experts/K"),
+        (saved / "router", None, "a router is of no cluster"),
+        (3, None, "3 is no expert"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            pipe.experts.add(folder)
+        with pytest.raises((ConfigError, PartitionError), match=words):
+            pipe.experts.add(part, place)
+    assert pipe.experts.cards == load(saved).experts.cards
+    for k, changes, words in (
+        *((3, *another) for another in foreign),
+        (2, {}, "knows 3 experts, the bank has 2 places"),
+    ):
+        with pytest.raises(PartitionError, match=words):
+            AtollPipeline(ExpertBank({0: expert(0, LABELS, **changes)}, k), pipe.router, pipe.scheduler)
 
 
 # What is wrong with a folder, told before anything is loaded.
 
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+Damage = Callable[[Path], object]
 
 
-def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
+def fields(name: str, **changes: Any) -> Damage:
+    """Other fields of a JSON file."""
+    return lambda f: (f / name).write_text(json.dumps({**json.loads((f / name).read_text()), **changes}))
 
 
-EXPERT = "experts/1/" + WEIGHTS
-DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (lambda f: rewrite(f / EXPERT, lambda data: bytes(100)), "damaged, or no safetensors"),
-    (lambda f: rewrite(f / EXPERT, lambda data: data[:-8]), "bytes instead of"),
-    (
-        lambda f: rewrite(f / EXPERT, lambda data: b"\x80\x04\x95".ljust(len(data))),
-        "is pickle, not safetensors",
-    ),
-    (
-        lambda f: (f / EXPERT).rename(f / "experts/1/diffusion_pytorch_model.bin"),
-        "model.bin is pickle, which",
-    ),
-    (lambda f: shutil.rmtree(f / "router"), "has no router"),
-    (lambda f: (f / "router/card.json").unlink(), "router/card.json is missing"),
-    (lambda f: shutil.rmtree(f / "scheduler"), "has no scheduler"),
-    (lambda f: shutil.rmtree(f / "experts/0"), "experts/0 is missing"),
-    (lambda f: (f / "experts/experts.json").unlink(), "experts.json is missing"),
-    (lambda f: (f / "ensemble.json").unlink(), "not complete"),
-    (lambda f: (f / "model_index.json").unlink(), "is no pipeline"),
-    (lambda f: edit_json(f / "ensemble.json", format="atoll/model 9"), "model 9"),
-    (lambda f: edit_json(f / "experts/0/card.json", format="atoll/card 9"), "card 9"),
-    (lambda f: edit_json(f / "experts/0/card.json", rows=11), "does not match|bytes instead"),
+def weights(change: Callable[[bytes], bytes]) -> Damage:
+    """Other bytes of an expert's weights."""
+    return lambda f: (f / EXPERT).write_bytes(change((f / EXPERT).read_bytes()))
+
+
+def gone(name: str) -> Damage:
+    return lambda f: shutil.rmtree(f / name) if (f / name).is_dir() else (f / name).unlink()
+
+
+DAMAGE: list[tuple[Damage, str]] = [
+    (weights(lambda data: bytes(100)), "damaged, or no safetensors"),
+    (weights(lambda data: data[:-8]), "bytes instead of"),
+    (weights(lambda data: b"\x80\x04\x95".ljust(len(data))), "is pickle, not safetensors"),
+    (lambda f: (f / EXPERT).rename(f / "experts/1/model.bin"), "model.bin is pickle, which"),
+    (gone("router"), "has no router"),
+    (gone("router/card.json"), "router/card.json is missing"),
+    (gone("scheduler"), "has no scheduler"),
+    (gone("experts/0"), "experts/0 is missing"),
+    (gone("experts/experts.json"), "experts.json is missing"),
+    (gone("ensemble.json"), "not complete"),
+    (gone("model_index.json"), "is no pipeline"),
+    (fields("ensemble.json", format="atoll/model 9"), "model 9"),
+    (fields("experts/0/card.json", format="atoll/card 9"), "card 9"),
+    (fields("experts/0/card.json", rows=11), "does not match|bytes instead"),
     (lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1"), "experts/1 holds expert 0"),
-    (
-        lambda f: edit_json(f / "scheduler/scheduler_config.json", shift=3.0),
-        "r_config.json .*(SHA-256|of)",
-    ),
-    (lambda f: edit_json(f / "model_index.json", _class_name="DiTPipeline"), "holds a DiTPipeline"),
-    (
-        lambda f: edit_json(f / "model_index.json", vae=["some.where", "Thing"]),
-        "wants vae from some.where.Thing",
-    ),
+    (fields("scheduler/scheduler_config.json", shift=3.0), "r_config.json .*(SHA-256|of)"),
+    (fields("model_index.json", _class_name="DiTPipeline"), "holds a DiTPipeline"),
+    (fields("model_index.json", vae=["some.where", "Thing"]), "wants vae from some.where.Thing"),
     (lambda f: (f / "router/atoll.py").write_text("raise SystemExit"), "has no place in router/"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGE)
 def test_what_is_wrong_is_told_before_a_network_is_built(
-    damage: Callable[[Path], object], words: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damage(copy)
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a network was loaded"))
-    with pytest.raises(AtollError, match=words) as caught:
-        load(copy)
-    assert "\n" not in str(caught.value) and caught.value.fix
+    for number, (damage, words) in enumerate(DAMAGE):
+        damage(folder := Path(shutil.copytree(saved, tmp_path / str(number))))
+        with pytest.raises(AtollError, match=words) as caught:
+            load(folder)
+        assert "\n" not in str(caught.value) and caught.value.fix
 
 
 @pytest.mark.parametrize("residency", [None, Residency(experts=1)], ids=["resident", "on disk"])
@@ -448,7 +437,7 @@ def test_weights_are_read_once_and_compared_with_their_hash(
     files = [str(path) for path in copy.resolve().rglob(WEIGHTS)]
     opened()
     assert {file: reads[file] for file in files} == dict.fromkeys(files, 1) and len(files) == 4
-    rewrite(copy / EXPERT, lambda data: data[:-1] + b"\1")
+    weights(lambda data: data[:-1] + b"\1")(copy)
     with pytest.raises(StoreError, match=r"experts/1/.*is not what its card says"):
         opened()
 
@@ -462,37 +451,23 @@ def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path
         load(copy)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"experts": [5]}, "experts 5 are not there: there are 0, 1, 2"),
-        ({"experts": []}, "no expert was asked for"),
-        ({"trust_remote_code": True}, "trust_remote_code is not taken"),
-        ({"variant": "fp16"}, "variant is not taken"),
-        ({"experts": ["0"]}, "give 'auto' or numbers"),
-        ({"residency": 1}, "residency=1: give Residency"),
-        ({"torch_dtype": "float16"}, "torch_dtype='float16': give a type of torch's"),
-    ],
-)
-def test_wrong_options_are_refused(saved: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load(saved, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere at all", "there is no folder"),
-        ("s3://bucket/model", "is a URL: write the folder first"),
-        ("owner/not-there", "as a hub name it cannot be had"),
-        ("campaign", r"is a campaign: give its folder .*/ensemble"),
-    ],
-)
-def test_a_place_that_is_not_there(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_loaded_is_told(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "campaign").mkdir()
     (tmp_path / "campaign/campaign.json").write_text("{}")
-    with pytest.raises(ConfigError, match=words):
-        AtollPipeline.from_pretrained(name)
+    cases: list[tuple[Path | str, dict[str, Any], str]] = [
+        (saved, {"experts": [5]}, "experts 5 are not there: there are 0, 1, 2"),
+        (saved, {"experts": []}, "no expert was asked for"),
+        (saved, {"trust_remote_code": True}, "trust_remote_code is not taken"),
+        (saved, {"variant": "fp16"}, "variant is not taken"),
+        (saved, {"experts": ["0"]}, "give 'auto' or numbers"),
+        (saved, {"residency": 1}, "residency=1: give Residency"),
+        (saved, {"torch_dtype": "float16"}, "torch_dtype='float16': give a type of torch's"),
+        ("nowhere at all", {}, "there is no folder"),
+        ("s3://bucket/model", {}, "is a URL: write the folder first"),
+        ("owner/not-there", {}, "as a hub name it cannot be had"),
+        ("campaign", {}, r"is a campaign: give its folder .*/ensemble"),
+    ]
+    for name, options, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            AtollPipeline.from_pretrained(name, **options)

@@ -18,14 +18,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
-
-    Attributes:
-        code: exit code; None if it was still running when its time was over.
-        said: all that it printed.
-        acts: what it did that hostile input must not cause.
-        changed: files beside the arena that it wrote, changed or removed.
-    """
+    """How a command ended (None: it hung), what it printed, and what it did that it must not."""
 
     code: int | None
     said: str
@@ -52,12 +45,7 @@ class Outcome:
 class Arena:
     """A folder in which commands are run; `inside` is theirs, what lies beside it is not.
 
-    Args:
-        folder: an empty folder.
-        templates: folders that are copied into it, by name.
-        nursery: forks the processes.
-        seconds: a command that runs for longer hangs.
-        large: bytes from which on files are links to the template's, but for logs, which are appended to.
+    Templates are copied into it; files from `large` bytes on are links, but for logs, which are appended to.
     """
 
     def __init__(

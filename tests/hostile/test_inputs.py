@@ -1,7 +1,10 @@
 """Every hostile input ends in one line or is rightly accepted; nothing runs, nothing is written outside."""
 
+from pathlib import Path
+
 import pytest
 
+from chaos.nursery import Nursery
 from hostile.arena import Arena
 from hostile.inputs import ROWS, Row
 
@@ -9,7 +12,10 @@ CASES = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for
 
 
 @pytest.mark.parametrize("row", CASES)
-def test_it_is_one_line(row: Row, arena: Arena) -> None:
+def test_it_is_one_line(row: Row, templates: dict[str, Path], nursery: Nursery, tmp_path: Path) -> None:
+    named = " ".join((*row.argv, *row.call))
+    needed = {name: folder for name, folder in templates.items() if f"{{{name}}}" in named}
+    arena = Arena(tmp_path / "arena", needed, nursery)
     places = {name: str(arena / name) for name in ("campaign", "export", "fresh", "source")}
     places["inside"] = str(arena.inside)
     row.forge(arena)

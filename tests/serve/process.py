@@ -16,16 +16,15 @@ KEY = "a-key-of-twenty-four-characters"
 class Server:
     """A process, its address and what it said."""
 
-    def __init__(self, folder: Path, *argv: str, what: str = "serve", ready: str = "ready") -> None:
-        self.process = start(what, folder, "--set", "port=0", *argv)
+    def __init__(self, folder: Path, *argv: str, command: str = "serve", ready: str = "ready") -> None:
+        self.process = start(command, folder, "--set", "port=0", *argv)
         self.said: list[str] = []
         self.clients: list[openai.OpenAI] = []
-        assert self.process.stderr is not None and self.process.stdout is not None
+        self._last, self._ready = ready, threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=(stream,), daemon=True)
             for stream in (self.process.stdout, self.process.stderr)
         ]
-        self._last, self._ready = ready, threading.Event()
         for reader in self._readers:
             reader.start()
         assert self._ready.wait(90), self.said

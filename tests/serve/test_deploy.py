@@ -1,7 +1,5 @@
 """The files of deploy/: nginx before real servers, and what the others say against what the server takes."""
 
-import base64
-import io
 import re
 import shutil
 import socket
@@ -16,12 +14,11 @@ import httpx
 import openai
 import pytest
 import yaml
-from PIL import Image
 
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from atoll.serve.settings import ServeSettings
-from helpers import assembled
+from serve.conftest import pixels
 from serve.process import Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -33,12 +30,6 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = {"partition": {"k": 2}, "budget": {"samples": 320}, "monolith": False}
-    return assembled(tmp_path_factory.mktemp("deployed") / "letters", settings)
 
 
 @pytest.fixture
@@ -59,16 +50,8 @@ def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[Server]]]:
         f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
         f"include {tmp_path}/own.conf; }}\n"
     )
-    command = [
-        NGINX,
-        "-p",
-        str(tmp_path),
-        "-c",
-        str(tmp_path / "nginx.conf"),
-        "-e",
-        str(tmp_path / "error.log"),
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    places = ["-p", tmp_path, "-c", tmp_path / "nginx.conf", "-e", tmp_path / "error.log"]
+    process = subprocess.Popen([NGINX, *map(str, places)], stderr=subprocess.PIPE)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(100):
@@ -107,7 +90,7 @@ def test_streams_pass_nginx_as_they_come_and_a_server_can_leave(
             try:
                 answer = client.images.generate(prompt="1", extra_body=how)
                 assert answer.data is not None and answer.data[0].b64_json is not None
-                done.append(base64.b64decode(answer.data[0].b64_json))
+                done.append(pixels(answer.data[0].b64_json))
             except Exception as error:
                 failed.append(error)
 
@@ -119,17 +102,14 @@ def test_streams_pass_nginx_as_they_come_and_a_server_can_leave(
         for thread in threads:
             thread.join(60)
     assert not failed and len(done) == 24 and len({*done}) == 1
-    assert Image.open(io.BytesIO(done[0])).convert("RGB").tobytes() == expected.convert("RGB").tobytes()
+    assert done[0] == expected.convert("RGB").tobytes()
 
 
 def test_kubernetes_asks_for_what_the_server_has() -> None:
     deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     pod = deployment["spec"]["template"]
-    assert (
-        service["spec"]["selector"]
-        == deployment["spec"]["selector"]["matchLabels"]
-        == pod["metadata"]["labels"]
-    )
+    labels = pod["metadata"]["labels"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
     (container,) = pod["spec"]["containers"]
     args = container["args"]
     settings = ServeSettings.of([args[n + 1] for n, word in enumerate(args) if word == "--set"])
@@ -137,9 +117,10 @@ def test_kubernetes_asks_for_what_the_server_has() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > settings.drain + 10
     mounts = {one["mountPath"] for one in container["volumeMounts"]}
     assert args[0] in mounts and str(Path(args[args.index("--keys") + 1]).parent) in mounts
-    assert {one["name"] for one in container["volumeMounts"]} == {
-        one["name"] for one in pod["spec"]["volumes"]
-    }
+    mounted, volumes = (
+        {one["name"] for one in group} for group in (container["volumeMounts"], pod["spec"]["volumes"])
+    )
+    assert mounted == volumes
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
 

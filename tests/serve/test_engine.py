@@ -16,23 +16,15 @@ from atoll.model.settings import Residency
 from atoll.serve.engine import READY, Engine, Event, Failed, Finished, Job, Partial, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
-from helpers import assembled
 
-K = 3
 WAYS = [
     Generation(steps=3, guidance=2.0, routing="top-1", seed=1),
-    Generation(steps=9, guidance=1.0, routing="full", seed=2),
+    Generation(steps=7, guidance=1.0, routing="full", seed=2),
     Generation(steps=5, guidance=3.0, routing="once null sample-1", seed=3, shift=3.0),
-    Generation(steps=7, guidance=2.0, routing="sample-2", seed=4),
+    Generation(steps=6, guidance=2.0, routing="sample-2", seed=4),
     Generation(steps=4, guidance=2.5, routing="top-2 every 2", seed=1),
-    Generation(steps=6, guidance=1.5, routing="nucleus(0.9)", seed=5),
+    Generation(steps=5, guidance=1.5, routing="nucleus(0.9)", seed=5),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = {"partition": {"k": K}, "budget": {"samples": 320}, "monolith": False}
-    return assembled(tmp_path_factory.mktemp("serve") / "letters", settings)
 
 
 class Client:
@@ -42,9 +34,9 @@ class Client:
         self.engine, self.events = engine, dict[int, list[Event]]()
 
     def ask(self, way: Generation, label: str = "1", **more: object) -> Job:
-        told: list[Event] = []
-        job = Job("ensemble", (label,), way, told.append, **more)  # type: ignore[arg-type]
-        self.events[id(job)] = told
+        events: list[Event] = []
+        job = Job("ensemble", (label,), way, events.append, **more)  # type: ignore[arg-type]
+        self.events[id(job)] = events
         self.engine.submit(job)
         return job
 
@@ -54,7 +46,13 @@ class Client:
     def images(self, job: Job) -> list[Image.Image]:
         until(lambda: not job.waiting)
         done = [event for event in self.of(job) if isinstance(event, Finished)]
-        return [one.image for one in sorted(done, key=lambda one: one.number)]
+        return [event.image for event in sorted(done, key=lambda event: event.number)]
+
+    def bytes(self, job: Job) -> list[bytes]:
+        return [image.tobytes() for image in self.images(job)]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 def until(ready: Callable[[], object], seconds: float = 60) -> None:
@@ -64,57 +62,77 @@ def until(ready: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def serving(folder: Path, residency: Residency | None = None, **settings: object) -> Engine:
-    model = {"ensemble": lambda: Model.load(folder, residency=residency)}
-    engine = Engine(model, ServeSettings(**{"queue": 10_000, **settings}), Metrics())  # type: ignore[arg-type]
-    engine.start()
-    until(lambda: engine.state != "loading" and engine.state != "warming")
-    assert engine.state == READY, engine.error
-    return engine
+Serving = Callable[..., Client]
 
 
-@pytest.fixture
-def client(folder: Path) -> Iterator[Client]:
-    engine = serving(folder)
-    yield Client(engine)
-    engine.drain(0)
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[Serving]:
+    """Starts an engine over the served model, and ends it with the module."""
+    engines: list[Engine] = []
+
+    def start(residency: Residency | None = None, **settings: object) -> Client:
+        model = {"ensemble": lambda: Model.load(folder, residency=residency)}
+        engine = Engine(model, ServeSettings(**{"queue": 10_000, **settings}), Metrics())  # type: ignore[arg-type]
+        engines.append(engine)
+        engine.start()
+        until(lambda: engine.state not in ("loading", "warming"))
+        assert engine.state == READY, engine.error
+        return Client(engine)
+
+    yield start
+    for engine in engines:
+        engine.drain(0)
+
+
+@pytest.fixture(scope="module")
+def client(serving: Serving) -> Client:
+    """Of an engine that all requests share."""
+    return serving()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return Model.load(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[bytes]]:
+    """What the model itself draws."""
+    return [[image.tobytes() for image in model(["1"], 2, way).images] for way in WAYS]
 
 
 @pytest.mark.parametrize("residency", [None, Residency(experts=1), Residency(experts=1, prefetch=False)])
 def test_a_request_is_the_same_picture_alone_in_any_batch_and_from_the_model(
-    residency: Residency | None, folder: Path
+    residency: Residency | None, serving: Serving, expected: list[list[bytes]]
 ) -> None:
-    model = Model.load(folder)
-    expected = [model(["1"], 2, way).images for way in WAYS]
-    client = Client(serving(folder, residency))
-    alone = [client.images(client.ask(way, count=2)) for way in WAYS]
+    client = serving(residency)
+    alone = [client.bytes(client.ask(way, count=2)) for way in WAYS]
     jobs = []
     for way in WAYS:
         jobs.append(client.ask(way, count=2))
         time.sleep(0.01)  # so that they stand at different steps
-    together = [client.images(job) for job in jobs]
+    together = [client.bytes(job) for job in jobs]
     client.engine.drain(0)
-    for one, two, three in zip(expected, alone, together, strict=True):
-        assert [i.tobytes() for i in one] == [i.tobytes() for i in two] == [i.tobytes() for i in three]
-    assert len({image.tobytes() for images in expected for image in images}) == 2 * len(WAYS)
+    assert alone == expected and together == expected
+    assert len({image for images in expected for image in images}) == 2 * len(WAYS)
 
 
 def test_rows_of_several_requests_share_steps_and_runs(client: Client) -> None:
-    jobs = [client.ask(way.with_(steps=40), count=2) for way in WAYS]
+    rows, steps = (client.metric(f"atoll_batch_rows_{name}") for name in ("sum", "count"))
+    jobs = [client.ask(way.with_(steps=20), count=2) for way in WAYS]
     for job in jobs:
         client.images(job)
-    sample = client.engine.metrics.registry.get_sample_value
-    until(lambda: sample("atoll_batch_rows_sum") == 40 * 2 * len(WAYS))  # counted after the last picture
-    steps = sample("atoll_batch_rows_count")
-    assert steps is not None and steps < 2 * 40
-    assert sample("atoll_images_waiting") == 0
+    # Counted after the last picture.
+    until(lambda: client.metric("atoll_batch_rows_sum") - rows == 20 * 2 * len(WAYS))
+    assert client.metric("atoll_batch_rows_count") - steps < 2 * 20
+    assert client.metric("atoll_images_waiting") == 0
 
 
-def test_what_a_picture_tells_of_its_routing(client: Client, folder: Path) -> None:
+def test_what_a_picture_tells_of_its_routing(client: Client, model: Model) -> None:
     way = WAYS[0].with_(steps=5)
     job = client.ask(way, count=2)
     client.images(job)
-    trace = Model.load(folder)(["1"], 2, way).routing
+    trace = model(["1"], 2, way).routing
     assert trace is not None
     for event in client.of(job):
         assert isinstance(event, Finished) and event.routing is not None
@@ -131,7 +149,9 @@ def test_partial_pictures_come_before_the_whole(client: Client) -> None:
     assert kinds == [0, 1, 2, "done"]
 
 
-def test_only_the_guilty_request_fails(client: Client, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_only_the_guilty_request_fails(
+    client: Client, monkeypatch: pytest.MonkeyPatch, expected: list[list[bytes]]
+) -> None:
     """Whatever network it is, one row that cannot be evaluated fails its whole batch, and then alone."""
     evaluate = Expert.velocity
 
@@ -140,17 +160,18 @@ def test_only_the_guilty_request_fails(client: Client, monkeypatch: pytest.Monke
             raise RuntimeError("a kernel fell over")
         return evaluate(self, x_t, t, cond)  # type: ignore[arg-type]
 
-    expected = Model.load(folder)(["1"], 1, WAYS[1]).images[0]
     monkeypatch.setattr(Expert, "velocity", velocity)
     good = [client.ask(WAYS[1]) for _ in range(3)]
     bad = client.ask(WAYS[1], "0")
-    assert all(client.images(job)[0].tobytes() == expected.tobytes() for job in good)
+    assert all(client.bytes(job) == expected[1][:1] for job in good)
     until(lambda: client.of(bad))
     (failure,) = client.of(bad)
     assert isinstance(failure, Failed) and failure.repeats and "a kernel fell over" in failure.message
 
 
-def test_out_of_memory_halves_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halves_the_batch(
+    serving: Serving, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluate = Expert.velocity
 
     def velocity(self: Expert, x_t: torch.Tensor, t: torch.Tensor, cond: object) -> torch.Tensor:
@@ -158,15 +179,14 @@ def test_out_of_memory_halves_the_batch(folder: Path, monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("out of memory")
         return evaluate(self, x_t, t, cond)  # type: ignore[arg-type]
 
-    expected = [model.tobytes() for model in Model.load(folder)(["1"], 8, WAYS[1]).images]
+    eight = [image.tobytes() for image in model(["1"], 8, WAYS[1]).images]
     monkeypatch.setattr(Expert, "velocity", velocity)
-    client = Client(serving(folder, batch=8))
-    assert [image.tobytes() for image in client.images(client.ask(WAYS[1], count=8))] == expected
-    client.engine.drain(0)
+    client = serving(batch=8)
+    assert client.bytes(client.ask(WAYS[1], count=8)) == eight
 
 
-def test_more_than_may_wait_is_refused_before_anything_is_computed(folder: Path) -> None:
-    client = Client(serving(folder, queue=4))
+def test_more_than_may_wait_is_refused_before_anything_is_computed(serving: Serving) -> None:
+    client = serving(queue=4)
     own = client.engine.opened["ensemble"].generation
     slow = own.with_(steps=4 * own.steps)
     with pytest.raises(ConfigError, match="more than this server ever accepts"):
@@ -177,66 +197,52 @@ def test_more_than_may_wait_is_refused_before_anything_is_computed(folder: Path)
     assert refused.value.code == "queue_full" and refused.value.after >= 1
     client.images(job)
     assert client.images(client.ask(own))  # there is room again
-    client.engine.drain(0)
 
 
 def test_who_leaves_frees_its_rows_and_who_is_late_is_told(client: Client) -> None:
+    steps = client.metric("atoll_batch_rows_count")
     left = client.ask(WAYS[1].with_(steps=5_000), partial=1)
-    until(lambda: client.engine.metrics.registry.get_sample_value("atoll_batch_rows_count"))
+    until(lambda: client.metric("atoll_batch_rows_count") > steps)
     left.cancelled = True
     until(lambda: not left.waiting)
     assert not client.of(left)
     late = client.ask(WAYS[1].with_(steps=5_000), deadline=time.monotonic() + 0.2)
-    until(lambda: client.of(late))
-    assert isinstance(client.of(late)[0], Failed) and client.of(late)[0].code == "deadline_exceeded"
+    bad = client.ask(WAYS[0], "no label")
     assert client.images(client.ask(WAYS[0]))
-    assert client.engine.metrics.registry.get_sample_value("atoll_images_waiting") == 0
+    for job, code in ((late, "deadline_exceeded"), (bad, "invalid_request")):
+        until(lambda job=job: client.of(job))
+        (failure,) = client.of(job)
+        assert isinstance(failure, Failed) and failure.code == code
+    assert client.metric("atoll_images_waiting") == 0
 
 
-def test_a_prompt_that_does_not_fit_fails_alone(client: Client) -> None:
-    good, bad = client.ask(WAYS[0]), client.ask(WAYS[0], "no label")
-    assert client.images(good)
-    until(lambda: client.of(bad))
-    assert isinstance(client.of(bad)[0], Failed) and client.of(bad)[0].code == "invalid_request"
-
-
-def test_draining_finishes_what_was_accepted(folder: Path) -> None:
-    client = Client(serving(folder))
-    job = client.ask(WAYS[1].with_(steps=100), count=2)
+def test_draining_finishes_what_was_accepted(serving: Serving) -> None:
+    client = serving()
+    job = client.ask(WAYS[1].with_(steps=50), count=2)
     assert client.engine.drain(30) and len(client.images(job)) == 2
     with pytest.raises(Refused, match="draining"):
         client.ask(WAYS[0])
 
 
-def test_rows_of_experts_that_are_not_on_the_device_take_turns(folder: Path) -> None:
-    """One expert at a time: pictures are the same, and an expert is brought for several steps."""
+def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving, model: Model) -> None:
+    """One expert at a time: an expert is brought for several steps, and nobody waits for all of another's."""
     ways = [WAYS[0].with_(steps=24, routing=f"once without {one},{two}") for one, two in ("01", "02", "12")]
-    expected = [Model.load(folder)(["1"], 2, way).images for way in ways]
-    client = Client(serving(folder, Residency(experts=1, prefetch=False)))
-    metric = client.engine.metrics.registry.get_sample_value
-    before = metric("atoll_expert_swaps_total") or 0
+    drawn = [[image.tobytes() for image in model(["1"], 2, way).images] for way in ways]
+    client = serving(Residency(experts=1, prefetch=False))
+    before = client.metric("atoll_expert_swaps_total")
     jobs = [client.ask(way, count=2) for way in ways]
-    drawn = [client.images(job) for job in jobs]
-    client.engine.drain(0)
-    for one, two in zip(expected, drawn, strict=True):
-        assert [i.tobytes() for i in one] == [i.tobytes() for i in two]
-    swaps = (metric("atoll_expert_swaps_total") or 0) - before
+    assert [client.bytes(job) for job in jobs] == drawn
+    bank = client.engine.opened["ensemble"].bank.experts
+    until(lambda: client.metric("atoll_expert_swaps_total") == bank.loads)  # counted after the last picture
+    swaps = client.metric("atoll_expert_swaps_total") - before
     assert 3 <= swaps <= 3 * (1 + 24 / 8) + 3  # and not 3 at each of 24 steps
-    sizes = {
-        one.skeleton.layout.nbytes for one in client.engine.opened["ensemble"].bank.experts._experts.values()
-    }
-    assert metric("atoll_expert_moved_bytes_total") == (swaps + before) * sizes.pop()
-    ends = [event for job in jobs for event in client.of(job)]
-    assert len(ends) == 6
-
-
-def test_a_waiting_row_does_not_wait_for_all_of_anothers_steps(folder: Path) -> None:
-    client = Client(serving(folder, Residency(experts=1, prefetch=False)))
+    (size,) = {expert.skeleton.layout.nbytes for expert in bank._experts.values()}
+    assert client.metric("atoll_expert_moved_bytes_total") == (swaps + before) * size
+    assert sum(len(client.of(job)) for job in jobs) == 6
     long = client.ask(WAYS[0].with_(steps=2_000, routing="once without 0,1"))
     until(lambda: long.started)
     short = client.ask(WAYS[0].with_(steps=9, routing="once without 1,2"))
     assert client.images(short) and long.waiting
     long.cancelled = True
     until(lambda: not long.waiting)
-    assert client.engine.metrics.registry.get_sample_value("atoll_cancelled_total", {"where": "step"}) == 1
-    client.engine.drain(0)
+    assert client.metric("atoll_cancelled_total", where="step") == 1

@@ -173,7 +173,7 @@ def test_the_dashboard_follows_the_islands(page: Any, folder: Path, tmp_path: Pa
     assert kept
     for path in kept:
         path.unlink()
-    one = Server(campaign, what="dashboard", ready="dashboard at")
+    one = Server(campaign, command="dashboard", ready="dashboard at")
     try:
         page.goto(one.address)
         row = page.locator("tr", has_text="Expert 1")

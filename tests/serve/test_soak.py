@@ -1,8 +1,6 @@
-"""Three thousand requests, right, wrong, cancelled and broken, to a server that is killed and drained."""
+"""Requests by the thousand, right, wrong, cancelled and broken, to a server that is killed and drained."""
 
 import asyncio
-import base64
-import io
 import json
 import random
 import signal
@@ -14,89 +12,56 @@ from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
-from helpers import assembled
+from serve.conftest import pixels
 from serve.process import KEY, Server
 
 pytestmark = pytest.mark.slow
-COUNT, CLIENTS = 3000, 24
-KILL, DRAIN = 1000, 2000
+COUNT, CLIENTS = 1800, 24
+KILL, DRAIN = COUNT // 3, 2 * COUNT // 3
 """Requests after which the server is killed, and told to leave."""
-GROWTH = 48 * 2**20
+GROWTH = 60_000 * (COUNT - DRAIN) * 4 // 5
 """Bytes by which a server's memory may differ between a fifth of its requests and the last."""
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 PLACE = "/v1/images/generations"
 ROUTINGS = ("top-1", "top-2", "full", "once", "once null sample-1", "sample-2", "full without 1")
 
-WRONG: list[tuple[int, dict[str, Any]]] = [
-    (400, {"prompt": 5}),
-    (400, {"prompt": None}),
-    (400, {"prompt": ["1"]}),
-    (400, {"prompt": "x" * 32_001}),
-    (400, {"prompt": "no label"}),
-    (400, {"prompt": "9999"}),
-    (400, {"prompt": ""}),
-    (400, {"n": 0}),
-    (400, {"n": -1}),
-    (400, {"n": 11}),
-    (400, {"n": 1.5}),
-    (400, {"n": "2"}),
-    (400, {"n": 10**30}),
-    (400, {"n": True}),
-    (400, {"size": "64x64"}),
-    (400, {"size": ""}),
-    (400, {"size": 32}),
-    (400, {"steps": 0}),
-    (400, {"steps": 251}),
-    (400, {"steps": "ten"}),
-    (400, {"steps": -3}),
-    (400, {"guidance": -1.0}),
-    (400, {"guidance": float("nan")}),
-    (400, {"guidance": float("inf")}),
-    (400, {"guidance": 1e7}),
-    (400, {"guidance": "2"}),
-    (400, {"seed": -1}),
-    (400, {"seed": 2**63}),
-    (400, {"seed": 1.5}),
-    (400, {"seed": [1]}),
-    (400, {"routing": "best"}),
-    (400, {"routing": "oracle"}),
-    (400, {"routing": "top-0"}),
-    (400, {"routing": "top-9"}),
-    (400, {"routing": "once without 0,1,2"}),
-    (400, {"routing": "once without 7"}),
-    (400, {"routing": "x" * 201}),
-    (400, {"routing": 1}),
-    (404, {"model": "gpt-image-1"}),
-    (400, {"model": "ensemble:best of all"}),
-    (404, {"model": "monolith"}),
-    (400, {"response_format": "png"}),
-    (400, {"output_format": "gif"}),
-    (400, {"output_compression": 101}),
-    (400, {"stream": "yes"}),
-    (400, {"stream": True, "partial_images": 4}),
-    (400, {"partial_images": 2}),
-    (400, {"stream": True, "response_format": "url"}),
-    (400, {"sed": 4}),
-    (400, {"shift": 0.0}),
-    (400, {"negative": "another class"}),
-    (400, {"background": "transparent"}),
-    (400, {"\ud800": 1}),
-]
-BODIES: list[tuple[int, bytes]] = [
-    (400, b""),
-    (400, b"null"),
-    (400, b"[]"),
-    (400, b'"1"'),
-    (400, b'{"prompt": "1"'),
-    (400, b'{"prompt": "1"} {}'),
-    (400, b"\xff\xfe\x00"),
-    (400, b"[" * 100_000),
-    (400, b'{"n": ' + b"1" * 5_000 + b"}"),
-    (413, b'{"prompt": "' + b"x" * 300_000 + b'"}'),
+WRONG_VALUES: dict[str, list[Any]] = {
+    "prompt": [5, None, ["1"], "x" * 32_001, "no label", "9999", ""],
+    "n": [0, -1, 11, 1.5, "2", 10**30, True],
+    "size": ["64x64", "", 32],
+    "steps": [0, 251, "ten", -3],
+    "guidance": [-1.0, float("nan"), float("inf"), 1e7, "2"],
+    "seed": [-1, 2**63, 1.5, [1]],
+    "routing": ["best", "oracle", "top-0", "top-9", "once without 0,1,2", "once without 7", "x" * 201, 1],
+    "model": ["gpt-image-1", "ensemble:best of all", "monolith"],
+    "response_format": ["png"],
+    "output_format": ["gif"],
+    "output_compression": [101],
+    "stream": ["yes"],
+    "partial_images": [2],
+    "sed": [4],
+    "shift": [0.0],
+    "negative": ["another class"],
+    "background": ["transparent"],
+    "\ud800": [1],
+}
+WRONG = [{name: value} for name, values in WRONG_VALUES.items() for value in values]
+WRONG += [{"stream": True, "partial_images": 4}, {"stream": True, "response_format": "url"}]
+NOT_FOUND = ("gpt-image-1", "monolith")
+BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b'"1"',
+    b'{"prompt": "1"',
+    b'{"prompt": "1"} {}',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'{"n": ' + b"1" * 5_000 + b"}",
+    b'{"prompt": "' + b"x" * 300_000 + b'"}',
 ]
 BROKEN = [
     b"GET",
@@ -129,7 +94,7 @@ class Soak:
     def draw(self) -> None:
         """What the model itself draws for the right requests."""
         model, default = Model.load(self.folder), Campaign.open(self.folder).config.sampling
-        for number in range(60):
+        for number in range(40):
             how = {
                 "seed": self.random.randrange(50),
                 "steps": self.random.randint(1, 7),
@@ -222,16 +187,15 @@ class Soak:
     async def wrong(self, client: httpx.AsyncClient) -> None:
         number = self.random.randrange(len(WRONG) + len(BODIES))
         if number < len(WRONG):
-            status, more = WRONG[number]
-            content = json.dumps({"prompt": "1", "steps": 2, **more}).encode()
+            content = json.dumps({"prompt": "1", "steps": 2, **WRONG[number]}).encode()
+            status = 404 if WRONG[number].get("model") in NOT_FOUND else 400
         else:
-            status, content = BODIES[number - len(WRONG)]
+            content = BODIES[number - len(WRONG)]
+            status = 413 if len(content) > 200_000 else 400
         answer = await self.until_answered(lambda: client.post(PLACE, content=content))
         error = answer.json()["error"]
-        assert answer.status_code == status and error["message"] and error["code"], (
-            content[:80],
-            answer.text,
-        )
+        told = error["message"] and error["code"]
+        assert answer.status_code == status and told, (content[:80], answer.text)
         assert answer.headers["x-should-retry"] == "false"
         self.counts["wrong"] += 1
         self.counts[f"wrong {number}"] += 1
@@ -272,13 +236,9 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def pixels(picture: str) -> bytes:
-    return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").tobytes()
-
-
-def test_every_request_is_answered_or_refused_and_no_picture_is_anothers(tmp_path: Path) -> None:
-    settings = {"partition": {"k": 3}, "budget": {"samples": 320}, "monolith": False}
-    folder = assembled(tmp_path / "letters", settings)
+def test_every_request_is_answered_or_refused_and_no_picture_is_anothers(
+    folder: Path, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\n")
     soak = Soak(folder, keys)

@@ -1,12 +1,11 @@
 """The experts as one component of a diffusers pipeline.
 
-diffusers takes no list of components. As `MultiControlNetModel` does, one module holds all networks and
-writes a folder for each. `model_index.json` names this module by its import path, so it stays here.
+diffusers takes no list of components. As `MultiControlNetModel` does, one module holds all networks.
+`model_index.json` names this module by its import path, so it stays here.
 """
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,9 +19,7 @@ from atoll.base.errors import ConfigError
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
-from atoll.model.folder import EXPERTS, ExpertIndex
 from atoll.model.model_card import listed
-from atoll.model.opened import Chosen, read_index, select_experts
 from atoll.model.residency import ResidentExperts
 from atoll.model.routing import PRETRAIN
 from atoll.model.settings import Residency
@@ -32,6 +29,13 @@ from atoll.store.store import Store
 logger = logging.getLogger(__name__)
 PartName = int | Literal["pretrain"]
 """Number of an expert, or the network of shared pretraining."""
+INNER = {
+    "campaign.json": "islands/K/expert",
+    "campaign.yaml": "islands/K/expert",
+    "model_index.json": "experts/K",
+    "island.json": "expert",
+}
+"""Files of folders that people take for an expert's, and where in those the expert lies."""
 
 
 class ExpertBank(ModelMixin):  # type: ignore[misc]
@@ -40,13 +44,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     Args:
         experts: by the number of their cluster, each with its card.
         k: number of clusters; by default one more than the largest number.
-        residency: how many stay on the device; the others lie where they were read from. None for all, which
-            are then modules of this one.
-        pretrain: network of shared pretraining, with its card; it is always on the device.
-
-    Raises:
-        ConfigError: no expert, or one without a card.
-        PartitionError: experts that do not belong together, or one in the place of another.
+        residency: how many stay on the device; the others lie where they were read from.
+        pretrain: network of shared pretraining, which is always on the device.
     """
 
     anchor: Tensor
@@ -94,7 +93,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 
     @property
     def every_card(self) -> list[Card]:
-        """Cards of the experts, and of shared pretraining's network."""
+        """Of the experts, and of shared pretraining's network."""
         return [*self.cards.values(), *([self.pretrain_card] if self.pretrain_card else [])]
 
     @property
@@ -145,17 +144,23 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         Raises:
             ConfigError: it has no card, the router knows no such cluster, or the budget does not hold it.
             PartitionError: it was trained for another partition, latents, text encoder or cluster.
-            StoreError: its weights are not those of its card, or are no safetensors.
         """
         if isinstance(expert, str | os.PathLike):
-            expert = read_expert(Path(expert), stored=self.residency is not None)
+            folder = Path(expert)
+            for name, inner in INNER.items():
+                if (folder / name).is_file():
+                    what = f"{folder} is not the folder of one expert"
+                    raise ConfigError(what, f"give {folder / inner}")
+            published = Checkpoint(Store.open(folder))
+            published.check()
+            expert = published.expert() if self.residency is None else published.open_lazily()
         card = _card_of(expert)
         place = card.island if number is None else number
         if place is None:
             raise ConfigError(f"a {card.role} is of no cluster", "give the expert of an island")
         if not 0 <= place < self.k:
-            fix = "give its cluster's number"
-            raise ConfigError(f"there is no place {place} among {self.k} experts", fix)
+            what = f"there is no place {place} among {self.k} experts"
+            raise ConfigError(what, "give its cluster's number")
         check_place(card, f"expert {place}", f"place {place}")
         check_together([*self.cards.values(), card])
         if self.residency is None:
@@ -184,11 +189,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.loaded[place] = loaded
 
     def drop(self, number: int) -> None:
-        """Empty a place; its share goes to the others.
-
-        Raises:
-            ConfigError: there is no such expert, or it is the last one.
-        """
+        """Empty a place, unless it is the last one; its share goes to the others."""
         if number not in self.cards:
             raise ConfigError(f"there is no expert {number}", f"there are {listed(self.present)}")
         if len(self.cards) == 1:
@@ -212,39 +213,12 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         """As any module's; diffusers' own warns of layers to keep in float32, of which there are none."""
         return nn.Module.to(self, *args, **kwargs)
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        safe_serialization: bool = True,
-        variant: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write `experts.json` and a folder for every expert; what lies there unchanged is left alone.
-
-        What was dropped is removed there too. Safetensors without variants are the only form.
-
-        Raises:
-            ConfigError: there lie experts that the bank does not have.
-        """
-        if not safe_serialization or variant is not None:
-            raise ConfigError("experts are saved as safetensors without variants", "leave these options out")
-        root = Path(save_directory)
-        self.check_folder(root)
-        files = Store.open(root, create=True)
-        (root / EXPERTS).unlink(missing_ok=True)
-        for number, card in self.cards.items():
-            if number in self.loaded:
-                network = self.loaded[number].network
-            else:  # in memory for as long as it is written
-                network = self.stored[number].expert().network
-                network = nn.Module.to(network, dtype=self.anchor.dtype)
-            self.cards[number] = Checkpoint(files, str(number)).save(network, card)
-        for number in self.dropped:
-            shutil.rmtree(root / str(number), ignore_errors=True)
-        if self.pretrain_card is not None:
-            pretrain = Checkpoint(files, PRETRAIN)
-            self.pretrain_card = pretrain.save(self.networks[PRETRAIN], self.pretrain_card)
-        files.put_json(EXPERTS, ExpertIndex.of(self.k, self.cards, self.pretrain_card).to_json())
+    def network(self, number: PartName) -> nn.Module:
+        """A network in memory, for as long as the caller needs it."""
+        if number in self.loaded:
+            return self.loaded[number].network
+        assert number != PRETRAIN
+        return nn.Module.to(self.stored[number].expert().network, dtype=self.anchor.dtype)
 
     def check_folder(self, root: Path) -> None:
         """Refuse a folder where other experts lie than were ever here: they would be lost."""
@@ -259,36 +233,6 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
                 "save to another folder, or remove them first",
             )
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        experts: Chosen = "auto",
-        residency: Residency | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Read what `save_pretrained` wrote.
-
-        Args:
-            pretrained_model_name_or_path: folder of this component.
-            experts: numbers of those to load; `auto` for all there are.
-            residency: how many stay on the device; the others are checked, and read when wanted.
-            kwargs: `torch_dtype` is the type of the networks; what else diffusers passes is not needed.
-
-        Raises:
-            ConfigError: an expert that is not there.
-            StoreError: a file is missing, damaged or no safetensors.
-        """
-        root = Path(pretrained_model_name_or_path)
-        index = read_index(root)
-        limited = residency is not None and residency.limited
-        chosen = select_experts(experts, index.numbers)
-        loaded = {number: read_expert(root / str(number), stored=limited) for number in chosen}
-        pretrain = read_expert(root / PRETRAIN, stored=False) if PRETRAIN in index.experts else None
-        bank = cls(loaded, index.k, residency, pretrain)
-        kind = kwargs.get("torch_dtype") or kwargs.get("dtype")
-        return bank if kind is None else nn.Module.to(bank, dtype=kind)
-
 
 class _BankExpert(Denoiser):
     """One place of a bank; asks through the bank's own call, so that hooks on it (offload) are obeyed."""
@@ -299,19 +243,6 @@ class _BankExpert(Denoiser):
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         answer: Tensor = self.bank(self.number, x_t, t, cond)
         return answer
-
-
-def read_expert(folder: Path, *, stored: bool) -> Expert | StoredExpert:
-    """A published expert, checked; as `stored` its weights stay where they are."""
-    # Folders that people take for an expert's.
-    inner = {"campaign.json": "islands/K/expert", "campaign.yaml": "islands/K/expert"}
-    inner |= {"model_index.json": "experts/K", "island.json": "expert"}
-    for name, place in inner.items():
-        if (folder / name).is_file():
-            raise ConfigError(f"{folder} is not the folder of one expert", f"give {folder / place}")
-    checkpoint = Checkpoint(Store.open(folder))
-    checkpoint.check()
-    return checkpoint.open_lazily() if stored else checkpoint.expert()
 
 
 def _card_of(expert: Any) -> Card:

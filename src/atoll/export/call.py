@@ -106,15 +106,7 @@ class Call(BaseModel):
         return self.clusters
 
     def conditions(self, model: Model, encodes: bool) -> Conditions:
-        """Conditions of all pictures, as training saw them.
-
-        Args:
-            model: of the pipeline's parts.
-            encodes: whether the pipeline has its text encoder.
-
-        Raises:
-            ConfigError: the wrong kind of condition, a label that does not exist, a text that is too long.
-        """
+        """Conditions of all pictures, as training saw them; `encodes`: the pipeline has its text encoder."""
         card, each = model.card, self.num_images_per_prompt
         wanted = {"text": "prompt", "class": "class_labels"}.get(card.condition)
         names = ("prompt", "prompt_embeds", "class_labels")
@@ -162,6 +154,7 @@ def _seed_of(generator: torch.Generator | None) -> int:
     """The seed of a fresh generator, else its next number; it is advanced either way."""
     if generator is None:
         return int(torch.randint(2**62, ()))
+    # A generator does not say whether it was used, but its state does.
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
     unused = torch.equal(fresh.get_state(), generator.get_state())
     number = int(torch.randint(2**62, (), generator=generator, device=generator.device))

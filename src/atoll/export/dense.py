@@ -45,7 +45,6 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
 
     Raises:
         ConfigError: no stock pipeline runs the model, or the folder holds something else.
-        StoreError: the model is not published, or damaged.
     """
     published = Checkpoint.of_run(campaign.store, request.model)
     card, sampling = published.card, campaign.config.sampling
@@ -142,6 +141,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
         arguments["prompt"] = texts
     else:
         if pipe.vae is not None and not card.latents["shift"]:
+            # These pipelines add the shift of the VAE's config, and fail where it is None.
             pipe.vae.register_to_config(shift_factor=0.0)
         if stock.attention:
             module, name = stock.attention

@@ -105,6 +105,7 @@ def cast(network: nn.Module | None, kind: torch.dtype) -> None:
     """Change the type of the numbers, but of the layers that a class keeps in float32 (T5's, say)."""
     if network is None:
         return
+    # T5's outer projections overflow in half precision. transformers spares them too, but only at a load.
     kept = getattr(network, "_keep_in_fp32_modules", None) or ()
     for name, module in network.named_modules():
         if not any(part in kept for part in name.split(".")):

@@ -25,10 +25,10 @@ from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import Checkpoint, use_default_permissions
 from atoll.model.expert import RouterModel
-from atoll.model.folder import OTHERS, PICTURE, FolderWriter, parts_of
+from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter, parts_of
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, check_router, mark_incomplete, open_folder, output_folder
-from atoll.model.routing import Routing
+from atoll.model.routing import PRETRAIN, Routing
 from atoll.model.settings import Residency
 from atoll.model.trace import Costs, Trace
 from atoll.networks.router import Router
@@ -70,14 +70,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         scheduler: any diffusers scheduler of flows.
         vae: autoencoder of the latents; None where pixels are the latents.
         text_encoder: text tower; None without text.
-        tokenizer: of the text tower.
-        num_inference_steps: of a call that names none.
-        guidance_scale: the same; 1 is none.
-        routing: the same; "once", "top-1", "full" and so on.
-
-    Raises:
-        ConfigError: a router without a card, encoders that are not those of the training.
-        PartitionError: router and experts do not belong together.
+        num_inference_steps: of a call that names none, as guidance (1 is none) and routing are.
     """
 
     model_cpu_offload_seq = "text_encoder->experts->vae"
@@ -126,20 +119,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         card: Card = self.router.card
         return card
 
-    @property
-    def guidance_scale(self) -> float:
-        """Of the call in hand; callbacks read it."""
-        return self._guidance
-
-    @property
-    def num_timesteps(self) -> int:
-        """Steps of the call in hand; callbacks read it."""
-        return self._num_timesteps
-
-    @property
-    def interrupt(self) -> bool:
-        """Whether a callback has asked to stop (`pipe._interrupt = True`)."""
-        return self._interrupt
+    # What callbacks read of the call in hand, by diffusers' names; `pipe._interrupt = True` stops it.
+    guidance_scale = property(lambda self: self._guidance)
+    num_timesteps = property(lambda self: self._num_timesteps)
+    interrupt = property(lambda self: self._interrupt)
 
     @torch.no_grad()
     def __call__(
@@ -169,8 +152,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Pictures of prompts, of class labels, or of nothing, as the experts were trained.
 
         Args:
-            prompt: one text or several.
-            class_labels: one label or several.
+            prompt: one text or several, as `class_labels` are one label or several.
             negative_prompt: what guidance leads away from, one for all or one for each.
             num_images_per_prompt: pictures of each prompt or label, or in all without either.
             num_inference_steps: steps, not calls: Heun calls the experts twice in a step.
@@ -190,7 +172,6 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: whether the result has names; otherwise it is the tuple (images, routing).
             callback_on_step_end: called as `(pipe, step, timestep, {"latents": ...})` after every step; what
                 it returns under "latents" is gone on from.
-            callback_on_step_end_tensor_inputs: "latents" is all there is.
 
         Raises:
             ConfigError: an argument that does not fit the model; before anything is computed.
@@ -298,15 +279,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             pretrained_model_name_or_path: folder (`CAMPAIGN/ensemble` or an exported one) or hub name.
             experts: "auto" for all there are, or numbers; from a hub no others are fetched. The share
                 of those left out goes to the others.
-            residency: how many experts stay on the device, in number or in bytes; the others lie on disk
-                until they are wanted.
+            residency: how many experts stay on the device; the others lie on disk until they are wanted.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
             trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
             torch_dtype: type of the networks' numbers; sampling itself is done in float32.
             revision: branch, tag or commit of the hub.
-            local_files_only: take the hub's cache as it is.
-            cache_dir: the hub's cache.
-            token: of the hub.
+            local_files_only: take the hub's cache, `cache_dir`, as it is.
             kwargs: components in place of the folder's (`scheduler=...`, `text_encoder=None`).
 
         Raises:
@@ -330,8 +308,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
         root = folder.root
         kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
-        bank = ExpertBank.from_pretrained(root / "experts", experts, residency)
-        router = Checkpoint(Store.open(root), "router").router()
+        store, limited = Store.open(root), residency is not None and residency.limited
+        parts = {number: Checkpoint(store, f"experts/{number}") for number in folder.experts}
+        loaded = {n: part.open_lazily() if limited else part.expert() for n, part in parts.items()}
+        pretrain = Checkpoint(store, PRETRAIN_PART).expert() if PRETRAIN_PART in folder.parts else None
+        bank = ExpertBank(loaded, folder.k, residency, pretrain)
+        router = Checkpoint(store, "router").router()
         router.network.card = router.card
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         try:
@@ -362,9 +344,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         Evaluation and picture of the folder that was loaded go along only if all its parts do, unchanged.
 
         Args:
-            save_directory: folder, made if missing; a new or empty one, or one of an earlier save or export.
-            safe_serialization: safetensors is the only form.
-            variant: there are none.
+            save_directory: a new or empty folder, or one of an earlier save or export.
             push_to_hub: push as well, to `repo_id` (by default the folder's name).
             kwargs: of `push_to_hub`.
 
@@ -372,9 +352,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             ConfigError: the folder holds something else, or experts that this pipeline does not have.
         """
         if not safe_serialization or variant is not None:
-            raise ConfigError(
-                "pipelines are saved as safetensors without variants", "leave these options out"
-            )
+            what = "pipelines are saved as safetensors without variants"
+            raise ConfigError(what, "leave these options out")
         check_flow(self.scheduler)
         # What `torch.compile` has wrapped is written as it was.
         bank: Any = getattr(self.experts, "_orig_mod", self.experts)
@@ -393,13 +372,14 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 use_default_permissions(new)
                 new.rename(target)
         writer = FolderWriter(Store.open(root), len(bank))
-        bank.save_pretrained(root / "experts")
-        for card in bank.every_card:
-            writer.add(card)
-        card = writer.save(router, self.card)
+        for number, card in bank.cards.items():
+            writer.save(bank.network(number), card)
+        if bank.pretrain_card is not None:
+            writer.save(bank.network(PRETRAIN), bank.pretrain_card)
+        router_card = writer.save(router, self.card)
         writer.describe(self.config, self.config)
         about, picture = self.about, self.picture
-        parts = parts_of(bank.cards, card, bank.pretrain_card)
+        parts = parts_of(writer.experts, router_card, writer.pretrain)
         if parts != self._told_of:  # it was measured, and drew, with other parts
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
         writer.finish(about, picture)
@@ -407,28 +387,15 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             _upload(root, kwargs.pop("repo_id", root.name), **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Save and push to a repository of the hub, made if missing.
-
-        Args:
-            repo_id: OWNER/NAME.
-            kwargs: `commit_message`, `private`, `token`, `create_pr`.
-        """
+        """Save and push to OWNER/NAME of the hub; takes `commit_message`, `private`, `token`, `create_pr`."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return _upload(Path(folder), repo_id, **kwargs)
 
 
-def _upload(
-    folder: Path,
-    repo_id: str,
-    commit_message: str = "Upload AtollPipeline",
-    private: bool | None = None,
-    token: str | None = None,
-    create_pr: bool = False,
-) -> Any:
+def _upload(folder: Path, repo_id: str, private: bool | None = None, **kwargs: Any) -> Any:
     from huggingface_hub import create_repo, upload_folder
 
-    name = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    return upload_folder(
-        repo_id=name, folder_path=folder, token=token, commit_message=commit_message, create_pr=create_pr
-    )
+    name = create_repo(repo_id, private=private, token=kwargs.get("token"), exist_ok=True).repo_id
+    how = {"commit_message": "Upload AtollPipeline", **kwargs}
+    return upload_folder(repo_id=name, folder_path=folder, **how)

@@ -46,11 +46,9 @@ def create_app(
     dashboard: Dashboard | None = None,
     clusters: Mapping[int, str] | None = None,
 ) -> FastAPI:
-    """The application.
+    """The application over an engine.
 
     Args:
-        engine: draws.
-        settings: bounds.
         keys: bearer keys, one of which a request must bring; none lets everybody in.
         dashboard: of the campaign whose models these are, if they are of one.
         clusters: what is known of the experts' clusters, by number.
@@ -129,6 +127,7 @@ def create_app(
                 await asyncio.sleep(0.1)
             job.cancelled = True
 
+        # Starlette says nothing of a client that leaves while an answer is being made, so it is asked.
         watching = asyncio.ensure_future(watch())
         try:
             done: list[Finished] = []
@@ -142,6 +141,7 @@ def create_app(
             watching.cancel()
             job.cancelled = job.cancelled or bool(job.waiting)
         done.sort(key=lambda event: event.number)
+        # Not in the loop: compressing a large picture takes long enough that others would notice.
         contents = await asyncio.to_thread(lambda: [_bytes(event.image, kind, quality) for event in done])
         data = []
         for event, content in zip(done, contents, strict=True):
@@ -183,6 +183,7 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
             raise ApiError(400, f"{param}: {what}", "invalid_value", param)
     how = asked.model_dump(include={"seed", "steps", "guidance", "shift"}, exclude_none=True)
     try:
+        # Without a seed a request gets one, which the answer tells, so that it can be drawn again.
         how = {"seed": secrets.randbits(31), "routing": asked.routing or routing, **how}
         generation = model.generation.with_(**how)
         if generation.routing.needs_labels:

@@ -43,11 +43,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Finished:
-    """A picture that is done.
-
-    Attributes:
-        routing: where the router was asked or an expert changed, from then on; None for a single network.
-    """
+    """A picture that is done, and who served it from which step on; a single network tells nothing."""
 
     number: int
     image: Image.Image
@@ -56,12 +52,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that ends without its pictures.
-
-    Attributes:
-        code: what kind of failure, for programs.
-        repeats: whether the same request would fail again.
-    """
+    """A request that ends without its pictures; `repeats`: the same request would fail again."""
 
     code: str
     message: str
@@ -78,11 +69,9 @@ class Job:
     Attributes:
         prompts: one text or label, or none for an unconditional model.
         tell: takes events, on the engine's thread; it must not wait.
-        partial: partial pictures of each.
         work: pixels x steps.
         deadline: when it is given up, by `time.monotonic`, as all its times.
         cancelled: set by whoever no longer wants it.
-        started: when its first step was about to be taken.
         waiting: pictures that are still to come.
     """
 
@@ -106,13 +95,7 @@ class Job:
 
 @dataclass(eq=False)
 class Picture:
-    """A picture of a request in flight, the owner of a sampler's row.
-
-    Attributes:
-        number: of the picture in its request, and its place in the random streams.
-        partial: steps after which a partial picture is wanted.
-        routing: what `Finished.routing` tells, so far.
-    """
+    """A picture of a request in flight, the owner of a sampler's row; `partial`: steps that are shown."""
 
     job: Job
     number: int
@@ -133,8 +116,6 @@ class Engine:
 
     Args:
         models: by name what loads them; the first is the default.
-        settings: its bounds.
-        metrics: what it counts in.
 
     Attributes:
         opened: the models, once they are loaded.
@@ -188,6 +169,7 @@ class Engine:
         """
         if self.state != READY:
             raise Refused(self.state, f"the server is {self.state}", 5.0)
+        # Bounded by work, not by requests: a picture of 250 steps is as long a wait as five of 50.
         job.work = self._work(job.model, job.generation, job.count)
         usual = (self._work(name, model.generation, 1) for name, model in self.opened.items())
         capacity = self.settings.queue * max(usual)
@@ -202,7 +184,7 @@ class Engine:
                 raise Refused("queue_full", "as much as this server accepts is waiting", seconds)
             self._outstanding += job.work
         self.metrics.waiting.inc(job.count)
-        self._arrivals.put(job)
+        self._arrivals.put(job)  # the engine's thread encodes the texts: torch belongs to it alone
 
     def _work(self, name: str, generation: Generation, count: int) -> float:
         width, height = self.sizes[name]
@@ -254,8 +236,10 @@ class Engine:
         busy = bool(self._samplers())
         with suppress(queue.Empty):
             while True:
-                self._receive(self._arrivals.get(timeout=0 if busy else IDLE))
+                job = self._arrivals.get(timeout=0 if busy else IDLE)
                 busy = True
+                if not self._gone(job):
+                    self._pending += self._begun(job)
         # Rows that nobody waits for any more go before a step is spent on them.
         for name, sampler in list(self._running.items()):
             self._keep(name, self._wanted(sampler))
@@ -275,24 +259,19 @@ class Engine:
             banks = [model.bank.experts for model in self.opened.values()]
             self.metrics.moved(*(sum(getattr(b, of, 0) for b in banks) for of in ("loads", "loaded_bytes")))
 
-    def _receive(self, job: Job) -> None:
-        """Encode a request's texts and set its rows up."""
-        if self._gone(job):
-            return
+    def _begun(self, job: Job) -> list[Sampler]:
         try:
-            sampler = _begin(job, self.opened[job.model])
+            return self._cut(_begin(job, self.opened[job.model]))
         except AtollError as error:
             self._fail(job, Failed("invalid_request", str(error)))
         except Exception as error:
             self._fail(job, Failed("internal_error", f"the request cannot be set up: {first_line(error)}"))
-        else:
-            self._pending += self._cut(sampler)
+        return []
 
     def _cut(self, sampler: Sampler) -> list[Sampler]:
         """The rows in parts that fit a batch."""
-        count = len(sampler.rows)
-        starts = range(0, count, self._batch)
-        return [_rows(sampler, range(start, min(start + self._batch, count))) for start in starts]
+        numbers = range(len(sampler.rows))
+        return [_rows(sampler, numbers[n : n + self._batch]) for n in numbers[:: self._batch]]
 
     def _wanted(self, sampler: Sampler) -> list[int]:
         return [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
@@ -337,8 +316,7 @@ class Engine:
             count = len(sampler.rows)
             if count == 1:
                 reason = "there is not enough memory for this request"
-                self._fail(sampler.rows[0].owner.job, Failed("out_of_memory", reason))
-                return
+                return self._fail(sampler.rows[0].owner.job, Failed("out_of_memory", reason))
             self._batch = max(1, min(self._batch, count) // 2)
             say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
             self._pending.extendleft(reversed(self._cut(sampler)))
@@ -405,14 +383,12 @@ class Engine:
         try:
             image = model.pictures(latent, [number])[0]
         except AtollError as error:
-            self._fail(job, Failed("broken_picture", str(error)))
-            return
+            return self._fail(job, Failed("broken_picture", str(error)))
         except Exception as error:
-            self._fail(job, Failed("internal_error", f"the picture cannot be decoded: {first_line(error)}"))
-            return
+            reason = f"the picture cannot be decoded: {first_line(error)}"
+            return self._fail(job, Failed("internal_error", reason))
         if index is not None:
-            job.tell(Partial(number, index, image))
-            return
+            return job.tell(Partial(number, index, image))
         job.waiting -= 1
         self.metrics.images.labels(job.model).inc()
         if not job.waiting:
@@ -448,6 +424,7 @@ def _begin(job: Job, model: Model) -> Sampler:
     """A request's pictures before their first step; `ConfigError` if they do not fit the model."""
     sampling = model.sampling(model.conditions(job.prompts, job.negative, each=job.count), job.generation)
     sampler, steps = sampling.start(model.bank, range(job.count)), job.generation.steps
+    # Spread evenly, none of them after the last step: that one is the picture.
     partial = tuple(steps * (n + 1) // (job.partial + 1) - 1 for n in range(job.partial))
     for number, row in enumerate(sampler.rows):
         row.owner = Picture(job, number, partial)
@@ -465,6 +442,7 @@ def _step(sampler: Sampler) -> None:
     probabilities = None if logits is None else logits.float().softmax(dim=1).cpu().tolist()
     for n, row in enumerate(sampler.rows):
         picture, step = row.owner, row.step - 1
+        # Rounded, since a client reads them: a hundred steps would else be the larger part of an answer.
         experts = {str(k): round(w, 4) for k, w in enumerate(weights[n]) if w}
         asked = row.generation.routing.asks_at(step)
         if asked or not picture.routing or picture.routing[-1]["experts"] != experts:

@@ -65,11 +65,7 @@ def new_app(keys: Keys) -> FastAPI:
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too.
-
-    Raises:
-        ConfigError: the file cannot be read or holds none, or a key is shorter than 16 characters.
-    """
+    """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too. `ConfigError` of those that are none."""
     keys = [key.strip() for key in os.environ.get("ATOLL_KEYS", "").split(",") if key.strip()]
     if path is not None:
         try:

@@ -14,6 +14,7 @@ class Metrics:
     """The counters of one server."""
 
     def __init__(self) -> None:
+        # Not the process' own registry, in which a second server's names would clash with the first one's.
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, registry=registry, buckets=SECONDS)

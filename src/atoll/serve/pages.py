@@ -23,6 +23,7 @@ EXPERTS = 64
 """Experts that have a colour."""
 OPEN_PAGES = ("/", "/dashboard", "/assets/")
 """Pages that hold nothing of a model or campaign, and so need no key."""
+# Prompts and captions of strangers are shown: even if one were taken for HTML, no script of it would run.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",

@@ -15,8 +15,10 @@ EVERY_STRATEGY = ("full", "top-1", "top-2", "once", "once null sample-1")
 class ImageRequest(BaseModel):
     """`POST /v1/images/generations`; `quality`, `style`, `background`, `moderation`, `user` do nothing."""
 
+    # Unknown fields are refused: with `stepz` ignored, another picture would be drawn silently.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    # All but the prompt may be null, as clients write what they were not given.
     prompt: str = Field(max_length=LONGEST)
     model: str | None = None
     n: int | None = Field(default=None, ge=1)

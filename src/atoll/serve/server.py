@@ -40,7 +40,6 @@ def serve(
 
     Args:
         source: what `Model.load` takes.
-        settings: address and bounds.
         keys: bearer keys; none lets everybody in.
         trusted: public keys, one of which must have signed what is loaded.
 
@@ -72,10 +71,7 @@ def serve(
 def open_app(
     source: str, settings: ServeSettings, keys: Sequence[str] = (), trusted: Sequence[str] | None = None
 ) -> tuple[FastAPI, Engine]:
-    """The application over a source, for any ASGI server, and its engine, which is still to be started.
-
-    Takes what `serve` takes, and raises what it raises; the address in the settings is not looked at.
-    """
+    """The application of `serve`, for any ASGI server, and its engine, which is still to be started."""
     load = partial(Model.load, residency=settings.residency, device=own_device(), trusted=trusted)
     if is_hub_name(source):
         engine = Engine({ENSEMBLE: partial(load, source)}, settings, Metrics())
@@ -93,11 +89,7 @@ def open_app(
 
 
 def watch(campaign: Campaign, settings: ServeSettings, keys: Sequence[str] = ()) -> None:
-    """Show how a campaign stands, as a page, until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigError: the address is taken or is none.
-    """
+    """Show how a campaign stands, as a page, until SIGTERM or SIGINT."""
     app = new_app(Keys(keys, Metrics(), OPEN_PAGES))
     add_pages(app, False, Dashboard(campaign))
     _listen_and_run(app, settings, keys, "dashboard", asyncio.Event.wait)
@@ -114,6 +106,7 @@ def _listen_and_run(
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sends at once only on sockets that name TCP: on others an answer may wait 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # A server that is started again need not wait for connections of the last one to time out.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host, settings.port))

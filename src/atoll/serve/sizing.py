@@ -45,10 +45,6 @@ def sizes(source: str, settings: ServeSettings) -> Table:
     Args:
         source: what `Model.load` takes; its ensemble is measured as it draws by itself.
         settings: `batch` is how many pictures are drawn at once; bounds and residency are not looked at.
-
-    Raises:
-        StoreError: there is no ensemble.
-        ConfigError: a picture cannot be drawn.
     """
     rows: list[Size] = []
     resident, available = 1, sys.maxsize
