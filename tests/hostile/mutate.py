@@ -10,27 +10,19 @@ from typing import Any
 from atoll.base.hashing import digest, sha256
 from hostile.arena import replace
 
-JSON_FILES = (".json", ".jsonl")
+NUMBERS = [0, -1, 1, 2, 255, 2**31, 2**63, -(2**63), 10**40]
+TEXTS = ["", " ", "x", "nan", "../x", "../../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "~nobody/x"]
 VALUES: list[Callable[[Random], Any]] = [
     lambda r: None,
     lambda r: r.choice([True, False]),
-    lambda r: r.choice([0, -1, 1, 2, 255, 2**31, 2**63, -(2**63), 10**40]),
+    lambda r: r.choice(NUMBERS),
     lambda r: r.choice([0.0, -0.5, 1e-300, 1e308, -1e308]),
-    lambda r: r.choice(
-        ["", " ", "x", "nan", "../x", "../../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "~nobody/x"]
-    ),
+    lambda r: r.choice(TEXTS),
     lambda r: r.choice(["é" * 300, "\u202e", "{{ 7 * 7 }}", "<script>", "s3://a:SECRET@b/c", "none"]),
     lambda r: "x" * r.choice([300, 5_000, 200_000]),
     lambda r: r.choice([[], {}, [[]], [None], [1, 2], {"": 1}, {"name": "x"}]),
-    lambda r: _deep(r.choice([5, 60, 150])),
+    lambda r: json.loads("[" * (levels := r.choice([5, 60, 150])) + "1" + "]" * levels),
 ]
-
-
-def _deep(levels: int) -> Any:
-    tree: Any = 1
-    for _ in range(levels):
-        tree = [tree]
-    return tree
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -42,19 +34,20 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+def value_at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
 def structure(tree: Any, random: Random) -> tuple[Any, str]:
     """Plain data with one value replaced, removed, moved or multiplied, and what was done."""
     path = random.choice(places(tree))
     if not path:
         return random.choice(VALUES)(random), "all of it"
-    *above, last = path
-    group = tree
-    for key in above:
-        group = group[key]
-    value, act = (
-        group[last],
-        random.choice(("replace", "replace", "number", "remove", "rename", "repeat", "swap")),
-    )
+    group, last = value_at(tree, path[:-1]), path[-1]
+    acts = ["replace", "replace", "number", "remove", "rename", "repeat", "swap"]
+    value, act = group[last], random.choice(acts)
     if act == "number" and isinstance(value, int | float) and not isinstance(value, bool):
         group[last] = random.choice([value + 1, value - 1, -value, value * 10**9, value / 2, str(value)])
     elif act == "remove":
@@ -64,10 +57,7 @@ def structure(tree: Any, random: Random) -> tuple[Any, str]:
     elif act == "repeat" and isinstance(group, list):
         group.extend([value] * random.choice([1, 3, 100]))
     elif act == "swap":
-        other: Any = tree
-        for key in random.choice(places(tree)):
-            other = other[key]
-        group[last] = json.loads(json.dumps(other))
+        group[last] = json.loads(json.dumps(value_at(tree, random.choice(places(tree)))))
     else:
         act, group[last] = "replace", random.choice(VALUES)(random)
     return tree, f"{act} {'.'.join(map(str, path))}"
@@ -84,29 +74,29 @@ def bytes_of(data: bytes, random: Random) -> tuple[bytes, str]:
         return bytes(changed), act
     if act == "cut":
         return data[:at], act
-    if act == "insert":
-        return data[:at] + random.randbytes(random.choice([1, 8, 400])) + data[at:], act
-    if act == "repeat":
-        return data[:at] + data[max(0, at - 100) :], act
-    if act == "digits":
-        return data[:at] + b"9" * 5_000 + data[at:], act
     if act == "zero":
         return data[:at] + bytes(len(data) - at), act
-    return b"", "empty"
+    more = {"repeat": data[max(0, at - 100) : at], "digits": b"9" * 5_000}
+    if act == "insert":
+        more[act] = random.randbytes(random.choice([1, 8, 400]))
+    return (data[:at] + more[act] + data[at:], act) if act in more else (b"", "empty")
+
+
+def _json(data: bytes, random: Random) -> tuple[bytes, str]:
+    tree, act = structure(json.loads(data), random)
+    return json.dumps(tree).encode(), act
 
 
 def _safetensors(data: bytes, random: Random) -> tuple[bytes, str]:
     length = int.from_bytes(data[:8], "little")
-    tree, act = structure(json.loads(data[8 : 8 + length]), random)
-    header = json.dumps(tree).encode()
+    header, act = _json(data[8 : 8 + length], random)
     return len(header).to_bytes(8, "little") + header + data[8 + length :], f"header: {act}"
 
 
 def _lines(data: bytes, random: Random) -> tuple[bytes, str]:
     lines = data.splitlines()
     at = random.randrange(len(lines))
-    tree, act = structure(json.loads(lines[at]), random)
-    lines[at] = json.dumps(tree).encode()
+    lines[at], act = _json(lines[at], random)
     return b"\n".join(lines) + b"\n", f"line {at}: {act}"
 
 
@@ -129,19 +119,14 @@ def _yaml(data: bytes, random: Random) -> tuple[bytes, str]:
     return "\n".join(lines).encode(), f"line {at}: {act}"
 
 
+KINDS = {".json": _json, ".jsonl": _lines, ".safetensors": _safetensors, ".yaml": _yaml}
+
+
 def mutated(path: Path, random: Random) -> tuple[bytes, str]:
     """What a file is changed to, and how."""
     data = path.read_bytes()
-    kinds = {".json": lambda: _json(data, random), ".safetensors": lambda: _safetensors(data, random)}
-    kinds |= {".jsonl": lambda: _lines(data, random), ".yaml": lambda: _yaml(data, random)}
-    if data and path.suffix in kinds and random.random() < 0.75:
-        return kinds[path.suffix]()
-    return bytes_of(data, random)
-
-
-def _json(data: bytes, random: Random) -> tuple[bytes, str]:
-    tree, act = structure(json.loads(data), random)
-    return json.dumps(tree).encode(), act
+    structured = data and path.suffix in KINDS and random.random() < 0.75
+    return (KINDS[path.suffix] if structured else bytes_of)(data, random)
 
 
 def agree(root: Path, path: Path) -> None:
@@ -160,28 +145,19 @@ def agree(root: Path, path: Path) -> None:
 
 
 def _relist(manifest: Path) -> None:
-    tree, changed = _tree(manifest), False
-    for entry in _groups(tree):
-        if isinstance(entry.get("path"), str) and "sha256" in entry:
+    tree = _tree(manifest)
+    before = json.dumps(tree)
+    for path in places(tree):
+        entry = value_at(tree, path)
+        if isinstance(entry, dict) and isinstance(entry.get("path"), str) and "sha256" in entry:
             try:
                 data = (manifest.parent / entry["path"]).read_bytes()
             except (OSError, ValueError):
                 continue
             values = {"bytes": len(data), "sha256": sha256(data)}
-            if any(entry[key] != value for key, value in values.items() if key in entry):
-                entry.update(values)
-                changed = True
-    if changed:
-        replace(manifest, json.dumps(tree).encode())
-
-
-def _groups(tree: Any) -> list[dict[str, Any]]:
-    rest, groups = [tree], []
-    while rest:
-        value = rest.pop()
-        groups += [value] if isinstance(value, dict) else []
-        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return groups
+            entry.update({key: value for key, value in values.items() if key in entry})
+    if (after := json.dumps(tree)) != before:
+        replace(manifest, after.encode())
 
 
 def _tree(path: Path) -> Any:
