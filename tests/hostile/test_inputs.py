@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.nursery import Nursery
 from hostile.arena import Arena
 from hostile.inputs import ROWS, Row
+from nursery import Nursery
 
 CASES = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for row in ROWS]
 
