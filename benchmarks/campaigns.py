@@ -8,40 +8,37 @@ benchmark's result: the median with the range; for a difference the mean with it
 over seeds). `--quick` trains two tiny campaigns by itself, whose distances mean nothing.
 """
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from harness import comparison_of, finish, median_row, row, tiny
+from harness import Row, comparison_of, finish, median_row, parsed, parser, row, tiny
 
 from atoll.campaign.measured import Comparison
 from atoll.measure.seeds import over_seeds, unlike
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="of the result")
-    parser.add_argument("campaigns", type=Path, nargs="*")
-    parser.add_argument("--quick", action="store_true", help="two tiny campaigns of its own")
-    parser.add_argument("--over", default="monolith", help="the model that others are held against")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_intermixed_args()
+    """Read the campaigns, or train tiny ones."""
+    words = parser(__doc__, "two tiny campaigns of its own")
+    words.add_argument("name", help="of the result")
+    words.add_argument("campaigns", type=Path, nargs="*")
+    words.add_argument("--over", default="monolith", help="the model that others are held against")
+    options = parsed(words)
     if options.quick == bool(options.campaigns):
-        parser.error("give campaigns, or --quick")
+        options.error("give campaigns, or --quick")
     with tempfile.TemporaryDirectory() as scratch:
         folders = options.campaigns or [tiny(Path(scratch), seed) for seed in (0, 1)]
         found = [comparison_of(folder) for folder in folders]
     for folder, other in zip(folders, found, strict=True):
         if differs := unlike(found[0], other):
-            parser.error(f"{folder} was measured otherwise than {folders[0]}: {', '.join(differs)}")
+            options.error(f"{folder} was measured otherwise than {folders[0]}: {', '.join(differs)}")
     real = [comparison.metric["real_training_pictures"] for comparison in found]
     lines = [*table(found, options.over), median_row("real training pictures", "distance", real)]
-    finish(options.name, lines, options.json, {"metric": found[0].metric, "quick": options.quick})
+    finish(options.name, lines, options, {"metric": found[0].metric})
 
 
-def table(found: Sequence[Comparison], over: str) -> list[dict[str, Any]]:
+def table(found: Sequence[Comparison], over: str) -> list[Row]:
     """Rows for what all campaigns measured."""
     lines = []
     for line in over_seeds(found, over):

@@ -14,21 +14,29 @@ memory is that of float32, which is kinder to it. Atoll keeps the rows of both s
 Full: 50,000 features of 2048, and 10,000 for neighbours. Quick: 5,000 of 512.
 """
 
-import argparse
-import json
 import os
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from harness import finish, median_row, row
+from harness import (
+    Row,
+    child,
+    finish,
+    forget_peak,
+    measured,
+    median_row,
+    memory,
+    paired,
+    parsed,
+    parser,
+    ratios,
+    row,
+)
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
@@ -58,33 +66,23 @@ QUICK = Setting(5_000, 512, 500, 20, 500, 10_000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few and narrow features: two minutes")
-    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 2, else 5)")
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="of the CPU; every core by default"
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
-    torch.set_num_threads(options.threads)
-    threadpool_limits(options.threads)
-    if options.work:
-        work = json.loads(options.work)
-        print(peak(work["turn"], Setting(**work["setting"])))
-        return
+    """Measure what `--only` asks for."""
+    asked = parser(__doc__, "few and narrow features: two minutes", "parts (time, memory of ...)")
+    asked.add_argument("--pairs", type=int, help="turns of each side (quick: 2, else 5)")
+    asked.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU; all by default")
+    options = parsed(asked, peak)
+    use_threads(options.threads)
     setting, pairs = (QUICK, options.pairs or 2) if options.quick else (FULL, options.pairs or 5)
-    started, load = time.monotonic(), os.getloadavg()
-    table = [*times(setting, pairs), *memories(setting, options.threads)]
-    notes = {
-        "quick": options.quick,
-        "pairs": pairs,
-        "threads": options.threads,
-        "load_before": [round(part, 2) for part in load],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    finish("evaluate", table, options.json, notes)
+    cases = {"time": partial(times, setting, pairs)}
+    cases |= {f"memory of {turn}": partial(memories, turn, setting, options.threads) for turn in TURNS}
+    finish("evaluate", measured(options, cases), options, {"pairs": pairs, "threads": options.threads})
+
+
+def use_threads(count: int) -> None:
+    """Of torch, and of NumPy's and SciPy's products."""
+    warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
+    torch.set_num_threads(count)
+    threadpool_limits(count)
 
 
 # Features.
@@ -171,65 +169,50 @@ TURNS: dict[str, Callable[[Features], float]] = {
 }
 
 
-def times(setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+def times(setting: Setting, pairs: int) -> Iterator[Row]:
     """Seconds of both sides, in turn, and whether they find the same."""
     features = Features(setting)
     case = f"{setting.count} x {setting.width}"
     for name, one, other in (("Fréchet", our_frechet, their_frechet), ("KID", our_kid, their_kid)):
-        seconds: tuple[list[float], list[float]] = ([], [])
-        found = [0.0, 0.0]
+        values = [0.0, 0.0]
+
+        def keep(number: int, turn: Callable[[Features], float], values: list[float] = values) -> None:
+            values[number] = turn(features)
+
         most = max(setting.batch, setting.subset, setting.width)
         small = Features(replace(setting, count=2 * most, subsets=1))
         one(small), other(small)  # what the libraries do once
-        for pair in range(pairs):
-            for which in (1, 0) if pair % 2 else (0, 1):
-                before = time.perf_counter()
-                found[which] = (one, other)[which](features)
-                seconds[which].append(time.perf_counter() - before)
-        ratios = [a / b for a, b in zip(*seconds, strict=True)]
-        yield median_row(case, f"{name} / torchmetrics, time", ratios, target=("<=", 1.0))
-        yield median_row(case, f"{name}, time", seconds[0], "s")
-        yield median_row(case, f"{name}, torchmetrics, time", seconds[1], "s")
+        ours, theirs = paired([partial(keep, 0, one), partial(keep, 1, other)], pairs)
+        yield median_row(case, f"{name} / torchmetrics, time", ratios(ours, theirs), target=("<=", 1.0))
+        yield median_row(case, f"{name}, time", ours, "s")
+        yield median_row(case, f"{name}, torchmetrics, time", theirs, "s")
         if name == "Fréchet":
-            difference = abs(found[0] - found[1]) / abs(found[1])
+            difference = abs(values[0] - values[1]) / abs(values[1])
             yield row(case, "Fréchet, relative difference", difference, target=("<=", 1e-4))
 
 
-def memories(setting: Setting, threads: int) -> Iterator[dict[str, Any]]:
+def memories(turn: str, setting: Setting, threads: int) -> Iterator[Row]:
     """Peak memory for a fifth, a half, and all of the features."""
-    for turn in TURNS:
-        most = setting.neighbours if turn == "neighbours" else setting.count
-        peaks = []
-        for count in (most // 5, most // 2, most):
-            peaks.append(child(turn, replace(setting, count=count - count % setting.batch), threads))
-            yield row(f"memory at {count}", turn, peaks[-1] / 2**20, "MiB")
-        yield row("memory", f"{turn}, at all / at a fifth", peaks[-1] / max(peaks[0], 1))
+    most = setting.neighbours if turn == "neighbours" else setting.count
+    # By default glibc keeps some of what is freed, as chance has it.
+    environment, peaks = {"MALLOC_MMAP_THRESHOLD_": "262144"}, []
+    for count in (most // 5, most // 2, most):
+        size = asdict(replace(setting, count=count - count % setting.batch))
+        peaks.append(child(__file__, None, environment, turn=turn, setting=size, threads=threads))
+        yield row(f"memory at {count}", turn, peaks[-1] / 2**20, "MiB")
+    yield row("memory", f"{turn}, at all / at a fifth", peaks[-1] / max(peaks[0], 1))
 
 
-def child(turn: str, setting: Setting, threads: int) -> float:
-    """`peak` in a process of its own."""
-    work = json.dumps({"turn": turn, "setting": asdict(setting)})
-    argv = [sys.executable, __file__, "--threads", str(threads), "--work", work]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
-    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=env)
-    return float(done.stdout.splitlines()[-1])
-
-
-def peak(turn: str, setting: Setting) -> float:
+def peak(turn: str, setting: dict[str, Any], threads: int) -> float:
     """Bytes that a turn takes at most, beyond what the process had before it."""
-    least = 2 * max(setting.batch, setting.subset, 2 * 8)
-    TURNS[turn](Features(Setting(least, 8, setting.batch, 1, setting.subset)))  # what libraries take once
-    features = Features(setting)
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is in use now
-    before = memory("VmRSS")
+    use_threads(threads)
+    size = Setting(**setting)
+    least = 2 * max(size.batch, size.subset, 2 * 8)
+    TURNS[turn](Features(Setting(least, 8, size.batch, 1, size.subset)))  # what libraries take once
+    features = Features(size)
+    before = forget_peak()
     TURNS[turn](features)
     return float(memory("VmHWM") - before)
-
-
-def memory(which: str) -> int:
-    """Bytes of this process by Linux's account."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{which}:")).split()[1])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ processes of their own, one and then two at a time (which share the data set's s
 rows), each on one thread, in turn. Peak memory is that of one process at N and at 8 N rows of 64 px.
 """
 
-import argparse
 import io
 import json
 import os
@@ -18,72 +17,69 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from harness import finish, median_row, row
+from harness import Row, finish, in_turn, measured, median_row, parsed, parser, ratios, row
 from PIL import Image
 from pyarrow import parquet
+
+from atoll.data.ingest import ingest
+from atoll.data.settings import IngestConfig
+from atoll.data.sources import open_source
+from atoll.store.lease import LeaseConfig
+from atoll.store.store import Store
 
 SIZE, SHARD_ROWS = 256, 256
 SIDES = ("ingest", "loop")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=3000, help="pictures of the measured source")
-    parser.add_argument("--pairs", type=int, default=5, help="turns of both sides")
-    parser.add_argument("--memory", type=int, default=8000, help="rows of the smaller source for memory")
-    parser.add_argument("--quick", action="store_true", help="512 rows, 2 turns, memory at 1,000 and 8,000")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(*options.work)
-        return
+    """Measure what `--only` asks for."""
+    words = parser(__doc__, "512 rows, 2 turns, memory at 1,000 and 8,000", "parts (speed, memory)")
+    words.add_argument("--rows", type=int, default=3000, help="pictures of the measured source")
+    words.add_argument("--pairs", type=int, default=5, help="turns of both sides")
+    words.add_argument("--memory", type=int, default=8000, help="rows of the smaller source for memory")
+    options = parsed(words, work)
     if options.quick:
         options.rows, options.pairs, options.memory = 512, 2, 1000
     with tempfile.TemporaryDirectory() as folder:
-        rows = speed(Path(folder), options.rows, options.pairs) + memory(Path(folder), options.memory)
-    finish("ingest", rows, options.json)
+        cases = {
+            "speed": partial(speed, Path(folder), options.rows, options.pairs),
+            "memory": partial(memory, Path(folder), options.memory),
+        }
+        rows = measured(options, cases)
+    finish("ingest", rows, options)
 
 
-def speed(folder: Path, rows: int, pairs: int) -> list[dict[str, object]]:
+def speed(folder: Path, rows: int, pairs: int) -> Iterator[Row]:
     """Pictures a second of both sides, with one process and with two."""
     source = pictures(folder / "source.parquet", rows, (640, 480), "JPEG")
-    lines = []
     for processes in (1, 2):
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        for turn in range(pairs):
-            for side in SIDES if turn % 2 else SIDES[::-1]:
-                to = folder / f"{side}-{processes}-{turn}"
-                spans = [one[:2] for one in together(side, source, to, SIZE, processes)]
-                seconds[side].append(max(end for _, end in spans) - min(start for start, _ in spans))
+        for turn, side in enumerate(in_turn(SIDES, pairs)):
+            to = folder / f"{side}-{processes}-{turn}"
+            spans = [one[:2] for one in together(side, source, to, SIZE, processes)]
+            seconds[side].append(max(end for _, end in spans) - min(start for start, _ in spans))
         case = f"{processes} process{'es' if processes > 1 else ''}"
-        lines += [
-            median_row(case, f"{side}: pictures", [rows / s for s in seconds[side]], "/s") for side in SIDES
-        ]
-        ratios = [loop / ingest for ingest, loop in zip(seconds["ingest"], seconds["loop"], strict=True)]
-        lines.append(median_row(case, "ingest over loop", ratios, target=(">=", 0.9)))
-    return lines
+        for side in SIDES:
+            yield median_row(case, f"{side}: pictures", [rows / s for s in seconds[side]], "/s")
+        faster = ratios(seconds["loop"], seconds["ingest"])
+        yield median_row(case, "ingest over loop", faster, target=(">=", 0.9))
 
 
-def memory(folder: Path, rows: int) -> list[dict[str, object]]:
+def memory(folder: Path, rows: int) -> Iterator[Row]:
     """Peak memory of an ingest of few and of many rows."""
     peaks = []
     for count in (rows, 8 * rows):
         source = pictures(folder / f"{count}.parquet", count, (64, 64), "PNG")
         ((*_, peak),) = together("ingest", source, folder / f"memory-{count}", 64, 1)
         peaks.append(peak)
-    ratio = row("memory", f"{8 * rows:,} over {rows:,} rows", peaks[1] / peaks[0], target=("<=", 1.1))
-    return [
-        *(
-            row("memory", f"peak at {n:,} rows", p, "MiB")
-            for n, p in zip((rows, 8 * rows), peaks, strict=True)
-        ),
-        ratio,
-    ]
+        yield row("memory", f"peak at {count:,} rows", peak, "MiB")
+    yield row("memory", f"{8 * rows:,} over {rows:,} rows", peaks[1] / peaks[0], target=("<=", 1.1))
 
 
 def pictures(path: Path, rows: int, size: tuple[int, int], kind: str) -> Path:
@@ -107,17 +103,19 @@ def together(
     side: str, source: Path, to: Path, size: int, processes: int
 ) -> list[tuple[float, float, float]]:
     """Start and end by the clock, and peak MiB, of processes that share the work."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--work", side, str(source), str(to), str(size), f"{n}/{processes}"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    started = []
+    for number in range(processes):
+        asked = {"side": side, "source": str(source), "to": str(to), "size": size}
+        words = json.dumps({**asked, "number": number, "count": processes})
+        started.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "--work", words],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
-        for n in range(processes)
-    ]
     for one in started:
         assert one.stdout is not None
         assert one.stdout.readline() == "ready\n", f"{side} did not start; see above"
@@ -130,36 +128,28 @@ def together(
     return [tuple(one) for one in found]
 
 
-def work(side: str, source: str, to: str, size: str, part: str) -> None:
+def work(side: str, source: str, to: str, size: int, number: int, count: int) -> tuple[float, float, float]:
     """One process: says that it is ready, waits for the word, works, and says how long that took."""
-    from atoll.data.ingest import ingest
-    from atoll.data.settings import IngestConfig
-    from atoll.data.sources import open_source
-    from atoll.store.lease import LeaseConfig
-    from atoll.store.store import Store
-
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.time()
     if side == "loop":
-        loop(Path(source), Path(to + part.replace("/", "-of-")), int(size), part)
+        loop(Path(source), Path(f"{to}{number}-of-{count}"), size, number, count)
     else:
-        config = IngestConfig(size=int(size), mode="rgb", shard_rows=SHARD_ROWS)
+        config = IngestConfig(size=size, mode="rgb", shard_rows=SHARD_ROWS)
         store = Store.open(to, create=True)
         ingest(open_source(source, config), store, "", config, lease=LeaseConfig())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps([start, time.time(), peak]))
+    return start, time.time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def loop(source: Path, to: Path, size: int, part: str) -> None:
+def loop(source: Path, to: Path, size: int, number: int, count: int) -> None:
     """What a script does that trusts its data."""
-    number, count = map(int, part.split("/"))
-    place = 0
+    row = 0
     with to.open("wb") as out:
         for batch in parquet.ParquetFile(source).iter_batches(SHARD_ROWS, columns=["image"]):
             for data in batch.column(0):
-                place += 1
-                if place % count != number:
+                row += 1
+                if row % count != number:
                     continue
                 image = Image.open(io.BytesIO(data.as_py())).convert("RGB")
                 side = min(image.size)

@@ -21,25 +21,22 @@ Peers are imported by the Python of `--peers`, a virtual environment of their ow
 One that is missing is left out, and the JSON says so.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-from harness import finish, median_row
+from harness import Row, asked, child, finish, median_row, parsed, parser, ratios, synthetic
 
-from atoll.data.dataset import ROWS, DataSet, to_parquet
-from atoll.data.formats import Manifest, Shard
+from atoll.data.dataset import DataSet
 from atoll.data.order import Order
-from atoll.store.manifest import write_file
 from atoll.store.store import Store
 
 PEERS = ("webdataset", "litdata", "datasets")
@@ -48,50 +45,49 @@ SCRIPT = Path(__file__).with_name("loading_peers.py")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="20,000 rows, fewer turns")
-    parser.add_argument("--rows", type=int, help="latents (quick: 20,000, else 400,000)")
-    parser.add_argument("--peers", default=sys.executable, help="Python of the peers' virtual environment")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # what a child process measures
-    options = parser.parse_args()
-    if options.work:
-        kind, folder = options.work
-        print(json.dumps(resumed(Path(folder)) if kind == "resume" else turn(Path(folder))))
-        return
+    """Measure Atoll and the peers that `--only` asks for."""
+    words = parser(__doc__, "20,000 rows, fewer turns", "peers")
+    words.add_argument("--rows", type=int, help="latents (quick: 20,000, else 400,000)")
+    words.add_argument("--peers", default=sys.executable, help="Python of the peers' virtual environment")
+    options = parsed(words, work)
     rows = options.rows or (20_000 if options.quick else 400_000)
-    with tempfile.TemporaryDirectory(prefix="atoll-loading-") as work:
-        lines, missing = measure(Path(work), rows, options.peers, 1 if options.quick else 3)
-    finish("loading", lines, options.json, {"rows_of_data": rows, "missing": missing})
+    peers = [peer for peer in PEERS if asked(options, peer)]
+    with tempfile.TemporaryDirectory(prefix="atoll-loading-") as folder:
+        lines, missing = measure(Path(folder), rows, options.peers, 1 if options.quick else 3, peers)
+    finish("loading", lines, options, {"rows_of_data": rows, "missing": missing})
 
 
-def measure(work: Path, rows: int, python: str, turns: int) -> tuple[list[dict[str, Any]], list[str]]:
+def measure(
+    folder: Path, rows: int, python: str, turns: int, peers: Sequence[str] = PEERS
+) -> tuple[list[Row], list[str]]:
     """Lines of the table, and the peers that could not be imported."""
-    own = work / "atoll"
+    own = folder / "atoll"
     write(own, rows)
+
+    def ours(kind: str) -> dict[str, float]:
+        return dict(child(__file__, kind=kind, folder=str(own)))
+
     lines, missing, speeds = [], list[str](), list[float]()
-    for peer in PEERS:
+    for peer in peers:
         about = peer_says(python, "version", peer)
         if about is None:
             missing.append(peer)
             continue
-        folder = work / peer
-        peer_says(python, "write", peer, folder, rows)
-        pairs, workers = list[tuple[float, float]](), set[int]()
+        peer_says(python, "write", peer, folder / peer, rows)
+        mine, best = [], []
         for _ in range(turns):
-            mine = child("turn", own)["rows_a_second"]
-            theirs = [peer_says(python, "turn", peer, folder, rows, count) for count in (0, 2)]
-            best = max((one for one in theirs if one), key=lambda one: one["rows_a_second"])
-            workers.add(best["workers"])
-            pairs.append((mine, best["rows_a_second"]))
-        shutil.rmtree(folder)
-        speeds += [mine for mine, _ in pairs]
-        case = f"{peer} {about['version']}"
-        lines.append(median_row(case, f"rows a second ({max(workers)} workers)", [b for _, b in pairs], "/s"))
-        ratios = [a / b for a, b in pairs]
-        lines.append(median_row("Atoll", f"rows a second / {peer}'s", ratios, target=(">=", 2.0)))
-    resumes = [child("resume", own) for _ in range(turns)]
-    speeds = speeds or [child("turn", own)["rows_a_second"]]
+            mine.append(ours("turn")["rows_a_second"])
+            theirs = [peer_says(python, "turn", peer, folder / peer, rows, count) for count in (0, 2)]
+            best.append(max((one for one in theirs if one), key=lambda one: one["rows_a_second"]))
+        shutil.rmtree(folder / peer)
+        speeds += mine
+        case, workers = f"{peer} {about['version']}", max(one["workers"] for one in best)
+        values = [one["rows_a_second"] for one in best]
+        lines.append(median_row(case, f"rows a second ({workers} workers)", values, "/s"))
+        over = f"rows a second / {peer}'s"
+        lines.append(median_row("Atoll", over, ratios(mine, values), target=(">=", 2.0)))
+    resumes = [ours("resume") for _ in range(turns)]
+    speeds = speeds or [ours("turn")["rows_a_second"]]
     lines.insert(0, median_row("Atoll", "rows a second", speeds, "/s"))
     firsts = [one["first_batch"] for one in resumes]
     lines.append(median_row("Atoll, resumed", "first batch", firsts, "s", target=("<=", 1.0)))
@@ -99,12 +95,9 @@ def measure(work: Path, rows: int, python: str, turns: int) -> tuple[list[dict[s
     return lines, missing
 
 
-def child(kind: str, folder: Path) -> Any:
-    """A measurement in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--work", kind, str(folder)], check=True, capture_output=True, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+def work(kind: str, folder: str) -> dict[str, float]:
+    """What a child process measures."""
+    return resumed(Path(folder)) if kind == "resume" else turn(Path(folder))
 
 
 def peer_says(python: str, *words: str | int | Path) -> Any:
@@ -119,29 +112,11 @@ def peer_says(python: str, *words: str | int | Path) -> Any:
 
 def write(folder: Path, rows: int) -> None:
     """A data set of as many latents, all of them training rows."""
-    store, shards = Store.open(folder, create=True), []
-    for start in range(0, rows, SHARD):
-        count = min(SHARD, rows - start)
-        constant = {
-            "caption": "",
-            "label": 0,
-            "width": 256,
-            "height": 256,
-            "key": "",
-            "sha256": "",
-            "group": "",
-        }
-        columns = {"id": [f"{start + n:08d}" for n in range(count)]}
-        columns |= {name: [value] * count for name, value in constant.items()}
-        table = to_parquet(pa.table(columns, ROWS))
-        entry = write_file(store, "", f"rows/{start // SHARD:05d}.parquet", table)
-        shards.append(Shard(rows=count, files={"rows": entry}))
-    dataset = DataSet(store, "", Manifest(identity="", source={}, rows=rows, shards=shards))
+    sizes = [min(SHARD, rows - start) for start in range(0, rows, SHARD)]
     latents = torch.randn(SHARD, *SHAPE, generator=torch.Generator().manual_seed(0)).half()
-    dataset.write_column("latents", {"name": "noise"}, lambda n: {"values": latents[: shards[n].rows]})
     zeros = torch.zeros(SHARD, dtype=torch.int8)
-    dataset.write_column("split", {"name": "split"}, lambda n: {"values": zeros[: shards[n].rows]})
-    dataset.finish()
+    columns = {"latents": lambda n: latents[: sizes[n]], "split": lambda n: zeros[: sizes[n]]}
+    synthetic(Store.open(folder, create=True), sizes, columns)
 
 
 def opened(folder: Path) -> tuple[Any, Any, Order]:

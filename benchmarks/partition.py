@@ -8,48 +8,35 @@ the cluster of every row. Peers hold all rows in memory, and their fine centroid
 step. scikit-learn is no dependency: `--peers` names a Python that has it; else it is left out, and told.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from harness import finish, row
+from harness import Row, asked, finish, parsed, parser, row, synthetic
+
+from atoll.data.cluster import normalise
+from atoll.data.dataset import DataSet
+from atoll.store.store import Store
 
 K, FINE, SHARD = 8, 1024, 4096
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def write_features(folder: Path, rows: int, width: int, seed: int = 0) -> None:
-    """Write a data set of rows with nothing but ids, a split and features, shard by shard."""
-    import pyarrow as pa
-
-    from atoll.data.dataset import ROWS, DataSet, to_parquet
-    from atoll.data.formats import Manifest, Shard
-    from atoll.store.manifest import write_file
-    from atoll.store.store import Store
-
-    store, shards = Store.open(folder, create=True), []
-    for number, start in enumerate(range(0, rows, SHARD)):
-        ids = [f"{row:09d}" for row in range(start, min(start + SHARD, rows))]
-        fields = {field.name: pa.nulls(len(ids), field.type) for field in ROWS} | {"id": ids}
-        entry = write_file(store, "", f"rows/{number:05d}.parquet", to_parquet(pa.table(fields)))
-        shards.append(Shard(rows=len(ids), files={"rows": entry}))
-    manifest = Manifest(identity=f"{rows}", source={"name": "synthetic"}, rows=rows, shards=shards)
-    dataset = DataSet(store, "", manifest).finish()
-    sizes = [shard.rows for shard in shards]
-    dataset.write_column(
-        "split", {"name": "split"}, lambda n: {"values": torch.zeros(sizes[n], dtype=torch.int8)}
-    )
+    """Write a data set of rows with nothing but ids, a split and features."""
+    sizes = [min(SHARD, rows - start) for start in range(0, rows, SHARD)]
     draw = LongTail(width, seed)
-    dataset.write_column(
-        "features", {"name": "synthetic"}, lambda n: {"values": torch.from_numpy(draw(n, sizes[n]))}
-    )
+    columns = {
+        "split": lambda n: torch.zeros(sizes[n], dtype=torch.int8),
+        "features": lambda n: torch.from_numpy(draw(n, sizes[n])),
+    }
+    synthetic(Store.open(folder, create=True), sizes, columns)
 
 
 class LongTail:
@@ -132,34 +119,14 @@ print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 
 """
 
 
-def run(python: str, code: str, *words: str) -> tuple[float, float]:
-    """Seconds and peak bytes of a contestant in a process of its own."""
-    done = subprocess.run(
-        [python, "-c", code, *words], capture_output=True, text=True, env={**os.environ, **THREADS}
-    )
-    if done.returncode:
-        sys.exit(done.stderr[-2000:])
-    seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    return float(seconds), float(peak)
-
-
-def inertia(folder: Path, centroids: Path) -> float:
+def inertia(folder: Path, centroids: np.ndarray) -> float:
     """Mean squared distance of all rows to the nearest of the centroids."""
-    from atoll.data.cluster import normalise
-    from atoll.data.dataset import DataSet
-    from atoll.store.store import Store
-
-    column, places, total = DataSet.open(Store.open(folder)).column("features"), np.load(centroids), 0.0
+    column, total = DataSet.open(Store.open(folder)).column("features"), 0.0
     for _, values in column.blocks(np.arange(len(column)), 8192):
         rows = normalise(values.numpy())
-        nearest = ((places**2).sum(1) - 2 * rows @ places.T).min(1) + (rows**2).sum(1)
+        nearest = ((centroids**2).sum(1) - 2 * rows @ centroids.T).min(1) + (rows**2).sum(1)
         total += float(nearest.sum(dtype=np.float64))
     return total / len(column)
-
-
-def has_sklearn(python: str) -> bool:
-    """Whether this Python has scikit-learn."""
-    return subprocess.run([python, "-c", "import sklearn"], capture_output=True).returncode == 0
 
 
 def contestants(python: str) -> dict[str, tuple[str, str, list[str], int]]:
@@ -169,25 +136,28 @@ def contestants(python: str) -> dict[str, tuple[str, str, list[str], int]]:
         "faiss, all rows": (sys.executable, PEER, ["faiss"], FINE),
         "faiss, K at once": (sys.executable, PEER, ["faiss"], 0),
     }
-    if has_sklearn(python):
-        found["MiniBatchKMeans"] = (python, PEER, ["sklearn"], FINE)
-    else:
+    if subprocess.run([python, "-c", "import sklearn"], capture_output=True).returncode:
         print(f"{python} has no scikit-learn: MiniBatchKMeans is left out")
-    return found
+        return found
+    return {**found, "MiniBatchKMeans": (python, PEER, ["sklearn"], FINE)}
 
 
 def measure(folder: Path, scratch: Path, who: tuple[str, str, list[str], int], fine: int) -> dict[str, float]:
-    """Seconds, peak bytes and inertia of one contestant."""
+    """Seconds, peak bytes and inertia of one contestant, in a process of its own."""
     python, code, words, own = who
     out = scratch / "centroids.npy"
-    seconds, peak = run(python, code, *words, str(folder), str(out), str(K), str(min(fine, own)))
-    return {"seconds": seconds, "peak": peak, "inertia": inertia(folder, out)}
+    argv = [python, "-c", code, *words, str(folder), str(out), str(K), str(min(fine, own))]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **THREADS})
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    seconds, peak = json.loads(done.stdout.splitlines()[-1])
+    return {"seconds": seconds, "peak": peak, "inertia": inertia(folder, np.load(out))}
 
 
 def table(
     found: dict[str, dict[str, float]], growth: tuple[dict[str, float], dict[str, float], int]
-) -> list[Any]:
-    """Rows of the result: what was measured, ratios to the peers, and how time and memory grow with rows."""
+) -> list[Row]:
+    """What was measured, ratios to the peers, and how time and memory grow with rows."""
     rows, ours = [], found["Atoll"]
     for name, one in found.items():
         rows.append(row(name, "seconds", one["seconds"], "s"))
@@ -209,30 +179,29 @@ def table(
 
 def main() -> None:
     """Write the features, let everybody cluster them, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="100,000 rows of 64 numbers")
-    parser.add_argument("--json", type=Path, help="where the JSON goes instead of benchmarks/results")
-    parser.add_argument("--peers", default=sys.executable, help="Python of an environment with scikit-learn")
-    asked = parser.parse_args()
-    rows, width, fine = (100_000, 64, FINE) if asked.quick else (1_000_000, 384, FINE)
-    steps = [rows // 10, rows // 4, rows]
+    words = parser(__doc__, "100,000 rows of 64 numbers", "peers")
+    words.add_argument("--peers", default=sys.executable, help="Python of an environment with scikit-learn")
+    options = parsed(words)
+    count, width = (100_000, 64) if options.quick else (1_000_000, 384)
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {count: Path(scratch) / str(count) for count in steps}
-        for count, folder in folders.items():
-            write_features(folder, count, width)
-        everybody, ours = contestants(asked.peers), []
-        for count in steps[:-1]:
-            ours.append(measure(folders[count], Path(scratch), everybody["Atoll"], fine))
-            print(f"{count:,} rows: {ours[-1]}", flush=True)
-        found = {}
+        everybody, ours = contestants(options.peers), []
+        for rows in (count // 10, count // 4, count):
+            folder = Path(scratch) / str(rows)
+            write_features(folder, rows, width)
+            one = partial(measure, folder, Path(scratch), fine=FINE)
+            ours.append(one(everybody["Atoll"]))
+            print(f"{rows:,} rows: {ours[-1]}", flush=True)
+        found = {"Atoll": ours[-1]}
         for name, who in everybody.items():
-            found[name] = measure(folders[rows], Path(scratch), who, fine)
-            print(f"{name}: {found[name]}", flush=True)
-    lines = table(found, (ours[0], found["Atoll"], 10))
-    for count, one in zip(steps, ours, strict=False):
-        lines.append(row(f"Atoll, {count:,} rows", "seconds", one["seconds"], "s"))
-        lines.append(row(f"Atoll, {count:,} rows", "peak memory", one["peak"], "B"))
-    finish("partition", lines, asked.json, {"rows of features": rows, "width": width, "fine": fine, "k": K})
+            if name != "Atoll" and asked(options, name):
+                found[name] = one(who)
+                print(f"{name}: {found[name]}", flush=True)
+    lines = table(found, (ours[0], ours[-1], 10))
+    for rows, figures in zip((count // 10, count // 4), ours, strict=False):
+        lines.append(row(f"Atoll, {rows:,} rows", "seconds", figures["seconds"], "s"))
+        lines.append(row(f"Atoll, {rows:,} rows", "peak memory", figures["peak"], "B"))
+    notes = {"rows of features": count, "width": width, "fine": FINE, "k": K}
+    finish("partition", lines, options, notes)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,29 @@ it had before there was a network. GPU, where there is one: XL size, 256 tokens,
 50 steps (quick: B size, 10 steps).
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import finish, median_row, row
+from harness import (
+    Row,
+    child,
+    finish,
+    forget_peak,
+    measured,
+    median_row,
+    memory,
+    paired,
+    parsed,
+    parser,
+    ratios,
+    row,
+)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -41,7 +49,8 @@ from atoll.model.expert import Expert
 from atoll.model.generate import Conditions, Sampling, generate
 from atoll.model.generation import Generation
 from atoll.model.residency import ResidentExperts
-from atoll.model.sampler import Row, Sampler, starting_noise
+from atoll.model.sampler import Row as SampleRow
+from atoll.model.sampler import Sampler, starting_noise
 from atoll.model.settings import Residency
 from atoll.model.stored import FileWeights, StoredExpert, settings_of
 from atoll.model.trace import Costs, Trace
@@ -91,48 +100,27 @@ GPU_QUICK = replace(GPU, size="B", steps=10, router_depth=3, router_heads=4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller networks, fewer turns: two minutes")
-    parser.add_argument("--pairs", type=int, help="turns of each side (quick: 3, else 7)")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
-    options = parser.parse_args()
+    """Measure what `--only` asks for."""
+    asked = parser(__doc__, "smaller networks, fewer turns: two minutes", "parts")
+    asked.add_argument("--pairs", type=int, help="turns of each side (quick: 3, else 7)")
+    asked.add_argument("--threads", type=int, default=1, help="of the CPU")
+    options = parsed(asked, peak)
     torch.set_num_threads(options.threads)
-    if options.work:
-        work = json.loads(options.work)
-        print(peak(Setting(**work["setting"]), work["routing"], Path(work["folder"])))
-        return
-    pairs, started, load = options.pairs or (3 if options.quick else 7), time.monotonic(), os.getloadavg()
-    table = told(everything("CPU", CPU_QUICK if options.quick else CPU, pairs, options.threads))
+    pairs, cases = options.pairs or (3 if options.quick else 7), dict[str, Callable[[], Iterator[Row]]]()
+    devices = {"CPU": CPU_QUICK if options.quick else CPU}
     if torch.cuda.is_available():
-        setting = GPU_QUICK if options.quick else GPU
-        table += told(everything("GPU", setting, pairs, options.threads))
-        table += told(against_monolith("GPU, batch 1", replace(setting, batch=1), pairs))
-    notes = {
-        "quick": options.quick,
-        "pairs": pairs,
-        "threads": options.threads,
-        "load_before": [round(part, 2) for part in load],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    finish("sampling", table, options.json, notes)
-
-
-def everything(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[dict[str, Any]]:
-    """All that is measured on one device."""
-    yield from against_monolith(name, setting, pairs)
-    yield from number_of_experts(name, setting, pairs)
-    yield from one_resident(name, setting, pairs, threads)
-
-
-def told(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines, each said when it is there: the whole takes many minutes."""
-    kept = []
-    for line in lines:
-        print(f"  {line['case']}: {line['metric']} {line['value']:.4g}", flush=True)
-        kept.append(line)
-    return kept
+        devices["GPU"] = GPU_QUICK if options.quick else GPU
+    for name, setting in devices.items():
+        cases |= {
+            f"{name}, strategies": partial(against_monolith, name, setting, pairs),
+            f"{name}, number of experts": partial(number_of_experts, name, setting, pairs),
+            f"{name}, one resident": partial(one_resident, name, setting, pairs, options.threads),
+        }
+        if name == "GPU":
+            single = replace(setting, batch=1)
+            cases["GPU, batch 1"] = partial(against_monolith, "GPU, batch 1", single, pairs)
+    rows = measured(options, cases)
+    finish("sampling", rows, options, {"pairs": pairs, "threads": options.threads})
 
 
 # Parts with random weights.
@@ -217,32 +205,10 @@ def conditions(setting: Setting, rows: int) -> Condition:
 Turn = Callable[[], Any]
 
 
-def timed(turn: Turn) -> float:
-    """Seconds of a turn, once the GPU has done what it was told."""
-    settle()
-    before = time.perf_counter()
-    turn()
-    settle()
-    return time.perf_counter() - before
-
-
-def settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def paired(one: Turn, other: Turn, pairs: int) -> tuple[list[float], list[float]]:
+def in_pairs(one: Turn, other: Turn, pairs: int) -> list[list[float]]:
     """Seconds of both, in turn; the first turn of each is not counted."""
     one(), other()
-    times: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs):
-        for which in (1, 0) if pair % 2 else (0, 1):
-            times[which].append(timed((one, other)[which]))
-    return times
-
-
-def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(one, other, strict=True)]
+    return paired((one, other), pairs)
 
 
 def one_batch(ensemble: Bank, setting: Setting, routing: str, keep: list[Trace] | None = None) -> Turn:
@@ -251,7 +217,7 @@ def one_batch(ensemble: Bank, setting: Setting, routing: str, keep: list[Trace] 
 
     def turn() -> None:
         start_anew(ensemble)
-        rows = Row.each(how(setting, routing), range(setting.batch))
+        rows = SampleRow.each(how(setting, routing), range(setting.batch))
         sampler = Sampler(ensemble, cond, null, rows, noise)
         sampler.run()
         if keep is not None:
@@ -302,7 +268,7 @@ def monolith_turn(setting: Setting) -> Turn:
 # What is measured.
 
 
-def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[Row]:
     """Every strategy's time and operations over the monolith's."""
     case = f"{name}, K = {setting.k}"
     cost, monolith = costs(setting), monolith_turn(setting)
@@ -311,14 +277,14 @@ def against_monolith(name: str, setting: Setting, pairs: int) -> Iterator[dict[s
     alone = 2 * setting.batch * setting.steps * cost.experts[0]
     for routing, bound in TARGETS.items():
         traces: list[Trace] = []
-        mine, theirs = paired(one_batch(ensemble, setting, routing, traces), monolith, pairs)
+        mine, theirs = in_pairs(one_batch(ensemble, setting, routing, traces), monolith, pairs)
         yield median_row(case, f"{routing} / monolith, time", ratios(mine, theirs), target=("<=", bound))
         done = traces[0].router_flops + traces[0].expert_flops
         yield row(case, f"{routing} / monolith, operations", done / alone)
     yield median_row(case, "monolith, time of a step", [s / setting.steps for s in theirs], "s")
     turns = many_batches(ensemble, setting, "once"), many_batches(Bank([expert(setting)]), setting, "once")
     ordered = f"once / monolith, {BATCHES} batches by expert, time"
-    yield median_row(case, ordered, ratios(*paired(*turns, pairs)), target=("<=", TARGETS["once"]))
+    yield median_row(case, ordered, ratios(*in_pairs(*turns, pairs)), target=("<=", TARGETS["once"]))
     for routing in SHARES:
         yield row(case, f"router's share, {routing}, 50 steps", router_share(setting, cost, routing))
 
@@ -338,31 +304,31 @@ def router_share(setting: Setting, cost: Costs, routing: str, steps: int = 50) -
     noise = torch.zeros(setting.batch, 1, 1, 1)
     labels = Condition(labels=torch.zeros(setting.batch, dtype=torch.int64))
     null = labels.select(slice(0, 1))
-    rows = Row.each(how(setting, routing).with_(steps=steps), range(setting.batch))
+    rows = SampleRow.each(how(setting, routing).with_(steps=steps), range(setting.batch))
     sampler = Sampler(ensemble, labels, null, rows, noise)
     sampler.run()
     return sampler.trace.router_share
 
 
-def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[dict[str, Any]]:
+def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[Row]:
     """Top-1 with more and fewer experts."""
     monolith = monolith_turn(setting)
     for k in (2, 4, 8, 16):
         own = replace(setting, k=k)
         ensemble = Bank([expert(own) for _ in range(k)], Opinions(own), costs=costs(own))
-        mine, theirs = paired(one_batch(ensemble, own, "top-1"), monolith, pairs)
+        mine, theirs = in_pairs(one_batch(ensemble, own, "top-1"), monolith, pairs)
         yield median_row(
             f"{name}, K = {k}", "top-1 / monolith, time", ratios(mine, theirs), target=("<=", 1.10)
         )
 
 
-def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[dict[str, Any]]:
+def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[Row]:
     """A budget of one expert: peak memory over the monolith's, and time over all experts resident."""
     case = f"{name}, one resident"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         size = ResidentExperts(stored(setting, folder), device=setting.device).place_bytes
-        alone = child(setting, "monolith", folder, threads)
+        alone = in_child(setting, "monolith", folder, threads)
         yield row(case, "an expert's weights", size / 2**20, "MiB")
         yield row(case, "monolith, peak memory", alone / 2**20, "MiB")
         opinions, cost = Opinions(setting), costs(setting)
@@ -372,35 +338,35 @@ def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Itera
         single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
         offloaded = Bank(single, opinions, (), cost)
         for routing, turn in (("top-1", one_batch), ("once", many_batches)):
-            more = child(setting, routing, folder, threads) - alone
+            more = in_child(setting, routing, folder, threads) - alone
             yield row(case, f"{routing}: (peak - monolith's) / expert", more / size, target=("<=", 1.0))
             before = single.loads
-            mine, theirs = paired(turn(offloaded, setting, routing), turn(everyone, setting, routing), pairs)
+            mine, theirs = in_pairs(
+                turn(offloaded, setting, routing), turn(everyone, setting, routing), pairs
+            )
             yield median_row(case, f"{routing} / all resident, time", ratios(mine, theirs))
             yield row(case, f"{routing}: experts brought, a turn", (single.loads - before) / (pairs + 1))
 
 
-def child(setting: Setting, routing: str, folder: Path, threads: int) -> float:
+def in_child(setting: Setting, routing: str, folder: Path, threads: int) -> float:
     """`peak` in a process of its own."""
-    work = {"setting": asdict(setting), "routing": routing, "folder": str(folder)}
-    argv = [sys.executable, __file__, "--threads", str(threads), "--work", json.dumps(work)]
-    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.splitlines()[-1])
+    work = {"routing": routing, "folder": str(folder), "threads": threads}
+    return float(child(__file__, setting=asdict(setting), **work))
 
 
-def peak(setting: Setting, routing: str, folder: Path) -> float:
+def peak(setting: dict[str, Any], routing: str, folder: str, threads: int) -> float:
     """Bytes that sampling takes at most: of this process beyond what it had before, or of the GPU."""
-    warm_up(setting)
+    torch.set_num_threads(threads)
+    size = Setting(**setting)
+    warm_up(size)
     before = forget_peak()
     if routing == "monolith":
-        monolith_turn(setting)()
+        monolith_turn(size)()
     else:
-        single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
-        ensemble = Bank(single, Opinions(setting))
-        (one_batch if routing == "top-1" else many_batches)(ensemble, setting, routing)()
-    if setting.device != "cpu":
-        return float(torch.cuda.max_memory_allocated())
-    return float(memory("VmHWM") - before)
+        experts = ResidentExperts(stored(size, Path(folder)), Residency(experts=1), size.device, size.dtype)
+        ensemble = Bank(experts, Opinions(size))
+        (one_batch if routing == "top-1" else many_batches)(ensemble, size, routing)()
+    return float(memory("VmHWM") - before if size.device == "cpu" else torch.cuda.max_memory_allocated())
 
 
 def warm_up(setting: Setting) -> None:
@@ -412,21 +378,6 @@ def warm_up(setting: Setting) -> None:
         )
         one_batch(Bank(single, Opinions(small)), small, "top-1")()
         single.close()
-
-
-def forget_peak() -> int:
-    """Start to measure anew; the bytes that are in use."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is in use now
-    return memory("VmRSS")
-
-
-def memory(which: str) -> int:
-    """Bytes of this process by Linux's account."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{which}:")).split()[1])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ pipeline. The rate rises by `FACTOR` until it is not carried, then the last step
 has arrivals of another seed. All servers have one thread for torch; the client has the other core.
 """
 
-import argparse
 import asyncio
 import base64
 import io
@@ -25,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Any
 
 import httpx
 import torch
-from harness import finish, median_row, row, tiny
+from harness import Row, finish, flags, median_row, paired, parsed, parser, ratios, row, tiny
 from PIL import Image
 
 from atoll.model.model import Model
@@ -51,13 +50,7 @@ PEERS = Path(__file__).with_name("serving_peers.py")
 
 @dataclass
 class Server:
-    """A process that answers.
-
-    Attributes:
-        url: where.
-        process: the server.
-        born: when it was started, by `time.monotonic`.
-    """
+    """A process that answers at an address, since it was started (`time.monotonic`)."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -66,12 +59,9 @@ class Server:
 
 @dataclass(frozen=True)
 class Point:
-    """What came of requests at a rate.
+    """What came of requests at a rate a second: seconds to each answer, and how many were wrong.
 
-    Attributes:
-        rate: requests a second.
-        seconds: each one's time to its answer.
-        wrong: answers that were none, or another picture than that of the first server.
+    An answer is wrong that is none, or another picture than that of the first server.
     """
 
     rate: float
@@ -91,34 +81,39 @@ class Point:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--requests", type=int, default=100, help="of each point")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a tiny campaign, few requests")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    """Measure every model."""
+    words = parser(__doc__, "a tiny campaign, few requests")
+    words.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
+    words.add_argument("--requests", type=int, default=100, help="of each point")
+    words.add_argument("--repeats", type=int, default=3)
+    options = parsed(words)
     if not options.quick and not (options.model and find_spec("litserve")):
-        parser.error("give --model NAME=FOLDER, and pip install litserve==0.2.19; or --quick")
+        options.error("give --model NAME=FOLDER, and pip install litserve==0.2.19; or --quick")
     with tempfile.TemporaryDirectory() as folder:
         models = dict(one.split("=", 1) for one in options.model)
         if options.quick:
             models = {"tiny": str(tiny(Path(folder), 0, "monolith=false") / "ensemble")}
             options.requests, options.repeats = 12, 1
-        rows, points = [], {}
+        rows, points = list[Row](), {}
         for name, source in models.items():
-            found, points[name] = measured(name, source, options.requests, options.repeats)
-            rows += found
-    finish("serving", rows, options.json, {"points": points})
+            count, repeats = options.requests, options.repeats
+            with own(source) as ours:
+                httpx.post(ours.url, json=requests(1, 0)[0], timeout=120).raise_for_status()
+                cold = time.monotonic() - ours.born
+            rows.append(row(name, "cold start to the first picture", cold, "s"))
+            carried, points[name] = load(name, source, count, repeats)
+            rows += [*carried, *overhead(name, source, max(1, repeats)), *swapping(name, source, count)]
+    finish("serving", rows, options, {"points": points})
 
 
-def measured(name: str, source: str, count: int, repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All of a model."""
+def load(name: str, source: str, count: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
+    """Lone requests, and the rates that the servers carry beside each other."""
     peers = {ALONE: "pipeline", **({WHOLE: "litserve"} if find_spec("litserve") else {})}
-    with own(source) as ours:
-        rows = [row(name, "cold start to the first picture", first_picture(ours), "s")]
-    with own(source) as ours, each(peers, source) as others:
-        servers = {**others, OURS: ours}  # the pipeline first: its pictures are the expected ones
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        # The pipeline is first: its pictures are the expected ones.
+        servers = {peer: stack.enter_context(another(kind, source)) for peer, kind in peers.items()}
+        ours = servers[OURS] = stack.enter_context(own(source))
         expected: dict[str, str] = {}
         lone = {one: asyncio.run(one_by_one(server, count, expected)) for one, server in servers.items()}
         middle = statistics.median(lone[ALONE].seconds)
@@ -141,11 +136,9 @@ def measured(name: str, source: str, count: int, repeats: int) -> tuple[list[dic
             rows.append(median_row(f"{name}, {one}", "pictures a second carried", carried[one], "1/s"))
         for one, least in ((ALONE, 2.0), (WHOLE, 1.3)):
             if one in servers:
-                ratios = [a / b for a, b in zip(carried[OURS], carried[one], strict=True)]
-                rows.append(median_row(name, f"carried, over {one}", ratios, target=(">=", least)))
-        rows += list(partials(name, ours, max(3, count // 10)))
-    rows += list(overhead(name, source, max(1, repeats)))
-    rows += list(swapping(name, source, count))
+                over = ratios(carried[OURS], carried[one])
+                rows.append(median_row(name, f"carried, over {one}", over, target=(">=", least)))
+        rows += partials(name, ours, max(3, count // 10))
     return rows, points
 
 
@@ -172,13 +165,10 @@ async def ask(client: httpx.AsyncClient, server: Server, one: dict[str, Any], kn
     answer = await client.post(server.url, json=one)
     if answer.status_code != 200:
         return False
-    picture = answer.json()["data"][0]["b64_json"]
-    return known.setdefault(json.dumps(one), pixels(picture)) == pixels(picture)
-
-
-def pixels(picture: str) -> str:
-    """The picture without what a PNG says beside it."""
-    return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").tobytes().hex()
+    picture = base64.b64decode(answer.json()["data"][0]["b64_json"])
+    # The pixels alone: servers say different things beside them in a PNG.
+    pixels = Image.open(io.BytesIO(picture)).convert("RGB").tobytes().hex()
+    return known.setdefault(json.dumps(one), pixels) == pixels
 
 
 async def one_by_one(server: Server, count: int, known: dict[str, str]) -> Point:
@@ -244,24 +234,18 @@ def search(
 @contextmanager
 def own(source: str, *sets: str) -> Iterator[Server]:
     """`atoll serve`, ready."""
-    words = ["-m", "atoll", "serve", source, "--set", f"batch={BATCH}", "--set", "queue=100000"]
-    more = [part for one in sets for part in ("--set", one)]
-    with running(*words, *more, path="/v1/images/generations", ready="/ready") as server:
+    words = flags([f"batch={BATCH}", "queue=100000", "port=PORT", *sets])
+    argv = ("-m", "atoll", "serve", source, *words)
+    with running(*argv, path="/v1/images/generations", ready="/ready") as server:
         yield server
 
 
 @contextmanager
-def each(peers: dict[str, str], source: str) -> Iterator[dict[str, Server]]:
-    """The other ways, ready."""
-    if not peers:
-        yield {}
-        return
-    (name, kind), *others = peers.items()
-    with (
-        running(str(PEERS), kind, source, "PORT", str(BATCH), path="/predict", ready="/docs") as server,
-        each(dict(others), source) as rest,
-    ):
-        yield {name: server, **rest}
+def another(kind: str, source: str) -> Iterator[Server]:
+    """One of the other ways, ready."""
+    words = (str(PEERS), kind, source, "PORT", str(BATCH))
+    with running(*words, path="/predict", ready="/docs") as server:
+        yield server
 
 
 @contextmanager
@@ -270,16 +254,16 @@ def running(*words: str, path: str, ready: str) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    argv = [word.replace("PORT", str(port)) for word in words]
-    argv += [] if "PORT" in words else ["--set", f"port={port}"]
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
-    born = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *argv], env=quiet, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    argv = [sys.executable, *(word.replace("PORT", str(port)) for word in words)]
+    quiet, born = {**os.environ, "OMP_NUM_THREADS": "1"}, time.monotonic()
+    # A session of its own, so that a server's workers end with it.
+    process = subprocess.Popen(argv, env=quiet, stderr=subprocess.DEVNULL, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
-        wait(lambda: httpx.get(address + ready, timeout=1).status_code == 200, process)
+        while not _answers(address + ready):
+            if process.poll() is not None or time.monotonic() - born > 120:
+                raise SystemExit(f"a server ended, or is not ready after two minutes: {process.args}")
+            time.sleep(0.1)
         yield Server(address + path, process, born)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -290,41 +274,28 @@ def running(*words: str, path: str, ready: str) -> Iterator[Server]:
             process.wait()
 
 
-def wait(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Until a server is."""
-    for _ in range(1200):
-        try:
-            if ready():
-                return
-        except httpx.HTTPError:
-            pass
-        if process.poll() is not None:
-            raise SystemExit(f"a server ended with {process.returncode}: {process.args}")
-        time.sleep(0.1)
-    raise SystemExit(f"a server is not ready after two minutes: {process.args}")
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(address, timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 # Single figures.
 
 
-def first_picture(server: Server) -> float:
-    """Seconds from the start of a server to its first answer."""
-    httpx.post(server.url, json=requests(1, 0)[0], timeout=120).raise_for_status()
-    return time.monotonic() - server.born
-
-
-def partials(name: str, server: Server, count: int) -> Iterator[dict[str, Any]]:
+def partials(name: str, server: Server, count: int) -> Iterator[Row]:
     """Time to the first partial picture, over that to the picture."""
-    first, ratios = [], []
+    first, shares = [], []
     for one in requests(count, 1):
         body = {**one, "steps": STEPS[-1], "stream": True, "partial_images": 3}
         start, times = time.monotonic(), []
         with httpx.stream("POST", server.url, json=body, timeout=120) as answer:
             times += [time.monotonic() - start for line in answer.iter_lines() if line.startswith("event:")]
         first.append(times[0])
-        ratios.append(times[0] / times[-1])
+        shares.append(times[0] / times[-1])
     yield median_row(name, "to the first partial picture", first, "s")
-    yield median_row(name, "the same, over the whole picture's", ratios)
+    yield median_row(name, "the same, over the whole picture's", shares)
 
 
 def calls(server: Server) -> tuple[float, float, float]:
@@ -335,11 +306,10 @@ def calls(server: Server) -> tuple[float, float, float]:
     return sums[0], sums[1], sums[2]
 
 
-def overhead(name: str, source: str, repeats: int) -> Iterator[dict[str, Any]]:
+def overhead(name: str, source: str, repeats: int) -> Iterator[Row]:
     """A full batch by the server, over the same by the model in one call; they take turns."""
     torch.set_num_threads(1)
     model, how = Model.load(source), {"steps": STEPS[-1], "guidance": GUIDANCE, "routing": "top-1"}
-    ratios = []
     with own(source, f"pictures={BATCH}") as server:
         body = {"prompt": PROMPTS[0], "n": BATCH, "seed": 0, **how}
 
@@ -349,18 +319,12 @@ def overhead(name: str, source: str, repeats: int) -> Iterator[dict[str, Any]]:
         def by_model() -> None:
             model([PROMPTS[0]], BATCH, model.generation, seed=0, **how)
 
-        for turn in range(-1, 2 * repeats + 1):
-            took = {}
-            for side in (by_server, by_model) if turn % 2 else (by_model, by_server):
-                start = time.monotonic()
-                side()
-                took[side] = time.monotonic() - start
-            if turn >= 0:
-                ratios.append(took[by_server] / took[by_model])
-    yield median_row(name, "full batch, over Model.generate", ratios, target=("<=", 1.05))
+        by_server(), by_model()
+        over = ratios(*paired((by_server, by_model), 2 * repeats + 1))
+    yield median_row(name, "full batch, over Model.generate", over, target=("<=", 1.05))
 
 
-def swapping(name: str, source: str, count: int) -> Iterator[dict[str, Any]]:
+def swapping(name: str, source: str, count: int) -> Iterator[Row]:
     """Experts brought for each picture with one on the device: many clients, and one after the other."""
     with own(source, "residency.experts=1") as server:
         known: dict[str, str] = {}

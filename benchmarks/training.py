@@ -20,24 +20,20 @@ of the measured speed of a large matrix product, and memory, with and without co
 recomputed activations.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
-from harness import finish, median_row, row
+from harness import Row, child, finish, in_turn, measured, median_row, parsed, parser, ratios, row, synthetic
 from torch import Tensor, nn
 
 from atoll.base.device import own_device
@@ -45,14 +41,12 @@ from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.initial import initial_network
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
-from atoll.data.dataset import ROWS, DataSet, to_parquet
-from atoll.data.formats import Manifest, Shard
+from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
 from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Log
-from atoll.store.manifest import write_file
 from atoll.store.store import Store
 from atoll.train import loop
 from atoll.train.ema import Ema
@@ -63,7 +57,7 @@ from atoll.train.rows import Batch, TrainingRows
 EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
 WARM = 8  # steps of a turn before the clock starts
 TURN = WARM + EVERY + 1  # with the step that is told to leave
-FIRST = 50  # steps before the first turn, so that checkpoints come in the middle of each
+FIRST = 50  # steps before the first turn
 CLASSES, ROW_COUNT = 10, 2048
 
 # The quickstart's experts (as a DiT), and the recipes' smallest network.
@@ -72,90 +66,53 @@ NANO = {"size": "nano", "latents": 16, "batch": 16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest network, fewer turns: two minutes")
-    parser.add_argument("--pairs", type=int, help="turns of each loop (quick: 3, else 5)")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", help=argparse.SUPPRESS)  # what a child process measures
-    options = parser.parse_args()
-    if options.work:
-        work = json.loads(options.work)
-        Path(work.pop("out")).write_text(json.dumps(measure(**work)))
-        return
+    """Measure what `--only` asks for."""
+    asked = parser(__doc__, "the smallest network, fewer turns: two minutes", "cases")
+    asked.add_argument("--pairs", type=int, help="turns of each loop (quick: 3, else 5)")
+    options = parsed(asked, measure)
     pairs = options.pairs or (3 if options.quick else 5)
-    started, load = time.monotonic(), os.getloadavg()
-    table = processor(options.quick, pairs)
+    cases: dict[str, Callable[[], Any]] = {}
+    networks = {"small": SMALL} if options.quick else {"small": SMALL, "nano": NANO}
+    for name, network in networks.items():
+        for cores, threads in [(1, 1), (2, 1)] if options.quick else [(1, 1), (2, 1), (2, 2)]:
+            if cores <= (os.cpu_count() or 1):
+                case = f"{name}: {count(cores, 'core')}, {count(threads, 'thread')}"
+                cases[case] = partial(on_cores, case, ("<=", 1.05), cores, threads, pairs=pairs, **network)
+        if torch.cpu.get_capabilities().get("avx512_bf16"):
+            case = f"{name}: 1 core, 1 thread, whole in bf16"
+            cases[case] = partial(on_cores, case, None, 1, 1, pairs=pairs, precision="bf16", **network)
     if torch.cuda.is_available():
-        table += accelerator("B" if options.quick else "XL", pairs)
-    notes = {
-        "quick": options.quick,
-        "pairs": pairs,
-        "steps_per_turn": EVERY,
-        "load_before": [round(part, 2) for part in load],
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    finish("training", table, options.json, notes)
+        cases["GPU"] = partial(accelerator, "B" if options.quick else "XL", pairs)
+    rows = measured(options, cases)
+    finish("training", rows, options, {"pairs": pairs, "steps_per_turn": EVERY})
 
 
 # The processor.
 
 
-def processor(quick: bool, pairs: int) -> list[dict[str, Any]]:
-    """Every way of giving cores and threads to both loops."""
-    ways = [(1, 1), (2, 1)] if quick else [(1, 1), (2, 1), (2, 2)]
-    there = os.cpu_count() or 1
-    networks: dict[str, dict[str, Any]] = {"small": SMALL} if quick else {"small": SMALL, "nano": NANO}
-    table = []
-    for name, network in networks.items():
-        for cores, threads in ways:
-            if cores > there:
-                continue
-            found = child(cores=cores, threads=threads, pairs=pairs, **network)
-            case = f"{name}: {count(cores, 'core')}, {count(threads, 'thread')}"
-            table += ratio_rows(case, found)
-        if torch.cpu.get_capabilities().get("avx512_bf16"):
-            found = child(cores=1, threads=1, pairs=pairs, precision="bf16", **network)
-            table += ratio_rows(f"{name}: 1 core, 1 thread, whole in bf16", found, None)
-    return table
+def on_cores(case: str, target: tuple[str, float] | None, cores: int, threads: int, **work: Any) -> list[Row]:
+    """Both loops on the first so many cores, each with so many threads."""
+    quiet = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return ratio_rows(case, child(__file__, cores, quiet, threads=threads, **work), target)
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """`1 core`, `2 cores`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def ratio_rows(
     case: str, found: dict[str, Any], target: tuple[str, float] | None = ("<=", 1.05)
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Both loops' milliseconds and their ratio."""
-    ratios = [w / b for w, b in zip(found["whole"], found["bare"], strict=True)]
-    work = [w / b for w, b in zip(found["whole_work"], found["bare_work"], strict=True)]
     return [
-        median_row(case, "whole / bare, time per step", ratios, target=target),
-        median_row(case, "whole / bare, processor time", work),
+        median_row(case, "whole / bare, time per step", ratios(found["whole"], found["bare"]), target=target),
+        median_row(case, "whole / bare, processor time", ratios(found["whole_work"], found["bare_work"])),
         median_row(case, "bare loop, per step", [1e3 * s for s in found["bare"]], "ms"),
         median_row(case, "whole loop, per step", [1e3 * s for s in found["whole"]], "ms"),
         row(case, "parameters", found["parameters"]),
         row(case, "checkpoints per 100 steps", found["checkpoints"]),
     ]
-
-
-def child(cores: int | None = None, threads: int = 1, on_gpu: bool = False, **work: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, bound to so many cores before it starts a thread."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "found.json"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        if not on_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        argv = [sys.executable, __file__, "--work", json.dumps({**work, "threads": threads, "out": str(out)})]
-        subprocess.run(argv, check=True, env=environment, preexec_fn=lambda: bind(cores))
-        return dict(json.loads(out.read_text()))
-
-
-def bind(cores: int | None) -> None:
-    """Use the first so many of the cores that this process may use."""
-    if cores is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
 
 # What a child process does.
@@ -174,19 +131,10 @@ def measure(
     average: bool = True,
     **network: Any,
 ) -> dict[str, Any]:
-    """Seconds per step of both loops, in turn.
+    """Seconds per step of both loops, in turn, on latents of `latents` pixels a side.
 
-    Args:
-        pairs: turns of each.
-        latents: side of a latent; patches are 2 wide.
-        batch: samples per step.
-        threads: of the process.
-        bare: whether the bare loop is measured too.
-        compiled: whether the network is compiled, in both.
-        recompute: whether activations are recomputed, in both.
-        precision: of the whole loop; the bare one has bf16 on a GPU only.
-        average: whether the whole loop averages the weights.
-        network: size of the network.
+    Without `bare` the whole loop alone is measured. `compiled` and `recompute` are of both loops, `precision`
+    and `average` of the whole one: the bare one has bf16 on a GPU only, and no average of the weights.
     """
     torch.set_num_threads(threads)
     settings = NetworkConfig(family="dit", patch=2, **network)
@@ -204,28 +152,26 @@ def measure(
         loop.Ema = NoAverage  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as scratch:
         store = Store.open(scratch, create=True)
-        dataset = synthetic(store.sub("data"), latents)
+        dataset = random_latents(store.sub("data"), latents)
         shape = data_shape(dataset, "class")
         make = maker(settings, training, dataset, (pairs + 1) * TURN)
         names = ("whole", "bare", "whole_work", "bare_work", "memory")
         found: dict[str, list[float]] = {name: [] for name in names}
         checkpoints = 0
-        whole_turn(make, store.sub("monolith"), 0, FIRST)
-        for pair in range(pairs):
-            # Who goes first changes, so that what drifts hits both.
-            for whole in (True, False) if pair % 2 else (False, True):
-                if whole:
-                    seconds, work, written = whole_turn(make, store.sub("monolith"))
-                    found["memory"].append(peak_memory())
-                    checkpoints += written
-                elif bare:
-                    seconds, work = bare_turn(make)
-                else:
-                    continue
-                found["whole" if whole else "bare"].append(seconds)
-                found["whole_work" if whole else "bare_work"].append(work)
+        whole_turn(make, store.sub("monolith"), 0, FIRST)  # so that checkpoints come in the middle of turns
+        for whole in in_turn((False, True), pairs):
+            if whole:
+                seconds, work, written = whole_turn(make, store.sub("monolith"))
+                found["memory"].append(peak_memory())
+                checkpoints += written
+            elif bare:
+                seconds, work = bare_turn(make)
+            else:
+                continue
+            found["whole" if whole else "bare"].append(seconds)
+            found["whole_work" if whole else "bare_work"].append(work)
     if checkpoints != pairs:
-        print(f"warning: {checkpoints} checkpoints in {pairs} turns of {EVERY} steps", flush=True)
+        print(f"warning: {checkpoints} checkpoints in {pairs} turns of {EVERY} steps", file=sys.stderr)
     return {
         **found,
         "checkpoints": checkpoints / pairs,
@@ -341,23 +287,12 @@ def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
     optimizer.step()
 
 
-def synthetic(store: Store, side: int) -> DataSet:
-    """Random latents with labels, in Atoll's own format."""
-    source = torch.Generator().manual_seed(0)
-    names = [f"{number:06d}" for number in range(ROW_COUNT)]
-    content = {name: [None] * ROW_COUNT for name in ROWS.names}
-    content |= {"id": names, "label": [number % CLASSES for number in range(ROW_COUNT)]}
-    table = pa.table(content, schema=ROWS)
-    entry = write_file(store, ".", "rows/00000.parquet", to_parquet(table))
-    shards = [Shard(rows=ROW_COUNT, files={"rows": entry})]
-    dataset = DataSet(
-        store, "", Manifest(identity="synthetic", source={"name": "random"}, rows=ROW_COUNT, shards=shards)
-    )
-    latents = torch.randn(ROW_COUNT, 4, side, side, generator=source).half()
+def random_latents(store: Store, side: int) -> DataSet:
+    """Latents with labels, in Atoll's own format."""
+    latents = torch.randn(ROW_COUNT, 4, side, side, generator=torch.Generator().manual_seed(0)).half()
     split = torch.from_numpy((np.arange(ROW_COUNT) % 16 == 15).astype(np.int8))
-    dataset.write_column("latents", {"name": "random", "hash": ""}, lambda _: {"values": latents})
-    dataset.write_column("split", {"name": "random"}, lambda _: {"values": split})
-    return dataset.finish()
+    columns = {"latents": lambda _: latents, "split": lambda _: split}
+    return synthetic(store, [ROW_COUNT], columns, classes=CLASSES)
 
 
 Moment = tuple[float, float, float]
@@ -398,25 +333,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def accelerator(
-    size: str, pairs: int, batch: int = 64, latents: int = 32, side: int = 8192
-) -> list[dict[str, Any]]:
+def accelerator(size: str, pairs: int, batch: int = 64, latents: int = 32, side: int = 8192) -> Iterator[Row]:
     """A DiT at 256 tokens in bf16, each variant in a process of its own."""
     ceiling, threads = matrix_product(side), min(8, os.cpu_count() or 1)
-    table = [row("matrix product", f"bf16, {side} x {side}", ceiling / 1e12, "TFLOP/s")]
+    yield row("matrix product", f"bf16, {side} x {side}", ceiling / 1e12, "TFLOP/s")
     for name, variant in VARIANTS.items():
-        sizes = {"size": size, "latents": latents, "batch": batch}
-        found = child(threads=threads, on_gpu=True, pairs=pairs, **sizes, **variant)
+        work = {"size": size, "latents": latents, "batch": batch, "pairs": pairs, **variant}
+        quiet = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        found = child(__file__, None, quiet, threads=threads, **work)
         case = f"DiT-{size}/2, {name}"
         speed = found["train_flops"] / statistics.median(found["whole"])
-        table += ratio_rows(case, found) if found["bare"] else []
-        table += [
-            median_row(case, "images per second", [batch / s for s in found["whole"]], "1/s"),
-            row(case, "operations", speed / 1e12, "TFLOP/s"),
-            row(case, "share of the matrix product's", speed / ceiling),
-            row(case, "peak memory", max(found["memory"]), "GiB"),
-        ]
-    return table
+        yield from ratio_rows(case, found) if found["bare"] else []
+        yield median_row(case, "images per second", [batch / s for s in found["whole"]], "1/s")
+        yield row(case, "operations", speed / 1e12, "TFLOP/s")
+        yield row(case, "share of the matrix product's", speed / ceiling)
+        yield row(case, "peak memory", max(found["memory"]), "GiB")
 
 
 def matrix_product(side: int, times: int = 20) -> float:

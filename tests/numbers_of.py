@@ -54,26 +54,21 @@ def values(file: str) -> Leaves:
     return found
 
 
-def cells(block: str) -> Iterator[tuple[str, str]]:
-    """Texts with numbers, and how each is named: `row / column` of a table, else the text before it."""
-    block = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda m: re.sub(r"\d\.\d", "", m[0]), block)
-    lines = block.splitlines()
-    if not block.startswith("|"):
-        yield "text", block
-        return
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    for row in rows:
-        for column, cell in zip(head, row, strict=True):
-            yield f"{row[0]} / {column}", cell
-
-
 def numbers(page: str, text: str) -> Iterator[tuple[str, list[str], str, str]]:
-    """Name of a block, its files, and name and text of every cell with numbers, in the order of a page."""
+    """Cells with numbers of a page's marked blocks: the block's name and files, the cell's name and text.
+
+    A cell is called `row / column` of its table; a block that is none has one, `text`.
+    """
     seen: Counter[str] = Counter()
     for match in MARK.finditer(text):
         heading = re.findall(r"^#+ (.+)$", text[: match.start()], re.MULTILINE)[-1]
         seen[heading] += 1
-        for name, cell in cells(match["block"]):
+        block = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda m: re.sub(r"\d\.\d", "", m[0]), match["block"])
+        cells = [("text", block)]
+        if block.startswith("|"):
+            head, _, *rows = ([c.strip() for c in line.strip("|").split("|")] for line in block.splitlines())
+            cells = [(f"{row[0]} / {c}", cell) for row in rows for c, cell in zip(head, row, strict=True)]
+        for name, cell in cells:
             if NUMBER.search(cell):
                 yield f"{page}: {heading} {seen[heading]}", match["files"].split(), name, cell
 

@@ -1,8 +1,11 @@
 """The benchmarks measure what they say; how fast anything is depends on the machine and is no test."""
 
+import argparse
 import importlib
 import json
 import math
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,39 +18,92 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from atoll.base.condition import Condition
+from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BestRow, Comparison, ComparisonTables, PairRow, ReachRow
+from atoll.campaign.settings.train import TrainConfig
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.sampler import Row
+from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from atoll.train import loop
-from helpers import assembled, command
+from helpers import ROOT, assembled, write_campaign
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("benchmarks", "examples/emoji")
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
 Bench = Callable[[str], Any]
+Lines = dict[tuple[str, str], Any]
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """Imports a file of benchmarks/ by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    """Imports a file of benchmarks/ or examples/emoji/ by name."""
+    for folder in SCRIPTS:
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     yield importlib.import_module
-    for path in (ROOT / "benchmarks").glob("*.py"):
+    for path in (path for folder in SCRIPTS for path in (ROOT / folder).glob("*.py")):
         sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture
-def training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(loop, "Ema", loop.Ema)  # one variant replaces it
-    return bench("training")
+def call(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Lines]:
+    """Calls a program as a user does; the rows of its JSON by case and metric."""
+
+    def run(script: str, *words: str | Path) -> Lines:
+        path = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words), "--json", str(path)])
+        bench(script).main()
+        return by_name(json.loads(path.read_text())["rows"])
+
+    return run
 
 
-@pytest.fixture
-def sampling(bench: Bench) -> Any:
-    return bench("sampling")
+def by_name(rows: list[dict[str, Any]]) -> Lines:
+    return {(line["case"], line["metric"]): line for line in rows}
+
+
+# Commands, and what they write.
+
+
+def commands() -> list[list[str]]:
+    """Every command of a benchmark in the docs, in docstrings and in results."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    pages += [*(path for folder in SCRIPTS for path in (ROOT / folder).glob("*.py"))]
+    texts = [page.read_text().replace("\\\\\n", " ").replace("\\\n", " ") for page in pages]
+    results = (json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json"))
+    texts += [f"`{part}`" for one in results for part in one.get("command", "").split("; ")]
+    program = r"python ((?:benchmarks|examples/emoji)/\w+\.py[^`#|\n;]*)"
+    spans = [re.sub(r"\s+", " ", span) for text in texts for span in re.findall(r"`(python [^`]+)`", text)]
+    lines = [re.sub(r"[\[\]]", "", found) for text in (*texts, *spans) for found in re.findall(program, text)]
+    known = {
+        line: shlex.split(line) if line.count('"') % 2 == line.count("'") % 2 == 0 else line.split()
+        for line in lines
+    }
+    return list(known.values())
+
+
+def test_every_command_of_a_benchmark_is_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file, its case and its options are there."""
+    helps: dict[tuple[str, ...], str] = {}
+    assert len(commands()) > 50
+    for script, *words in commands():
+        name = Path(script).stem
+        if name.endswith("_peers") or name == "prepare":
+            continue
+        case = tuple(words[:1]) if name in ("curate", "experiment") else ()
+        for one in case[0].split("|") if case else [""]:
+            if (name, one) not in helps:
+                monkeypatch.setattr(sys, "argv", [script, *filter(None, [one]), "--help"])
+                with pytest.raises(SystemExit) as ended:
+                    bench(name).main()
+                assert ended.value.code == 0, (script, words)
+                helps[name, one] = capsys.readouterr().out
+            for option in (word.split("=")[0] for word in words if word.startswith("--")):
+                assert re.search(rf"{option}\b", helps[name, one]), (script, words, option)
 
 
 def test_a_result_names_its_command_and_no_folder_of_the_machine(
@@ -59,9 +115,42 @@ def test_a_result_names_its_command_and_no_folder_of_the_machine(
     assert harness.command() == "python benchmarks/evaluate.py 'K = 1' --json found.json"
 
 
-@pytest.fixture
-def campaigns(bench: Bench) -> Any:
-    return bench("campaigns")
+@pytest.mark.parametrize(
+    ("words", "replaced"),
+    [
+        ((), True),
+        (("--only", "single"), False),
+        (("--only", "single", "--json", "OWN"), False),
+        (("--quick",), False),
+    ],
+)
+def test_a_part_or_a_quick_look_never_replaces_a_committed_result(
+    words: tuple[str, ...], replaced: bool, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness, own, committed = bench("harness"), tmp_path / "own.json", tmp_path / "headline.json"
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    committed.write_text("committed")
+    argv = [str(own) if word == "OWN" else word for word in words]
+    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
+    options = harness.parsed(harness.parser("A benchmark.", "small", only="cases"))
+    assert harness.asked(options, "single, batch 8") and harness.asked(options, "islands") is not options.only
+    harness.finish("headline", [harness.row("a", "b", 1.0)], options)
+    assert (committed.read_text() != "committed") is replaced and own.exists() is ("OWN" in words)
+
+
+def test_the_experiment_measures_a_part_without_replacing_the_headline(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench("harness"), "RESULTS", tmp_path)
+    argv = ["experiment.py", "measure", "--to", str(tmp_path), "--only", "128 channels"]
+    monkeypatch.setattr(sys, "argv", argv)
+    bench("experiment").main()
+    said = capsys.readouterr().out
+    assert said.count("not trained yet") == 1 and "not written: give --json PATH" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+# Campaigns side by side.
 
 
 def compared(rows: dict[str, float], **more: Any) -> Comparison:
@@ -70,11 +159,11 @@ def compared(rows: dict[str, float], **more: Any) -> Comparison:
     return Comparison.parse({"rows": named, **beside, **more}, "here")
 
 
-def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
+def test_campaigns_are_held_against_their_own_monolith(bench: Bench) -> None:
     spent = {"monolith": 100.0, "experts": 90.0, "router": 4.0, "pretrain": 5.0}
     pairs = ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
     found = [compared({"monolith": m, "once": d}, train_flops=spent) for m, d in pairs]
-    lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
+    lines = by_name(bench("campaigns").table(found, "monolith"))
     ratio = lines["once", "distance / monolith"]
     assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
     apart = lines["once", "distance - monolith, 95 %"]
@@ -82,11 +171,11 @@ def test_campaigns_are_held_against_their_own_monolith(campaigns: Any) -> None:
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
     assert lines["ensemble", "training FLOPs / monolith"]["value"] == 0.99
     assert lines["once", "distance"]["spread"] == [8.0, 40.0]
-    over = {(line["case"], line["metric"]) for line in campaigns.table(found, "once")}
+    over = by_name(bench("campaigns").table(found, "once"))
     assert ("monolith", "distance / once") in over and ("once", "distance / monolith") not in over
 
 
-def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: Any) -> None:
+def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(bench: Bench) -> None:
     def tables(guidance: float, ratio: float, mean: float, share: float | None, how: str) -> ComparisonTables:
         best = BestRow.model_construct(model="once", guidance=guidance, ratio=ratio)
         base = BestRow.model_construct(model="monolith", guidance=3.0, ratio=None)
@@ -102,7 +191,7 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
             (2.0, 0.9, 0.6, 0.5, "at the first point"),
         )
     ]
-    lines = {(line["case"], line["metric"]): line for line in campaigns.table(found, "monolith")}
+    lines = by_name(bench("campaigns").table(found, "monolith"))
     assert lines["once", "distance / monolith, each at its best"]["value"] == 0.8
     assert lines["once", "best guidance"]["spread"] == [2.0, 3.0]
     assert lines["once, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
@@ -111,29 +200,16 @@ def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(campaigns: An
     assert len(lines) == 6, "the monolith has a best guidance and no ratio"
 
 
-@pytest.fixture
-def distill(bench: Bench) -> Any:
-    return bench("distill")
-
-
-def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Path) -> None:
+def test_the_distillation_benchmark_pairs_by_campaign(bench: Bench, tmp_path: Path) -> None:
     """Three campaigns whose levels differ far more than student and monolith do within each."""
-    import json
-
-    folders = []
-    for number, (base, more) in enumerate([(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]):
-        rows = [("monolith", base), ("student", base + more), ("once", base - 1)]
-        content = {
-            "metric": {"name": "x"},
-            "default": "once",
-            "rows": [{"name": name, "distance": value} for name, value in rows],
-            "train_flops": {"monolith": 3.0, "student": 1.0},
-        }
-        (tmp_path / str(number) / "reports").mkdir(parents=True)
-        (tmp_path / str(number) / "reports/compare.json").write_text(json.dumps(content))
-        folders.append(tmp_path / str(number))
-    found = [distill.read(folder) for folder in folders]
-    lines = {(line["case"], line["metric"]): line for line in distill.table(found, found)}
+    distill, spent = bench("distill"), {"monolith": 3.0, "student": 1.0}
+    found = [
+        compared(
+            {"monolith": base, "student": base + more, "once": base - 1}, default="once", train_flops=spent
+        )
+        for base, more in [(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]
+    ]
+    lines = by_name(distill.table(found, found))
     made = lines["student", "distance - monolith's"]
     half = 4.302653 * 0.1 / 3**0.5
     assert made["value"] == pytest.approx(0.2) and made["spread"] == pytest.approx([0.2 - half, 0.2 + half])
@@ -142,115 +218,26 @@ def test_the_distillation_benchmark_pairs_by_campaign(distill: Any, tmp_path: Pa
     assert lines["ensemble", "distance - monolith's"]["spread"] == pytest.approx([-1.0, -1.0])
     assert lines["student", "distance - monolith at a third's"]["value"] == pytest.approx(0.2)
     with pytest.raises(SystemExit, match="has not been compared"):
-        distill.read(tmp_path)
+        bench("harness").comparison_of(tmp_path)
 
 
-@pytest.fixture
-def mixed(bench: Bench) -> Any:
-    return bench("mixed")
+def test_mixed_pairs_are_compared_seed_by_seed(bench: Bench) -> None:
+    def pair(flow: float, mixed: float, experts: float = 100.0) -> list[dict[str, Any]]:
+        return [
+            {"distance": {"once": distance}, "train_flops": {"experts": spent, "router": 4.0}}
+            for distance, spent in ((flow, 100.0), (mixed, experts))
+        ]
 
-
-def summed_up(distance: float, experts: float = 100.0) -> dict[str, Any]:
-    return {"distance": {"once": distance}, "train_flops": {"experts": experts, "router": 4.0}}
-
-
-def test_mixed_pairs_are_compared_seed_by_seed(mixed: Any) -> None:
-    pairs = [
-        (summed_up(2.0), summed_up(1.0)),
-        (summed_up(8.0), summed_up(8.0)),
-        (summed_up(1.0), summed_up(2.0)),
-    ]
-    rows = mixed.table(pairs)
-    cost, ratio, interval = rows[:3]
+    mixed_rows = bench("variants").mixed_rows
+    cost, ratio, interval = mixed_rows([pair(2.0, 1.0), pair(8.0, 8.0), pair(1.0, 2.0)])[:3]
     assert cost["value"] == 0 and cost["met"]
     assert ratio["value"] == 1.0 and ratio["spread"] == [0.5, 2.0]
     assert interval["value"] == pytest.approx(1.0)
     assert interval["spread"][1] == pytest.approx(2 ** (student.ppf(0.975, 2) / 3**0.5), rel=1e-3)
-    assert not mixed.table([(summed_up(1.0), summed_up(1.0, experts=110.0))])[0]["met"]
+    assert not mixed_rows([pair(1.0, 1.0, experts=110.0)])[0]["met"]
 
 
-@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save")
-def test_both_sides_of_the_evaluation_benchmark_find_the_same(bench: Bench) -> None:
-    """KID's subsets are drawn, so that it is the same where a subset is everything."""
-    evaluate = bench("evaluate")
-    setting = evaluate.Setting(count=120, width=6, batch=20, subsets=2, subset=120, neighbours=60)
-    features = evaluate.Features(setting)
-    found = {name: turn(features) for name, turn in evaluate.TURNS.items()}
-    assert found["Fréchet"] == pytest.approx(found["Fréchet, torchmetrics"], rel=1e-9)
-    assert found["KID"] == pytest.approx(evaluate.their_kid(features), rel=1e-9)
-    assert found["Fréchet"] > 0 and 0 < found["neighbours"] < 2
-    rows = list(evaluate.times(setting, 1))
-    assert [line["target"] for line in rows if line["target"]] == [
-        {"op": "<=", "value": 1.0},
-        {"op": "<=", "value": 1e-4},
-        {"op": "<=", "value": 1.0},
-    ]
-
-
-@pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
-def test_every_turn_of_the_training_loop_writes_one_checkpoint(
-    training: Any, variant: dict[str, Any]
-) -> None:
-    found = training.measure(**TINY, **variant)
-    assert found["checkpoints"] == 1.0
-    assert len(found["whole"]) == len(found["bare"]) == 2
-    assert min(found["whole"] + found["bare"]) > 0
-    ratio = training.ratio_rows("tiny", found)[0]
-    assert ratio["target"] == {"op": "<=", "value": 1.05}
-    assert ratio["met"] is (ratio["value"] <= 1.05)
-
-
-def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_path: Path) -> None:
-    """Without clipping, both lose the same on the same batch: nothing that costs time was left out."""
-    import torch
-
-    from atoll.campaign.settings.train import TrainConfig
-    from atoll.networks.settings import NetworkConfig
-    from atoll.store.store import Store
-
-    settings = NetworkConfig(family="dit", patch=2, depth=1, heads=1, head_width=8)
-    dataset = training.synthetic(Store.open(tmp_path), 4)
-    make = training.maker(settings, TrainConfig(batch=8, threads=1), dataset, 100)
-    (one, _), (other, _) = make(), make()
-    batch = one.batch(range(8))
-    optimizers = [torch.optim.AdamW(t.network.parameters(), lr=1e-3, fused=True) for t in (one, other)]
-    training.bare_step(one.network, optimizers[0], batch)
-    other.step(batch)[0].backward()
-    optimizers[1].step()
-    pairs = zip(one.network.parameters(), other.network.parameters(), strict=True)
-    for bare, whole in pairs:
-        torch.testing.assert_close(bare.grad, whole.grad, rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(bare, whole, rtol=1e-4, atol=1e-6)
-
-
-def test_the_sampling_benchmark_counts_what_each_strategy_does(sampling: Any) -> None:
-    setting = sampling.Setting("nano", 4, 4, 2, depth=1, router_depth=1, router_heads=1, router_width=8, k=4)
-    rows = {line["metric"]: line for line in sampling.against_monolith("tiny", setting, 1)}
-    router = rows["router / expert, operations"]["value"]
-    cost = {name: rows[f"{name} / monolith, operations"]["value"] for name in sampling.TARGETS}
-    # Two steps of two branches; the router sees one branch at every step (once: one; full: both).
-    expected = {
-        "top-1": 1 + router / 2,
-        "once": 1 + router / 4,
-        "top-2": 2 + router / 2,
-        "full": 4 + router,
-    }
-    assert cost == pytest.approx(expected)
-    for name, bound in sampling.TARGETS.items():
-        line = rows[f"{name} / monolith, time"]
-        assert line["target"] == {"op": "<=", "value": bound} and line["met"] is (line["value"] <= bound)
-    shares = [rows[f"router's share, {name}, 50 steps"]["value"] for name in sampling.SHARES]
-    assert shares[0] == pytest.approx(router / (router + 2)) and shares == sorted(shares, reverse=True)
-
-
-def test_the_sampling_benchmark_measures_memory_and_loads(sampling: Any) -> None:
-    setting = sampling.Setting("S", 4, 4, 2, depth=2, router_depth=1, router_heads=1, router_width=8, k=4)
-    rows = {line["metric"]: line for line in sampling.one_resident("tiny", setting, 1, 1)}
-    for routing in ("top-1", "once"):
-        line = rows[f"{routing}: (peak - monolith's) / expert"]
-        assert line["target"] == {"op": "<=", "value": 1.0}
-        assert -1 < line["value"] < 4
-    assert 1 <= rows["once: experts brought, a turn"]["value"] <= setting.k
+# The emoji experiment.
 
 
 @pytest.mark.parametrize(
@@ -265,46 +252,52 @@ def test_experts_of_the_papers_variants_share_one_batch(
     bench: Bench, budget: dict[str, Any], batches: list[int]
 ) -> None:
     settings = {"partition": {"k": 8}, "train": {"batch": 64}, "budget": budget}
-    control, *others = list(bench("ablations").of_the_paper(settings).values())[:4]
+    control, *others = list(bench("variants").of_the_paper(settings).values())[:4]
     assert control == ["partition.k=1", f"budget.expert_batch={batches[0]}"]
     for sets, k, batch in zip(others, (2, 4, 16), batches[1:], strict=True):
         assert sets == [f"partition.k={k}", f"budget.expert_batch={batch}"]
 
 
 def test_variants_of_a_campaign_cost_what_it_costs(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    call: Callable[..., Lines],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sets = ["partition.k=2", "budget.pretrain=0.5", "compare.strategies=[once]", "train.threads=1"]
-    sets += ["data.ingest.glyphs.limit=120", "budget.samples=1000", "compare.samples=24", "compare.steps=2"]
-    changes = [part for one in sets for part in ("--set", one)]
-    base = tmp_path / "base"
-    command(capsys, "new", base, "--recipe", "quickstart", *changes)
-    for stage in ("launch", "compare"):
-        assert command(capsys, stage, base).code == 0
-    argv = ["ablations.py", str(base), "--to", str(tmp_path / "to"), "--strategies", "once"]
-    variant = ["--variant", "random", "partition.method=random", "partition.k=3"]
-    monkeypatch.setattr(sys, "argv", [*argv, *variant, "--json", str(tmp_path / "found.json")])
-    bench("ablations").main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    rows = {(line["case"], line["metric"]): line for line in found["rows"]}
-    assert rows["all variants", "training FLOPs / the campaign's"]["value"] == pytest.approx(
-        1, abs=0.03
-    )  # whole steps
-    found = json.loads((base / "reports/compare.json").read_text())
-    assert rows["monolith", "distance"]["value"] == found["rows"][0]["distance"]
-    assert rows["the campaign itself, once", "distance"]["value"] == found["rows"][-1]["distance"]
-    assert rows["random, once", "distance / monolith"]["value"] > 0
-    made = json.loads((tmp_path / "to/random/campaign.json").read_text())["config"]
+    """Trained within this process, on letters of 8 px that pixels judge."""
+    variants, harness, base = bench("variants"), bench("harness"), tmp_path / "base"
+
+    def here(command: str, folder: Path, *words: str, **how: Any) -> None:
+        if command == "launch":
+            harness.train(folder, sets=words[1::2], alone=False)
+        else:
+            harness.run_command(command, folder, *words, alone=False)
+
+    monkeypatch.setattr(variants, "run_command", here)
+    compare = {"strategies": ["once"], "extractor": "pixels", "extractor_size": 16, "samples": 24, "steps": 2}
+    settings = {"budget": {"samples": 2560, "pretrain": 0.5}, "compare": compare, "train": {"threads": 1}}
+    here("launch", write_campaign(base, settings))
+    here("compare", base)
+    words = ("ablations", base, "--to", tmp_path / "to", "--strategies", "once")
+    variant = ("--variant", "three", "partition.k=3")
+    rows = call("experiment", *words, *variant)
+    whole_steps = pytest.approx(1, abs=0.03)
+    assert rows["all variants", "training FLOPs / the campaign's"]["value"] == whole_steps
+    told = harness.comparison_of(base)
+    assert rows["monolith", "distance"]["value"] == told.rows[0].distance
+    assert rows["the campaign itself, once", "distance"]["value"] == told.rows[-1].distance
+    assert rows["three, once", "distance / monolith"]["value"] > 0
+    made = json.loads((tmp_path / "to/three/campaign.json").read_text())["config"]
     assert made["partition"]["k"] == 3 and made["network"]["init"] == str(base / "pretrain/expert")
-    monkeypatch.setattr(sys, "argv", [*argv, "--only", "K = 3"])
     with pytest.raises(SystemExit):
-        bench("ablations").main()
-    assert "no variant K = 3; there are K = 1 in batches of 32, K = 4, K = 8" in capsys.readouterr().err
+        call("experiment", *words, "--only", "K = 3")
+    assert "no variant K = 3; there are K = 1 in batches of 16, K = 4, K = 8" in capsys.readouterr().err
 
 
 def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench, tmp_path: Path) -> None:
-    headline = bench("headline")
-    told = next(entry.name for entry in headline.ENTRIES if entry.told)
+    experiment, entries = bench("experiment"), bench("entries").ENTRIES
+    told = next(entry.name for entry in entries if entry.told)
 
     def points(flops: float, heldout: float, *test: float) -> dict[int, Any]:
         return {
@@ -314,16 +307,19 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
 
     found = {
         "tuned": {"monolith": points(100.0, 5.0, 10.0, 20.0)},
-        "plain": {
-            "monolith": points(100.1, 6.0, 8.0, 9.0)
-        },  # better on the test pictures, which do not choose
+        "plain": {"monolith": points(100.1, 6.0, 8.0, 9.0)},  # better on test pictures, which do not choose
         told: {"monolith": points(100.0, 1.0, 4.0, 8.0)},  # it knows more than the others
         "untested": {"monolith": {seed: {"flops": 100.0, "all": {"2": 1.0}, "test": {}} for seed in (0, 1)}},
         "longer": {"monolith": points(200.0, 1.0, 2.0, 2.0)},
         "islands": {"top-1": points(100.0, 4.0, 5.0, 10.0)},
     }
-    headline.report(found, tmp_path / "headline.json")
-    rows = json.loads((tmp_path / "headline.json").read_text())["rows"]
+    options = argparse.Namespace(json=tmp_path / "headline.json", quick=False)
+
+    def report(*floor: dict[str, float]) -> list[dict[str, Any]]:
+        experiment.report(found, options, *floor)
+        return json.loads(options.json.read_text())["rows"]
+
+    rows = report()
     ratios = {line["case"]: line["value"] for line in rows if line["metric"].startswith("Lite2, over tuned")}
     assert ratios.pop(f"{told}: monolith") == pytest.approx(0.4)
     assert ratios == {"islands: top-1": 0.5, "plain: monolith": pytest.approx((0.8 * 0.45) ** 0.5)}
@@ -331,11 +327,9 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
     # Three ratios, each with an unpaired interval beside it: nothing costs as much as the longer one, and the
     # best is compared with nobody.
     assert len(rows) == 5 * 3 + 1 + 2 * 3
-    headline.report(found, tmp_path / "headline.json", {"Lite2": 2.0})
-    rows = json.loads((tmp_path / "headline.json").read_text())["rows"]
-    excess = {line["case"]: line["value"] for line in rows if "excess" in line["metric"]}
+    excess = {line["case"]: line["value"] for line in report({"Lite2": 2.0}) if "excess" in line["metric"]}
     assert excess["islands: top-1"] == pytest.approx((3 / 8 * 8 / 18) ** 0.5)
-    assert len({entry.folder(tmp_path, 3) for entry in headline.ENTRIES}) == len(headline.ENTRIES)
+    assert len({entry.folder(tmp_path, 3) for entry in entries}) == len(entries)
 
 
 @pytest.mark.parametrize(
@@ -351,13 +345,10 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
 def test_ways_of_guiding_are_the_routings_where_there_is_one(
     bench: Bench, small_ensemble: Path, way: dict[str, Any], routing: str, guidance: float
 ) -> None:
-    levers = bench("levers")
-    model = Model.load(Store.open(small_ensemble))
-    plain = Generation(routing=routing, guidance=guidance, steps=3, seed=5)
-    found = levers.Way(**way)
+    guides, model = bench("guides"), Model.load(Store.open(small_ensemble))
+    plain, found = Generation(routing=routing, guidance=guidance, steps=3, seed=5), guides.Way(**way)
     guided = plain.with_(routing=found.routing, guidance=max(2.0, found.caption))
-
-    sampler = partial(levers.GuidedSampler, found, ())
+    sampler = partial(guides.GuidedSampler, found, ())
     assert torch.allclose(latents(model, plain), latents(model, guided, sampler=sampler), atol=1e-5)
 
 
@@ -379,56 +370,153 @@ def latents(model: Model, generation: Generation, **how: Any) -> Tensor:
 
 
 def test_heun_is_nearer_than_euler(bench: Bench) -> None:
-    levers = bench("levers")
+    guides = bench("guides")
 
     class Growing:
         def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
             return x_t
 
     rows, nothing = Row.each(Generation(steps=10, guidance=1.0), [0]), Condition()
-    way, start = levers.Way(steps=10, heun=True, caption=1.0), torch.ones(1, 1, 1, 1)
-    found = levers.GuidedSampler(way, (), Bank([Growing()]), nothing, nothing, rows, start).run()
+    way, start = guides.Way(steps=10, heun=True, caption=1.0), torch.ones(1, 1, 1, 1)
+    found = guides.GuidedSampler(way, (), Bank([Growing()]), nothing, nothing, rows, start).run()
     assert abs(float(found) - math.exp(-1)) < 0.002 < math.exp(-1) - 0.9**10
 
 
 def test_the_average_of_networks_has_the_average_of_their_weights(bench: Bench, small_ensemble: Path) -> None:
     one, other = list(Model.load(Store.open(small_ensemble)).bank.experts)
-    mean, a, b = (n.network.state_dict() for n in (bench("levers").mean([one, other]), one, other))
+    mean, a, b = (n.network.state_dict() for n in (bench("guides").mean([one, other]), one, other))
     assert all(torch.allclose(mean[name], (a[name] + b[name]) / 2, atol=1e-6) for name in mean)
+
+
+def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_path: Path) -> None:
+    """By pixels: a way to guide, which is kept apart from plain guidance, and an album by several judges."""
+    guides, campaign = bench("guides"), Campaign.open(small_ensemble)
+    ways = guides.Bench(small_ensemble, "ensemble", 12, "heldout")
+    plain, guided = (ways.measured(guides.Way(null, steps=2)) for null in ("own", "mixture"))
+    assert plain.keys() == guided.keys() == {"frechet", "precision", "recall"} and plain != guided
+    for null in ("pretrain", "average", "milestone 1"):
+        with pytest.raises(LookupError):
+            ways.measured(guides.Way(null))
+    album = bench("judges").Album.of(campaign, "ensemble", Generation(steps=2), "heldout", 12, tmp_path)
+    judges = {f"{axes} axes": {"extractor_size": 16, "components": axes} for axes in (2, 4)}
+    found = album.distances(judges)
+    assert (
+        list(found) == ["2 axes", "precision", "recall", "4 axes"] and 0 < found["2 axes"] < found["4 axes"]
+    )
 
 
 @pytest.fixture(scope="module")
 def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return assembled(tmp_path_factory.mktemp("levers") / "c", {"budget": {"samples": 128}, "monolith": False})
+    judge = {"extractor": "pixels", "extractor_size": 16}
+    settings = {"budget": {"samples": 128}, "monolith": False, "evaluate": judge}
+    return assembled(tmp_path_factory.mktemp("guides") / "c", settings)
+
+
+# Curation.
 
 
 def test_the_concepts_benchmark_searches_the_glyphs(bench: Bench) -> None:
-    concepts = bench("concepts")
-    (found,) = concepts.speed("glyphs", concepts.glyph_captions(500))
+    curate = bench("curate")
+    (found,) = curate.speed("glyphs", curate.glyph_captions(500))
     assert found["case"].startswith("500 glyphs, ") and found["value"] > 1000
 
 
-def test_faults_that_are_seen_are_scored(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["aesthetics.py", "--quick", "--json", str(tmp_path / "found.json")])
-    bench("aesthetics").main()
-    rows = {
-        (one["case"], one["metric"]): one for one in json.loads((tmp_path / "found.json").read_text())["rows"]
-    }
+def test_faults_that_are_seen_are_scored(call: Callable[..., Lines]) -> None:
+    rows = call("curate", "aesthetics", "--quick")
     assert -1 <= rows["related: Whole", "SRCC"]["value"] <= 1
     assert rows["related: Whole", "SRCC"]["target"] == {"op": ">=", "value": 0.8}
     assert 0 < rows["scoring", "backbone's throughput"]["value"] < 2
 
 
-def test_the_long_tail_is_drawn_as_it_is_and_by_weight(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["tail.py", "--quick", "--json", str(tmp_path / "found.json")])
-    bench("tail").main()
-    rows = {(one["case"], one["metric"]) for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
+def test_planted_duplicates_are_found(call: Callable[..., Lines]) -> None:
+    rows = call("curate", "dedupe", "--quick")
+    assert rows["noise, as by default", "found: JPEG 90"]["value"] == 1
+    assert rows["noise, as by default", "lost originals"]["value"] == 0
+
+
+def test_the_long_tail_is_drawn_as_it_is_and_by_weight(call: Callable[..., Lines]) -> None:
+    rows = call("curate", "tail", "--quick")
     for kind in ("tail", "head"):
-        assert {(f"islands: {kind}", "hit"), (f"islands, drawn by weight: {kind}", "rank gained")} <= rows
+        assert {(f"islands: {kind}", "hit"), (f"islands, drawn by weight: {kind}", "rank gained")} <= {*rows}
+
+
+# Speed and memory.
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save")
+def test_both_sides_of_the_evaluation_benchmark_find_the_same(bench: Bench) -> None:
+    """KID's subsets are drawn, so that it is the same where a subset is everything."""
+    evaluate = bench("evaluate")
+    setting = evaluate.Setting(count=120, width=6, batch=20, subsets=2, subset=120, neighbours=60)
+    features = evaluate.Features(setting)
+    found = {name: turn(features) for name, turn in evaluate.TURNS.items()}
+    assert found["Fréchet"] == pytest.approx(found["Fréchet, torchmetrics"], rel=1e-9)
+    assert found["KID"] == pytest.approx(evaluate.their_kid(features), rel=1e-9)
+    assert found["Fréchet"] > 0 and 0 < found["neighbours"] < 2
+    targets = [line["target"] for line in evaluate.times(setting, 1) if line["target"]]
+    assert targets == [{"op": "<=", "value": value} for value in (1.0, 1e-4, 1.0)]
+
+
+@pytest.fixture
+def training(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loop, "Ema", loop.Ema)  # one variant replaces it
+    return bench("training")
+
+
+@pytest.mark.parametrize("variant", [{}, {"average": False}, {"recompute": True}])
+def test_every_turn_of_the_training_loop_writes_one_checkpoint(
+    training: Any, variant: dict[str, Any]
+) -> None:
+    found = training.measure(**TINY, **variant)
+    assert found["checkpoints"] == 1.0
+    assert len(found["whole"]) == len(found["bare"]) == 2
+    assert min(found["whole"] + found["bare"]) > 0
+    ratio = training.ratio_rows("tiny", found)[0]
+    assert ratio["target"] == {"op": "<=", "value": 1.05}
+    assert ratio["met"] is (ratio["value"] <= 1.05)
+
+
+def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_path: Path) -> None:
+    """Without clipping, both lose the same on the same batch: nothing that costs time was left out."""
+    settings = NetworkConfig(family="dit", patch=2, depth=1, heads=1, head_width=8)
+    dataset = training.random_latents(Store.open(tmp_path), 4)
+    make = training.maker(settings, TrainConfig(batch=8, threads=1), dataset, 100)
+    (one, _), (other, _) = make(), make()
+    batch = one.batch(range(8))
+    optimizers = [torch.optim.AdamW(t.network.parameters(), lr=1e-3, fused=True) for t in (one, other)]
+    training.bare_step(one.network, optimizers[0], batch)
+    other.step(batch)[0].backward()
+    optimizers[1].step()
+    for bare, whole in zip(one.network.parameters(), other.network.parameters(), strict=True):
+        torch.testing.assert_close(bare.grad, whole.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(bare, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_sampling_benchmark_counts_what_each_strategy_does(bench: Bench) -> None:
+    sampling = bench("sampling")
+    setting = sampling.Setting("nano", 4, 4, 2, depth=1, router_depth=1, router_heads=1, router_width=8, k=4)
+    rows = {line["metric"]: line for line in sampling.against_monolith("tiny", setting, 1)}
+    router = rows["router / expert, operations"]["value"]
+    cost = {name: rows[f"{name} / monolith, operations"]["value"] for name in sampling.TARGETS}
+    # Two steps of two branches; the router sees one branch at every step (once: one; full: both).
+    expected = {"top-1": 1 + router / 2, "once": 1 + router / 4, "top-2": 2 + router / 2, "full": 4 + router}
+    assert cost == pytest.approx(expected)
+    for name, bound in sampling.TARGETS.items():
+        line = rows[f"{name} / monolith, time"]
+        assert line["target"] == {"op": "<=", "value": bound} and line["met"] is (line["value"] <= bound)
+    shares = [rows[f"router's share, {name}, 50 steps"]["value"] for name in sampling.SHARES]
+    assert shares[0] == pytest.approx(router / (router + 2)) and shares == sorted(shares, reverse=True)
+
+
+def test_the_sampling_benchmark_measures_memory_and_loads(bench: Bench) -> None:
+    sampling = bench("sampling")
+    setting = sampling.Setting("S", 4, 4, 2, depth=2, router_depth=1, router_heads=1, router_width=8, k=4)
+    rows = {line["metric"]: line for line in sampling.one_resident("tiny", setting, 1, 1)}
+    for routing in ("top-1", "once"):
+        line = rows[f"{routing}: (peak - monolith's) / expert"]
+        assert line["target"] == {"op": "<=", "value": 1.0}
+        assert -1 < line["value"] < 4
+    assert 1 <= rows["once: experts brought, a turn"]["value"] <= setting.k
 
 
 @pytest.mark.parametrize("start", [1.0, 7.0, 30.0])
@@ -459,8 +547,7 @@ def test_the_partition_benchmark_measures_what_peers_measure(bench: Bench, tmp_p
     inertias = [one["inertia"] for one in found.values()]
     assert min(inertias) > 0.2 and max(inertias) < 1.1 * min(inertias)
     assert all(1e8 < one["peak"] < 2e9 for one in found.values())
-    ours = found["Atoll"]
-    lines = {(line["case"], line["metric"]): line for line in partition.table(found, (ours, ours, 10))}
+    lines = by_name(partition.table(found, (found["Atoll"], found["Atoll"], 10)))
     assert lines["Atoll", "peak memory"]["met"] is True
     assert lines["Atoll", "inertia / best"]["value"] == pytest.approx(inertias[0] / min(inertias))
 
@@ -479,13 +566,9 @@ def test_latents_are_read_in_a_shuffled_order_and_on_from_the_middle(bench: Benc
 def test_a_loader_that_is_not_installed_is_left_out(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = bench("loading")
-    monkeypatch.setattr(loading, "child", lambda kind, folder: {"rows_a_second": 9.0, "hashes": 2.0} | FIRST)
-    monkeypatch.setattr(loading, "PEERS", ("no_such_loader",))
-    lines, missing = loading.measure(tmp_path, 300, sys.executable, 1)
+    loading, said = bench("loading"), {"rows_a_second": 9.0, "hashes": 2.0, "first_batch": 1.5}
+    monkeypatch.setattr(loading, "child", lambda script, **work: said)
+    lines, missing = loading.measure(tmp_path, 300, sys.executable, 1, ("no_such_loader",))
     assert missing == ["no_such_loader"]
     values = {(line["case"], line["metric"]): (line["value"], line["met"]) for line in lines}
     assert values["Atoll, resumed", "first batch"] == (1.5, False) and len(values) == 3
-
-
-FIRST = {"first_batch": 1.5}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from helpers import ROOT
 
 
 def test_every_file_of_the_code_that_the_docs_name_is_there() -> None:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+from helpers import ROOT
+
 RED = (255, 0, 0)
 
 
@@ -71,6 +72,17 @@ def packages(folder: Path, prepare: ModuleType) -> None:
     package(folder / prepare.PACKAGES["openmoji"], listed | drawn)
 
 
+def ended(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> str:
+    """What a program says that is called wrongly."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *words])
+    with pytest.raises(SystemExit) as leaves:
+        module.main()
+    assert leaves.value.code == 2
+    return capsys.readouterr().err
+
+
 def test_four_packages_become_four_parquet_files(
     prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,34 +106,24 @@ def test_four_packages_become_four_parquet_files(
         assert (seen[:28] == RED).all() and (seen[36:] == 255).all(), row["id"]
 
 
-def test_packages_that_are_missing_are_named(
-    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path), str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        prepare.main()
-    assert ended.value.code == 2 and not (tmp_path / "out").exists()
-    assert "openmoji-17.0.0.tgz; fetch them with npm pack" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damage", ["empty", "junk", "half"])
-def test_a_damaged_package_is_one_line(
+@pytest.mark.parametrize("damage", ["missing", "empty", "junk", "half"])
+def test_packages_that_are_missing_or_damaged_are_one_line(
     damage: str,
     prepare: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    packages(tmp_path, prepare)
     first = tmp_path / prepare.PACKAGES["google"]
-    whole = first.read_bytes()
-    first.write_bytes({"empty": b"", "junk": b"junk", "half": whole[: len(whole) // 2]}[damage])
-    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path), str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        prepare.main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1
-    assert f"{first} cannot be read" in told and "npm pack" in told
+    if damage != "missing":
+        packages(tmp_path, prepare)
+        whole = first.read_bytes()
+        first.write_bytes({"empty": b"", "junk": b"junk", "half": whole[: len(whole) // 2]}[damage])
+    error = ended(prepare, monkeypatch, capsys, str(tmp_path), str(tmp_path / "out"))
+    if damage == "missing":
+        assert "openmoji-17.0.0.tgz; fetch them with npm pack" in error and not (tmp_path / "out").exists()
+    else:
+        assert error.count("\n") == 1 and f"{first} cannot be read" in error and "npm pack" in error
 
 
 def test_icons_are_drawn_on_white_with_their_set_and_licence(
@@ -154,7 +156,4 @@ def test_icons_are_drawn_on_white_with_their_set_and_licence(
     assert black.shape == (64, 64, 3) and black.max() == 0
     assert half.min() == 0 and (half[:16] == 255).all() and (half[16:48, :32] == 0).all()
     assert (half[16:48, 33:] == 255).all() and (half[48:] == 255).all()
-    monkeypatch.setattr(sys, "argv", [*argv, "--sets", "circles"])
-    with pytest.raises(SystemExit) as ended:
-        icons.main()
-    assert ended.value.code == 2 and "no set circles" in capsys.readouterr().err
+    assert "no set circles" in ended(icons, monkeypatch, capsys, *argv[1:], "--sets", "circles")

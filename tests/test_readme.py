@@ -1,14 +1,13 @@
 """What README and docs say can be typed can be typed, and their links lead somewhere."""
 
 import re
-from pathlib import Path
 
 import click
 import pytest
 
 from atoll.cli.main import atoll
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
     *sorted(str(p.relative_to(ROOT)) for d in ("docs", "examples") for p in (ROOT / d).rglob("*.md")),

@@ -7,7 +7,7 @@ one also tells how often a picture finds its own caption among a hundred.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,15 @@ from atoll.model.generation import Generation
 from atoll.model.model import Model
 
 JUDGES: dict[str, dict[str, Any]] = {
-    "Lite2, 64 px, 64 axes": {"extractor_size": 64, "components": 64},
-    "Lite2, 64 px, 16 axes": {"extractor_size": 64, "components": 16},
-    "Lite2, 64 px, 128 axes": {"extractor_size": 64, "components": 128},
-    "Lite2, 64 px, 256 axes": {"extractor_size": 64, "components": 256},
-    "Lite2, 48 px, 64 axes": {"extractor_size": 48, "components": 64},
-    "Lite2, 128 px, 64 axes": {"extractor_size": 128, "components": 64},
+    **{
+        f"Lite2, {size} px, {axes} axes": {"extractor_size": size, "components": axes}
+        for size, axes in ((64, 64), (64, 16), (64, 128), (64, 256), (48, 64), (128, 64))
+    },
     "pixels, 16 px, 64 axes": {"extractor": "pixels", "extractor_size": 16, "components": 64},
 }
-"""The first is the headline's."""
-MATCHER = "captions, 64 axes"
+"""The first chooses, and is the headline's."""
+TWINS = (0.05, 0.1, 0.15)
+"""Root mean squares of the difference of pixels in [-1, 1] up to which one is the other's twin or copy."""
 AMONG = 100
 GUIDED = "monolith null milestone"
 """The single network, its null branch that of its first milestone (a weaker one's, arXiv 2312.02696)."""
@@ -64,32 +63,26 @@ class Alone:
 
 def candidate_of(campaign: Campaign, model: str) -> Candidate:
     """A model of a campaign; `GUIDED` draws as an ensemble of one expert with a null branch apart."""
+    device = torch.device("cpu")
     if model == GUIDED_APART:
-        whole = published(campaign, "ensemble", torch.device("cpu"))
+        ensemble = published(campaign, "ensemble", device)
         runs = experts_of(campaign.config.partition.k)
         guides, digests = zip(*(earlier(campaign, run) for run in runs), strict=True)
-        weights = whole.weights | {f"{run.folder} was": one for run, one in zip(runs, digests, strict=True)}
-        apart = GuidedByThemselves(whole.model.bank, whole.model.card, earlier=guides)
-        return Candidate("ensemble", weights, apart)
+        was = {f"{run.folder} was": digest for run, digest in zip(runs, digests, strict=True)}
+        apart = GuidedByThemselves(ensemble.model.bank, ensemble.model.card, earlier=guides)
+        return Candidate("ensemble", {**ensemble.weights, **was}, apart)
     if model != GUIDED:
-        return published(campaign, model, torch.device("cpu"))
-    one = published(campaign, "monolith", torch.device("cpu"))
+        return published(campaign, model, device)
+    monolith = published(campaign, "monolith", device).model
     guide, digest = earlier(campaign, Run("monolith"))
-    weights = {"experts/0": one.model.card.weights_sha256, "experts/pretrain": digest}
-    both = Bank(one.model.bank.experts, Alone(), pretrain=guide)
-    return Candidate("ensemble", weights, Model(both, one.model.card, torch.device("cpu")))
+    weights = {"experts/0": monolith.card.weights_sha256, "experts/pretrain": digest}
+    both = Bank(monolith.bank.experts, Alone(), pretrain=guide)
+    return Candidate("ensemble", weights, Model(both, monolith.card, device))
 
 
 @dataclass(frozen=True)
 class Album:
-    """Pictures that a model drew at the captions of a split, by number.
-
-    Attributes:
-        campaign: whose real pictures they are held against.
-        folder: of the PNG files.
-        conditions: what each was drawn for.
-        training: the rows that the model learned from.
-    """
+    """Pictures in a folder, by number, that a model drew at captions, and the rows that it learned from."""
 
     campaign: Campaign
     folder: Path
@@ -117,14 +110,7 @@ class Album:
 
     @classmethod
     def real(cls, campaign: Campaign, split: str, count: int, folder: Path) -> "Album":
-        """Training pictures in a model's place: no model is expected to come nearer to the split than they.
-
-        Args:
-            campaign: whose pictures they are.
-            split: that they are held against.
-            count: how many, drawn without replacement.
-            folder: for their PNG files.
-        """
+        """Training pictures in a model's place: no model is expected to come nearer to the split."""
         plan, dataset = RunPlan.read(campaign.store, Run("router").plan), campaign.dataset()
         rows, training = (samples_of(campaign, dataset, s, plan) for s in (split, "train"))
         chosen = torch.randperm(len(training), generator=generator(0, "real"))[:count].numpy()
@@ -136,35 +122,44 @@ class Album:
 
     def distances(self, judges: Mapping[str, dict[str, Any]]) -> dict[str, float]:
         """Fréchet distance by each judge; precision and recall by the first."""
-        found: dict[str, float] = {}
+        distances: dict[str, float] = {}
         config = self.campaign.config.evaluate
         for name, settings in judges.items():
-            metrics = "frechet" if found else "frechet,precision,recall"
+            metrics = "frechet" if distances else "frechet,precision,recall"
             chosen = type(config).parse({**config.model_dump(), **settings, "metrics": metrics}, name)
             point = evaluate(self.campaign, Request(images=self.folder, split=self.conditions.split), chosen)
             assert point is not None
-            values = {metric: float(value["value"]) for metric, value in point.values.items()}
-            found |= {name: values.pop("frechet"), **values}
-        return found
+            values = {metric: value.value for metric, value in point.values.items()}
+            distances |= {name: values.pop("frechet"), **values}
+        return distances
 
     @torch.inference_mode()
     def matches(self, network: "Matcher") -> dict[str, float]:
         """How pictures follow their captions, and their Fréchet distance in the features of who says so.
 
-        Returns:
-            `retrieval`: share of pictures whose own caption is the nearest of 100, the others drawn from the
-            split; `retrieval of real pictures`, the same of the split's own; and the distance.
+        `retrieval` is the share of pictures whose own caption is the nearest of 100, the others drawn from
+        the split; `retrieval of real pictures` the same of the split's own.
         """
         rows, everything = self.conditions.samples, np.arange(len(self.conditions.samples))
         texts = np.array(rows.dataset.take(rows.rows).column("caption").to_pylist())
         captions = network.of_captions(rows.conditions(everything))
         real = network.of_pictures(rows.latents(everything))
         drawn = network.of_pictures(self._pixels())
+
+        def retrieval(pictures: Tensor, own: NDArray[np.int64]) -> float:
+            draws, hits = generator(0, "retrieval"), 0
+            for picture, number in zip(pictures, own, strict=True):
+                others = np.flatnonzero(texts != texts[number])  # a caption may stand in several rows
+                chosen = others[torch.randperm(len(others), generator=draws)[: AMONG - 1].numpy()]
+                scores = captions[torch.from_numpy(np.append(chosen, number))] @ picture
+                hits += int(scores.argmax()) == len(scores) - 1
+            return hits / len(own)
+
         axes = Projection.fit(real.numpy(), min(64, len(real) // 2))
         return {
-            MATCHER: frechet_distance(axes(drawn.numpy()), axes(real.numpy())),
-            "retrieval": _retrieval(drawn, captions, texts, self.conditions.index),
-            "retrieval of real pictures": _retrieval(real, captions, texts, everything),
+            "captions, 64 axes": frechet_distance(axes(drawn.numpy()), axes(real.numpy())),
+            "retrieval": retrieval(drawn, self.conditions.index),
+            "retrieval of real pictures": retrieval(real, everything),
         }
 
     def _pixels(self) -> Tensor:
@@ -174,32 +169,27 @@ class Album:
         pictures = np.stack([np.atleast_3d(np.asarray(Image.open(file).convert(mode))) for file in files])
         return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
-    def without_twins(
-        self, extractor_size: int, components: int, bounds: Sequence[float] = (0.05, 0.1, 0.15)
-    ) -> dict[str, float]:
+    def without_twins(self, extractor_size: int, components: int) -> dict[str, float]:
         """The distance without rows that have a twin among the training pictures, on either side.
 
-        Args:
-            extractor_size: in pixels, that the extractor sees.
-            components: of the distance.
-            bounds: root mean squares of the difference of pixels in [-1, 1] up to which one is the
-                other's twin or copy; the distance is that of the first.
-
-        Returns:
-            The distance; `twins`, the share of the split's rows that have one; `copies`, that of the
-            drawn; and both within each further bound.
+        Beside it `twins`, the share of the split's rows that have one; `copies`, that of the drawn; and both
+        within each further bound. Without them a model that copies the training rows looks good.
         """
-        rows, known = _flat(self.conditions.samples), _flat(self.training)
+
+        def flat(samples: Samples) -> Tensor:
+            return samples.latents(np.arange(len(samples))).flatten(1)
+
+        rows, known = flat(self.conditions.samples), flat(self.training)
         real_apart, drawn_apart = (
             (torch.cdist(pixels, known) / known.shape[1] ** 0.5).amin(1).numpy()
             for pixels in (rows, self._pixels().flatten(1))
         )
         shares = {
-            f"{name} within {bound:g}" if bound != bounds[0] else name: float((apart <= bound).mean())
-            for bound in bounds
+            f"{name} within {bound:g}" if bound != TWINS[0] else name: float((apart <= bound).mean())
+            for bound in TWINS
             for name, apart in (("twins", real_apart), ("copies", drawn_apart))
         }
-        alone = real_apart > bounds[0]
+        alone = real_apart > TWINS[0]
         encoder = extractor(self.campaign.config.evaluate.extractor, extractor_size)
         drawn = extract(Folder(self.folder), encoder, "pictures", 250)
         real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
@@ -207,20 +197,6 @@ class Album:
         axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
         distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
         return {"without twins": distance, **shares}
-
-
-def _flat(samples: Samples) -> Tensor:
-    return samples.latents(np.arange(len(samples))).flatten(1)
-
-
-def _retrieval(pictures: Tensor, captions: Tensor, texts: NDArray[Any], own: NDArray[np.int64]) -> float:
-    draws, hits = generator(0, "retrieval"), 0
-    for picture, place in zip(pictures, own, strict=True):
-        others = np.flatnonzero(texts != texts[place])
-        chosen = others[torch.randperm(len(others), generator=draws)[: AMONG - 1].numpy()]
-        scores = captions[torch.from_numpy(np.append(chosen, place))] @ picture
-        hits += int(scores.argmax()) == len(scores) - 1
-    return hits / len(own)
 
 
 class Matcher(nn.Module):
@@ -257,23 +233,25 @@ def matcher(samples: Samples, path: Path, epochs: int = 30, batch: int = 256) ->
     """The matcher of training rows, trained unless the file is there. Pictures are shifted by up to 2 px."""
     torch.manual_seed(0)
     network = Matcher(samples.shape.channels, samples.shape.text_width)
+    # The lazy layer takes its shape, and its initial weights, from a first call.
     network.of_pictures(torch.zeros(1, samples.shape.channels, samples.shape.size, samples.shape.size))
     if path.exists():
         network.load_state_dict(load_file(path))
         return network.eval()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
-    steps = epochs * (len(samples) // batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
-    for step in range(steps):
-        if step % (len(samples) // batch) == 0:
-            order = torch.randperm(len(samples)).numpy()
-        index = order[step % (len(samples) // batch) * batch :][:batch]
-        pixels, cond = samples.latents(index), samples.conditions(index)
-        moved = [torch.roll(one, tuple(torch.randint(-2, 3, (2,)).tolist()), dims=(1, 2)) for one in pixels]
-        loss = network.loss(torch.stack(moved), cond)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    steps = len(samples) // batch
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=epochs * steps)
+    for _ in range(epochs):
+        order = torch.randperm(len(samples)).numpy()
+        for step in range(steps):
+            index = order[step * batch :][:batch]
+            pixels, cond = samples.latents(index), samples.conditions(index)
+            moves = (tuple(torch.randint(-2, 3, (2,)).tolist()) for _ in pixels)
+            moved = [torch.roll(one, move, dims=(1, 2)) for one, move in zip(pixels, moves, strict=True)]
+            loss = network.loss(torch.stack(moved), cond)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
     save_file(network.state_dict(), path)
     return network.eval()
