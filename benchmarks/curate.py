@@ -72,11 +72,11 @@ from atoll.curate.vocabulary import Vocabulary
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import LOOKS, fingerprint_job
 from atoll.data.duplicates import dedupe as left_out
-from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
-from atoll.data.records import Record
 from atoll.data.settings import DedupeConfig, GlyphOptions, IngestConfig
-from atoll.data.sources import open_source
+from atoll.data.sources.glyphs import GlyphSource
+from atoll.data.sources.record import Record
+from atoll.data.sources.several import open_source
 from atoll.data.words import words_of
 from atoll.store.store import Store
 
@@ -336,7 +336,7 @@ def planted(kind: str, originals: Pictures, size: int, folder: Path) -> list[Row
     parquet.write_table(pa.table({"image": content, "text": texts}), source / "0.parquet")
     dataset, rows = _ingested(source, folder / kind, size=size, heldout=0), []
     for name, bounds in BOUNDS.items():
-        of = left_out(dataset, bounds, "none").of.reshape(len(originals), len(changes))
+        of = left_out(dataset, bounds, "none").kept_row.reshape(len(originals), len(changes))
         for number, plant in enumerate(PLANTS, 1):
             found, hard = float((of[:, number] == of[:, 0]).mean()), "cut" in plant or "64" in plant
             asked = name == "as by default" and kind == "photographs" and not hard
@@ -382,9 +382,9 @@ def sheet(source: Path, to: Path, path: Path, wrong: int | None, count: int = 20
     dataset = _ingested(source, to, size=32, heldout=0.1, **NAMED)
     found = left_out(dataset, DedupeConfig(), "none")
     rows = [row("icons", name, value) for name, value in found.counts.items()]
-    near = np.flatnonzero(found.how == 2)
+    near = np.flatnonzero(found.reason == 2)
     chosen = near[np.argsort(-found.distances[near], kind="stable")][:count].tolist()
-    pictures = [dataset.image(one) for n in chosen for one in (n, int(found.of[n]))]
+    pictures = [dataset.image(one) for n in chosen for one in (n, int(found.kept_row[n]))]
     labels = [text for n in chosen for text in (f"{found.distances[n]:.2f}", "")]
     path.write_bytes(png(grid(pictures, 20, 4, labels=labels, scale=2)))
     if wrong is not None:

@@ -29,7 +29,7 @@ from pyarrow import parquet
 
 from atoll.data.ingest import ingest
 from atoll.data.settings import IngestConfig
-from atoll.data.sources import open_source
+from atoll.data.sources.several import open_source
 from atoll.store.lease import LeaseConfig
 from atoll.store.store import Store
 

@@ -1,10 +1,16 @@
-"""Pictures as files."""
+"""Pictures as files, and files in tars."""
 
 import io
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from atoll.data.formats import Reject
+from atoll.data.sources.record import Record, Source
 
 
 def encoded(size: tuple[int, int] = (20, 12), kind: str = "PNG", mode: str = "RGB", seed: int = 0) -> bytes:
@@ -13,6 +19,17 @@ def encoded(size: tuple[int, int] = (20, 12), kind: str = "PNG", mode: str = "RG
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def packed(members: Iterable[tuple[str, bytes]], **options: Any) -> bytes:
+    """A tar of files by name."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", **options) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
 
 
@@ -26,3 +43,10 @@ def aspects(folder: Path, counts: dict[tuple[int, int], int]) -> Path:
             name.with_suffix(".png").write_bytes(encoded((width, height), seed=number))
             name.with_suffix(".txt").write_text(names[(width > height) - (width < height)])
     return folder
+
+
+def read(source: Source) -> tuple[list[Record], list[Reject]]:
+    """All rows of a source, and all that are rejected."""
+    items = list(source.records(0, len(source)))
+    assert len(items) == len(source)
+    return [r for r in items if isinstance(r, Record)], [r for r in items if isinstance(r, Reject)]

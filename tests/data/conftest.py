@@ -1,14 +1,15 @@
 """Small real data sets for the tests of this folder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from atoll.data.dataset import DataSet
-from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
 from atoll.data.settings import GlyphOptions, IngestConfig
+from atoll.data.sources.glyphs import GlyphSource
 from atoll.store.store import Store
 from helpers_data import encoded
 
@@ -18,11 +19,19 @@ def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "store", create=True)
 
 
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set of `glyphs`, made once."""
+    root, config = tmp_path_factory.mktemp("drawn"), IngestConfig(size=8, shard_rows=16, heldout=0.3)
+    ingest(GlyphSource(GlyphOptions(limit=40)), Store.open(root), "glyphs", config)
+    return root / "glyphs"
+
+
 @pytest.fixture
-def glyphs(store: Store) -> DataSet:
+def glyphs(drawn: Path, store: Store, tmp_path: Path) -> DataSet:
     """40 gray pictures of 8x8 in shards of 16, 16 and 8 rows."""
-    config = IngestConfig(size=8, shard_rows=16, heldout=0.3)
-    return ingest(GlyphSource(GlyphOptions(limit=40)), store, "glyphs", config)
+    shutil.copytree(drawn, tmp_path / "store/glyphs")
+    return DataSet.open(store, "glyphs")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import linprog
 
 from atoll.base.errors import ConfigError, PartitionError
-from atoll.data.balance import Limits, balanced
+from atoll.data.balance import ShareBounds, balanced
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.settings import PartitionConfig
 
@@ -17,33 +17,33 @@ def rows(count: int = 1200, width: int = 6) -> np.ndarray:
     return normalise(draws.normal(size=(count, width)) + np.eye(width)[draws.integers(0, 3, count)] * 2)
 
 
-def held(features: np.ndarray, masses: np.ndarray, config: PartitionConfig) -> tuple[np.ndarray, float]:
-    """Shares of the masses, and the weighted cost of the assignment above its optimum for these centroids."""
-    limits = Limits.of(config)
-    assert limits is not None
-    centroids, prices = balanced(features, masses, fit(features, config.k, 16, 0), limits)
+def held(features: np.ndarray, weights: np.ndarray, config: PartitionConfig) -> tuple[np.ndarray, float]:
+    """Shares of the weights, and by how much the assignment costs more than the best for these centroids."""
+    bounds = ShareBounds.of(config)
+    assert bounds is not None
+    centroids, prices = balanced(features, weights, fit(features, config.k, 16, 0), bounds)
     owners = nearest_centroid(features, centroids, prices)
     costs = ((features[:, None] - centroids[None]) ** 2).sum(2)
-    total, (count, k) = masses.sum(), costs.shape
+    total, (count, k) = weights.sum(), costs.shape
     each = np.kron(np.eye(count), np.ones((1, k)))
-    of = np.tile(np.eye(k), (1, count)) * np.repeat(masses, k)
+    of = np.tile(np.eye(k), (1, count)) * np.repeat(weights, k)
     best = linprog(
-        (costs * masses[:, None]).ravel(),
+        (costs * weights[:, None]).ravel(),
         A_ub=np.concatenate([of, -of]),
-        b_ub=np.concatenate([limits.high, -limits.low]) * total,
+        b_ub=np.concatenate([bounds.high, -bounds.low]) * total,
         A_eq=each,
         b_eq=np.ones(count),
         bounds=(0, 1),
     )
-    cost = float((costs[np.arange(count), owners] * masses).sum())
-    return np.bincount(owners, masses, k) / total, cost / best.fun - 1
+    cost = float((costs[np.arange(count), owners] * weights).sum())
+    return np.bincount(owners, weights, k) / total, cost / best.fun - 1
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_capacities_are_kept_at_the_least_cost(weighted: bool) -> None:
     features = rows(400)
-    masses = np.random.default_rng(1).uniform(0, 2, 400) if weighted else np.ones(400)
-    shares, loss = held(features, masses, PartitionConfig(k=4, capacities=CAPACITIES))
+    weights = np.random.default_rng(1).uniform(0, 2, 400) if weighted else np.ones(400)
+    shares, loss = held(features, weights, PartitionConfig(k=4, capacities=CAPACITIES))
     assert shares == pytest.approx(np.array(CAPACITIES) / 22, rel=0.02, abs=0.005)
     assert -1e-6 < loss < 5e-3  # rows are whole, so the optimum of fractions may be just below
 
@@ -56,18 +56,18 @@ def test_no_cluster_holds_more_than_its_largest_share() -> None:
 def test_one_giant_cluster_is_divided() -> None:
     draws = np.random.default_rng(0)
     features = normalise(np.eye(1, 8) * 5 + draws.normal(size=(3000, 8)) * 0.3)
-    limits = Limits.of(PartitionConfig(k=3, capacities=(1, 1, 1)))
-    assert limits is not None
-    centroids, prices = balanced(features, np.ones(3000), fit(features, 3, 32, 0), limits)
+    bounds = ShareBounds.of(PartitionConfig(k=3, capacities=(1, 1, 1)))
+    assert bounds is not None
+    centroids, prices = balanced(features, np.ones(3000), fit(features, 3, 32, 0), bounds)
     assert np.bincount(nearest_centroid(features, centroids, prices)) == pytest.approx([1000] * 3, rel=0.0201)
 
 
 def test_rows_that_are_alike_cannot_be_divided() -> None:
     features = np.repeat(np.eye(2, 4, dtype="f4"), [900, 100], axis=0)
-    limits = Limits.of(PartitionConfig(k=2, capacities=(1, 1)))
-    assert limits is not None
+    bounds = ShareBounds.of(PartitionConfig(k=2, capacities=(1, 1)))
+    assert bounds is not None
     with pytest.raises(PartitionError, match=r"cluster 0 would hold 90.00% and not 49.00% to 51.00%.*raise"):
-        balanced(features, np.ones(1000), np.eye(2, 4, dtype="f4"), limits)
+        balanced(features, np.ones(1000), np.eye(2, 4, dtype="f4"), bounds)
 
 
 @pytest.mark.parametrize(

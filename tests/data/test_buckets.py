@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.buckets import cropped, merged, nearest, place
 from atoll.data.dataset import BUCKETS, ROWS, DataSet
-from atoll.data.decode import BadImageError, decode, square, upright_size
-from atoll.data.folder import FolderSource
+from atoll.data.decode import BadImageError, cropped, decode, merged, nearest, place, square, upright_size
 from atoll.data.images import ImageReader
 from atoll.data.ingest import ingest
 from atoll.data.settings import BucketConfig, IngestConfig
+from atoll.data.sources.folder import FolderSource
 from atoll.store.store import Store
 from helpers_data import aspects, encoded
 

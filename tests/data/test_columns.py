@@ -1,7 +1,9 @@
 import io
 import multiprocessing
 import pickle
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,7 @@ from atoll.data.formats import Shard
 from atoll.data.subsets import union, write_subset
 from atoll.store.manifest import write_file
 from atoll.store.store import Store
+from s3 import BUCKET, S3
 
 PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
 
@@ -62,11 +65,8 @@ def test_fixed_round_trip(glyphs: DataSet, store: Store) -> None:
     assert column.read([]).shape == (0, 2, 3)
     assert column.read(torch.tensor([5])).shape == (1, 2, 3)
     assert not [key for key in store.list("glyphs/columns/x") if key.endswith("0.json")]
-    assert safetensors.torch.load_file(store.path("glyphs/columns/x/00000.safetensors"))["values"].shape == (
-        16,
-        2,
-        3,
-    )
+    stored = safetensors.torch.load_file(store.path("glyphs/columns/x/00000.safetensors"))
+    assert stored["values"].shape == (16, 2, 3)
 
 
 @pytest.mark.parametrize("rows", [[-1], [40], [[1]], [1.5], [True]])
@@ -305,22 +305,52 @@ def test_shards_of_different_form_and_bad_names(glyphs: DataSet) -> None:
             glyphs.write_column(name, PRODUCER, Counting(glyphs))
 
 
-def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[float]") -> None:
-    fresh = DataSet.open(dataset.store, dataset.prefix)
-    assert fresh.ids == dataset.ids
-    assert fresh.column("x").extra("null")["a"].tolist() == [1]
-    assert fresh.image(3).size == (8, 8)
-    queue.put(float(fresh.column("x").read([39, 20])[0, 0, 0]))
+def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[object]") -> None:
+    try:
+        column = dataset.column("x")
+        queue.put([*column.read([39, 20])[:, 0, 0].tolist(), column.extra("null")["a"].item()])
+    except StoreError as error:
+        queue.put(str(error))
+
+
+def in_child(dataset: DataSet) -> object:
+    """What a forked worker reads."""
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[object] = context.Queue()
+    process = context.Process(target=_read_in_child, args=(dataset, queue))
+    process.start()
+    answer = queue.get(timeout=60)
+    process.join()
+    return answer
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_forked_workers_can_read_and_so_can_a_copy(glyphs: DataSet) -> None:
     glyphs.write_column("x", PRODUCER, Counting(glyphs), {"null": {"a": torch.ones(1)}}).read([39])
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_read_in_child, args=(glyphs, queue))
-    process.start()
-    assert queue.get(timeout=60) == 39
-    process.join()
+    assert in_child(glyphs) == [39, 20, 1] == in_child(DataSet.open(glyphs.store, "glyphs"))
     copy = pickle.loads(pickle.dumps(glyphs))  # noqa: S301, our own: how a spawned worker gets it
     assert copy.column("x").read([39])[0, 0, 0] == 39
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_workers_of_an_object_store_read_local_copies(
+    glyphs: DataSet, store: Store, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They never wait for the network; an audit names what is damaged there."""
+    for name, value in {**s3.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    bucket = Store.open(f"s3://{BUCKET}/{uuid.uuid4().hex}", create=True)
+    for key in store.list("glyphs"):
+        bucket.put(key, store.get(key))
+    made = DataSet.open(bucket, "glyphs")
+    made.write_column("x", PRODUCER, Counting(made), {"null": {"a": torch.ones(1)}})
+    dataset = DataSet.open(bucket, "glyphs")
+    dataset.column("x")
+    assert "a forked process cannot reach s3://" in str(in_child(dataset))
+    dataset.localise(["x"])
+    assert in_child(dataset) == [39, 20, 1]
+    assert audit(dataset) == []
+    key = "glyphs/columns/x/00000.safetensors"
+    bucket.put(key, bucket.get(key)[:-1] + b"!")
+    problems = audit(DataSet.open(bucket, "glyphs"))
+    assert len(problems) == 1 and bucket.name(key) in problems[0] and "SHA-256" in problems[0]

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from atoll.base.errors import DataError
-from atoll.data.contents import COUNTED, Tally, contents, lines
+from atoll.data.contents import COUNTED, Histogram, contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import dedupe, fingerprint_job
 from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig
-from atoll.data.sources import open_source
+from atoll.data.sources.several import open_source
 from atoll.data.subsets import write_subset
 from atoll.store.store import Store
 
@@ -120,6 +120,6 @@ def test_the_frequent_are_found_among_many(monkeypatch: pytest.MonkeyPatch, fold
 
 
 def test_quantiles() -> None:
-    tally = Tally()
+    tally = Histogram()
     tally.add([5, 1, 1, 9])
     assert [tally.quantile(share) for share in (0, 0.5, 0.75, 1)] == [1, 1, 5, 9]

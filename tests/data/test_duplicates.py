@@ -17,7 +17,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
 from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
-from atoll.data.sources import open_source
+from atoll.data.sources.several import open_source
 from atoll.store.store import Store
 from helpers import command, refused
 
@@ -74,7 +74,7 @@ def dataset_of(folder: Path, **more: object) -> DataSet:
 
 def kept_by(dataset: DataSet, found: Duplicates) -> dict[str, str]:
     names = dataset.table(["caption"])["caption"].to_pylist()
-    return {names[n]: names[int(of)] for n, of in enumerate(found.of) if of != n}
+    return {names[n]: names[int(of)] for n, of in enumerate(found.kept_row) if of != n}
 
 
 def test_copies_encodings_and_sizes_are_found_and_nothing_else(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_copies_encodings_and_sizes_are_found_and_nothing_else(folder: Path) -> 
         "nearly the same pixels": 6,
         "nearly the same features": 0,
     }
-    assert dataset.column(COLUMN).read(np.arange(len(dataset))).tolist() == found.of.tolist()
+    assert dataset.column(COLUMN).read(np.arange(len(dataset))).tolist() == found.kept_row.tolist()
     assert sum(len(dataset.split(name)) for name in ("train", "heldout", "test")) == ORIGINALS + 2
     assert audit(dataset) == []
 
@@ -108,7 +108,7 @@ def test_what_is_kept_in_place_of_a_copy_is_kept(folder: Path) -> None:
     dataset = dataset_of(folder)
     found = dedupe(dataset, DedupeConfig(), "none")
     assert kept_by(dataset, found)["a-copy.png"] == kept_by(dataset, found)["own-00.png"] == "large-0.png"
-    assert (found.of[found.of] == found.of).all()
+    assert (found.kept_row[found.kept_row] == found.kept_row).all()
 
 
 def test_no_group_is_on_two_sides(folder: Path) -> None:
@@ -117,14 +117,14 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     before = {name: dataset.split(name).tolist() for name in ("train", "heldout", "test")}
     found = dedupe(dataset, DedupeConfig(), "none")
     sides = dataset.column("split").read(np.arange(len(dataset))).numpy()
-    kept = found.of == np.arange(len(dataset))
+    kept = found.kept_row == np.arange(len(dataset))
     assert (dataset.weights == kept).all() and {*sides} == {0, 1, 2}
     assert {name: dataset.split(name).tolist() for name in before} != before
     names = dataset.table(["caption"])["caption"].to_pylist()
     groups = {found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}
     assert len(groups) == 1
     again = dedupe(dataset, DedupeConfig(), "none")
-    assert (again.of == found.of).all()
+    assert (again.kept_row == found.kept_row).all()
     assert (dataset.column("split").read(np.arange(len(dataset))).numpy() == sides).all()
 
 
@@ -144,7 +144,11 @@ def test_features_join_what_pixels_do_not(folder: Path) -> None:
         lambda shard: {"values": values[bounds[shard] : bounds[shard + 1]].half()},
     )
     found = dedupe(dataset, DedupeConfig(cosine=0.95), "ours")
-    assert found.of[two] == one and found.of[three] == three and found.counts["nearly the same features"] == 1
+    assert (
+        found.kept_row[two] == one
+        and found.kept_row[three] == three
+        and found.counts["nearly the same features"] == 1
+    )
     assert found.groups[one] == found.groups[two] != found.groups[three]
 
 

@@ -2,9 +2,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from atoll.base.errors import ConfigError
-from atoll.data.glyphs import CANVAS, GlyphSource
-from atoll.data.records import Record
 from atoll.data.settings import GlyphOptions
+from atoll.data.sources.glyphs import CANVAS, GlyphSource
+from atoll.data.sources.record import Record
 
 
 def rows(source: GlyphSource, start: int = 0, stop: int = 10**6) -> list[Record]:

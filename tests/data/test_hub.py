@@ -12,8 +12,8 @@ import pytest
 
 import hub
 from atoll.base.errors import DataError
-from atoll.data.hub import Name, open_hub
 from atoll.data.settings import RowOptions
+from atoll.data.sources.hub import Name, open_hub
 from helpers import ROOT
 from helpers_data import encoded
 
@@ -21,7 +21,7 @@ FIRST, SECOND = "1" * 40, "2" * 40
 READ = """
 import json, sys
 from atoll.base.errors import AtollError
-from atoll.data.hub import open_hub
+from atoll.data.sources.hub import open_hub
 from atoll.data.settings import RowOptions
 for name in sys.argv[1:]:
     try:

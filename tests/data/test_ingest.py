@@ -12,12 +12,12 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.data.audit import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
-from atoll.data.glyphs import GlyphSource
 from atoll.data.images import safe_id
 from atoll.data.ingest import ingest
-from atoll.data.records import Record
 from atoll.data.settings import GlyphOptions, IngestConfig
-from atoll.data.sources import open_source
+from atoll.data.sources.glyphs import GlyphSource
+from atoll.data.sources.record import Record
+from atoll.data.sources.several import open_source
 from atoll.store.store import Store
 from helpers_data import encoded
 

@@ -16,7 +16,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.ingest import IngestJob, ingest
 from atoll.data.job import Part
-from atoll.data.records import Record
+from atoll.data.sources.record import Record
 from atoll.store import local
 from atoll.store.store import Store
 from data.test_ingest import CONFIG, Rows, record, tree
@@ -30,16 +30,15 @@ def repeated(count: int = 120) -> list[Record | Reject]:
         picture = b"text" if chance.random() < 0.3 else record(name, seed=number).image
         caption = "" if chance.random() < 0.1 else "x"
         rows.append(Record(name, f"{number}", picture, caption, None, f"g{number % 7}"))
-    rows[:5] = [
-        record(f"r{number}", seed=number) for number in range(5)
-    ]  # so shard 2 has ids of shard 0 alone
+    rows[:5] = [record(f"r{number}", seed=number) for number in range(5)]  # shard 2 has ids of shard 0 alone
     return rows
 
 
-@pytest.fixture
-def serial(tmp_path: Path) -> Path:
-    ingest(Rows(repeated()), Store.open(tmp_path / "serial", create=True), "d", CONFIG)
-    return tmp_path / "serial"
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("serial")
+    ingest(Rows(repeated()), Store.open(root), "d", CONFIG)
+    return root
 
 
 def test_ids_are_settled_as_if_there_were_one_shard(serial: Path, store: Store) -> None:

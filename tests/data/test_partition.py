@@ -1,31 +1,39 @@
 """The partition: what decides it, what it must not see, and its hash."""
 
+import io
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from PIL import Image
 
 from atoll.base.errors import AtollError, PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column
 from atoll.data.dataset import WEIGHTS, DataSet
-from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
 from atoll.data.partition import imbalances, make
 from atoll.data.settings import GlyphOptions, IngestConfig, PartitionConfig
+from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.subsets import write_subset
 from atoll.store.store import Store
 
 ROWS = 120
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, options = tmp_path_factory.mktemp("data"), GlyphOptions(limit=ROWS, characters="basic")
+    config = IngestConfig(size=8, shard_rows=50, heldout=0.25)
+    ingest(GlyphSource(options), Store.open(root), "", config)
+    return root
+
+
 @pytest.fixture
-def dataset(tmp_path: Path) -> DataSet:
-    store = Store.open(tmp_path / "data", create=True)
-    options = GlyphOptions(limit=ROWS, characters="basic")
-    return ingest(GlyphSource(options), store, "", IngestConfig(size=8, shard_rows=50, heldout=0.25))
+def dataset(whole: Path, tmp_path: Path) -> DataSet:
+    return DataSet.open(Store.open(shutil.copytree(whole, tmp_path / "data")))
 
 
 def features(dataset: DataSet, change: np.ndarray | None = None, name: str = "features") -> Column:
@@ -34,11 +42,7 @@ def features(dataset: DataSet, change: np.ndarray | None = None, name: str = "fe
     values = np.eye(3, 8)[np.arange(ROWS) % 3] + 0.1 * draws.normal(size=(ROWS, 8))
     values = values + (0 if change is None else change)
 
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        rows = slice(int(dataset.bounds[shard]), int(dataset.bounds[shard + 1]))
-        return {"values": torch.from_numpy(values[rows]).half()}
-
-    return dataset.write_column(name, {"name": "blobs", "hash": name}, compute)
+    return dataset.write_values(name, {"name": "blobs", "hash": name}, values.astype(np.float16))
 
 
 KMEANS = PartitionConfig(k=3, fine=3)
@@ -148,8 +152,8 @@ def test_damage_is_told_in_one_line(
     with pytest.raises(PartitionError, match="do not match the hash"):
         partitions.load(store)
     store.put(key, tensors)
-    later = {"column", "values", "capacities", "inertia", "revision", "buckets"}
-    needed = [n for n in fields if n not in later and n != "masses" and (weighted or n != "weights")]
+    optional = {"column", "values", "capacities", "inertia", "revision", "buckets", "masses"}
+    needed = [n for n in fields if n not in optional and (weighted or n != "weights")]
     changed = {name: {k: v for k, v in fields.items() if k != name} for name in needed}
     changed |= {f"other {name}": {**fields, name: 5} for name in fields if name != "warnings"}
     for what, about in changed.items():
@@ -171,13 +175,9 @@ def test_odd_balances_are_told() -> None:
 
 
 def test_contact_sheets_show_training_pictures_of_their_cluster(dataset: DataSet) -> None:
-    from PIL import Image
-
     made = make(dataset, features(dataset), KMEANS, 0)
     sheets = [partitions.contact_sheet(made, dataset, k) for k in range(3)]
     assert len(set(sheets)) == 3 and partitions.contact_sheet(made, dataset, 0) == sheets[0]
-    import io
-
     with Image.open(io.BytesIO(sheets[0])) as sheet:
         assert sheet.width > 12 * 48
 
@@ -214,10 +214,7 @@ def by(column: str, k: int, **more: object) -> PartitionConfig:
 
 
 def numbers(dataset: DataSet, values: np.ndarray) -> None:
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": torch.from_numpy(values[dataset.bounds[shard] : dataset.bounds[shard + 1]])}
-
-    dataset.write_column("owner", {"name": "test", "of": values.tolist()}, compute)
+    dataset.write_values("owner", {"name": "test", "of": values.tolist()}, values)
 
 
 def test_rows_of_one_value_stay_together(dataset: DataSet) -> None:

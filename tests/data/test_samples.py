@@ -10,11 +10,11 @@ import torch
 from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
 from atoll.data.encode import latents_job, text_job
-from atoll.data.glyphs import GlyphSource
 from atoll.data.ingest import ingest
 from atoll.data.samples import Samples, data_shape, read_labels
 from atoll.data.settings import GlyphOptions, IngestConfig
-from atoll.data.sources import open_source
+from atoll.data.sources.glyphs import GlyphSource
+from atoll.data.sources.several import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.networks.settings import DataShape

@@ -5,7 +5,7 @@ import json
 import os
 import tarfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from atoll.base.errors import AtollError, DataError
-from atoll.data.files import find_files
 from atoll.data.formats import Reject
 from atoll.data.ingest import ingest
-from atoll.data.records import Record, Source
 from atoll.data.settings import IngestConfig
-from atoll.data.sources import open_source
-from atoll.data.tar import LARGEST_TEXT, TarSource
+from atoll.data.sources.files import find_files
+from atoll.data.sources.record import Record
+from atoll.data.sources.several import open_source
+from atoll.data.sources.tar import LARGEST_TEXT, TarSource
 from atoll.store.store import Store
-from helpers_data import encoded
+from helpers_data import encoded, packed, read
 from s3 import BUCKET, S3, Proxy, proxied
 
 Member = tuple[str, bytes]
@@ -38,26 +38,10 @@ def sample(name: str, seed: int = 0, **fields: Any) -> list[Member]:
     return members + ([(f"{name}.json", json.dumps(fields).encode())] if fields else [])
 
 
-def packed(members: Iterable[Member], **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", **options) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
 def many(count: int, first: int = 0) -> list[Member]:
     return [
         one for n in range(first, first + count) for one in sample(f"{n:05d}", n, kind=n % 3, who=f"g{n}")
     ]
-
-
-def read(source: Source) -> tuple[list[Record], list[Reject]]:
-    found = list(source.records(0, len(source)))
-    assert len(found) == len(source)
-    return [r for r in found if isinstance(r, Record)], [r for r in found if isinstance(r, Reject)]
 
 
 def test_samples_are_found_in_any_order(tmp_path: Path) -> None:
@@ -161,15 +145,6 @@ def test_tars_that_are_none_or_hold_more(tmp_path: Path) -> None:
             open_source(tmp_path / "a.tar")
 
 
-def special(name: str, kind: bytes, target: str = "") -> Callable[[tarfile.TarFile], None]:
-    def add(tar: tarfile.TarFile) -> None:
-        info = tarfile.TarInfo(name)
-        info.type, info.linkname = kind, target
-        tar.addfile(info)
-
-    return add
-
-
 def test_hostile_members_are_named_and_never_followed(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     tricks = ["../../up", "/etc/root", "a/../b", "back\\slash", "new\nline", "x" * 300, "\udcff", "C:/x"]
@@ -181,13 +156,18 @@ def test_hostile_members_are_named_and_never_followed(tmp_path: Path) -> None:
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
+        def special(name: str, kind: bytes, target: str = "") -> None:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            tar.addfile(info)
+
         add(*sample("good", 1))
-        special("link.png", tarfile.SYMTYPE, "/etc/hostname")(tar)
+        special("link.png", tarfile.SYMTYPE, "/etc/hostname")
         add(("link.txt", b"a link"))
-        special("hard.png", tarfile.LNKTYPE, "good.png")(tar)
-        special("pipe.png", tarfile.FIFOTYPE)(tar)
-        special("device.png", tarfile.CHRTYPE)(tar)
-        special("folder.png", tarfile.DIRTYPE)(tar)
+        special("hard.png", tarfile.LNKTYPE, "good.png")
+        special("pipe.png", tarfile.FIFOTYPE)
+        special("device.png", tarfile.CHRTYPE)
+        special("folder.png", tarfile.DIRTYPE)
         add(*sample("twice", 2), *sample("twice", 3))
         add(("only.txt", b"no picture"), ("alone.png", encoded()))
         add(("two.png", encoded()), ("two.jpg", encoded(kind="JPEG")), ("two.txt", b"x"))
@@ -259,7 +239,7 @@ def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     source = open_source(path)
     first = source.describe()["fingerprint"]
     with monkeypatch.context() as patched:
-        patched.setattr("atoll.data.tar_index.scan", lambda *_: pytest.fail("scanned again"))
+        patched.setattr("atoll.data.sources.tar.scan", lambda *_: pytest.fail("scanned again"))
         assert len(open_source(path)) == 4 and open_source(path).describe()["fingerprint"] == first
     path.write_bytes(packed(many(5)))
     with pytest.raises(DataError, match="changed while it was read"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from atoll.data.contents import Tally
+from atoll.data.contents import Histogram
 from atoll.report.data_page import bars
 from helpers import command, refused
 
@@ -66,7 +66,7 @@ def test_damage_is_told_on_the_page(campaign: Path, capsys: pytest.CaptureFixtur
 
 
 def test_bars_are_numbers_or_ranges() -> None:
-    few, wide = Tally({1: 4, 3: 1}), Tally(dict.fromkeys(range(1, 2000), 1))
+    few, wide = Histogram({1: 4, 3: 1}), Histogram(dict.fromkeys(range(1, 2000), 1))
     assert [(one.name, one.height) for one in bars(few)] == [("1: 4 rows", 1.0), ("3: 1 rows", 0.5)]
     ranges = bars(wide, most=10)
     assert len(ranges) == 10 and ranges[-1].height == 1 and ranges[0].height < 0.2

@@ -16,7 +16,7 @@ from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
 from atoll.data.dataset import WEIGHTS, DataSet
-from atoll.data.duplicates import COLUMN, about
+from atoll.data.duplicates import COLUMN, dedupe_producer
 from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
@@ -52,7 +52,7 @@ def make_islands(campaign: Campaign) -> Partition:
         return partition
     dataset = campaign.dataset()
     how, encoder = config.data.dedupe, config.partition.encoder
-    if how and not made_by(dataset, COLUMN, about(dataset, how, encoder)):
+    if how and not made_by(dataset, COLUMN, dedupe_producer(dataset, how, encoder)):
         raise DataError("the data set is not deduplicated as data.dedupe says", "run 'atoll data prepare'")
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)

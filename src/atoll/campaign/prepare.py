@@ -18,13 +18,13 @@ from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, Duplicates, about, dedupe, fingerprint_job
+from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
 from atoll.data.encode import features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
-from atoll.data.sources import open_sources
+from atoll.data.sources.several import open_sources
 from atoll.data.weights import weigh_sources
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
@@ -105,10 +105,10 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
     # Equal pictures are beyond doubt; pairs at the bounds of the two other reasons are for a person to judge.
     shown = list[int]()
     for reason in (2, 3):
-        doubtful = np.flatnonzero(duplicates.how == reason)
+        doubtful = np.flatnonzero(duplicates.reason == reason)
         shown += doubtful[np.argsort(-duplicates.distances[doubtful])][:SHOWN].tolist()
     if shown:
-        pairs = [(row, int(duplicates.of[row])) for row in shown]
+        pairs = [(row, int(duplicates.kept_row[row])) for row in shown]
         pictures = [dataset.image(row) for pair in pairs for row in pair]
         labels = [text for row in shown for text in (dataset.ids[row], f"{duplicates.distances[row]:.2f}")]
         scale = max(1, 64 // pictures[0].width)
@@ -173,7 +173,9 @@ def prepare_data(
     stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
     encoded = stale.intersection(training_columns(config))
     how = config.data.dedupe
-    dedupes = how is not None and not made_by(dataset, COLUMN, about(dataset, how, config.partition.encoder))
+    dedupes = how is not None and not made_by(
+        dataset, COLUMN, dedupe_producer(dataset, how, config.partition.encoder)
+    )
     if stale or dedupes:
         share("prepare")
     if stale - encoded:

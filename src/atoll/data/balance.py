@@ -22,7 +22,7 @@ Shares = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ShareBounds:
     """Shares of the whole that each cluster may hold.
 
     Attributes:
@@ -34,7 +34,7 @@ class Limits:
     high: Shares
 
     @classmethod
-    def of(cls, config: PartitionConfig) -> "Limits | None":
+    def of(cls, config: PartitionConfig) -> "ShareBounds | None":
         """What the settings ask for; None where they ask for nothing."""
         if config.capacities is None and config.max_share is None:
             return None
@@ -47,22 +47,18 @@ class Limits:
         return cls(low, high)
 
     @classmethod
-    def none(cls, k: int) -> "Limits":
-        """No limits: every cluster may hold anything."""
+    def none(cls, k: int) -> "ShareBounds":
+        """No bounds: every cluster may hold anything."""
         return cls(np.zeros(k), np.ones(k))
 
     def check(
-        self, masses: NDArray[Any], row: float = 0.0, why: str = "rows that are alike stay together"
+        self, weights: NDArray[Any], row: float = 0.0, why: str = "rows that are alike stay together"
     ) -> None:
-        """Refuse masses `(K,)` that are out of the limits by more than that of one `row`.
-
-        Raises:
-            PartitionError: they are, because of what `why` says.
-        """
-        shares = masses / masses.sum()
+        """Refuse weights `(K,)` that are out of the bounds by more than that of one `row`; `why` says why."""
+        shares = weights / weights.sum()
         over = np.maximum(self.low - shares, shares - self.high)
         worst = int(over.argmax())
-        if over[worst] > 1e-9 + row / masses.sum():
+        if over[worst] > 1e-9 + row / weights.sum():
             asked = f"{self.low[worst]:.2%} to {self.high[worst]:.2%}"
             raise PartitionError(
                 f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}, since {why}",
@@ -71,77 +67,83 @@ class Limits:
 
 
 def balanced(
-    features: Features, masses: NDArray[np.floating], centroids: Features, limits: Limits
+    features: Features, weights: NDArray[np.floating], centroids: Features, bounds: ShareBounds
 ) -> tuple[Features, Features]:
-    """Move centroids and set prices until every cluster is within its limits.
+    """Move centroids and set prices until every cluster is within its bounds.
 
     Args:
         features: `(N, D)`, normalised, in random order or of one kind throughout.
-        masses: of the rows `(N,)`.
+        weights: of the rows `(N,)`.
         centroids: to start from `(K, D)`, the largest cluster first.
-        limits: of the shares.
 
     Returns:
-        Centroids `(K, D)` and prices `(K,)`, float32, the least price 0. Where the limits differ the largest
+        Centroids `(K, D)` and prices `(K,)`, float32, the least price 0. Where the bounds differ the largest
         cluster starts where most is wanted.
     """
-    centroids = centroids[np.argsort(np.argsort(-limits.high, kind="stable"), kind="stable")]
+    centroids = centroids[np.argsort(np.argsort(-bounds.high, kind="stable"), kind="stable")]
+    # Few rows move the centroids, for a step costs time in proportion; all rows set the last prices, since
+    # the shares have to hold for them.
     few = slice(None, None, -(-len(features) // MOVED_BY))
-    some, weights, owners = features[few], masses[few], np.empty(0)
+    some, counts, owners = features[few], weights[few], np.empty(0)
     prices = np.zeros(len(centroids))
     for _ in range(MOVES):
         distances = np.ascontiguousarray(squared_distances(some, centroids).T)
-        prices = set_prices(distances, weights, limits, prices, rounds=5)
+        prices = set_prices(distances, counts, bounds, prices, rounds=5)
         before, owners = owners, (distances + prices[:, None]).argmin(0)
         if np.array_equal(before, owners):
             break
-        centroids = _means(some, weights, owners, centroids)
+        centroids = _means(some, counts, owners, centroids)
     distances = np.ascontiguousarray(squared_distances(features, centroids).T)
-    prices = set_prices(distances, masses, limits, prices, rounds=50)
+    prices = set_prices(distances, weights, bounds, prices, rounds=50)
     final = (prices - prices.min()).astype(np.float32)
-    held = np.bincount(nearest_centroid(features, centroids, final), masses, len(final))
-    limits.check(held, float(masses.max()))
+    held = np.bincount(nearest_centroid(features, centroids, final), weights, len(final))
+    # One row may be too much: a row is whole, and the heaviest may straddle the bound.
+    bounds.check(held, float(weights.max()))
     return centroids, final
 
 
 def set_prices(
-    distances: NDArray[np.floating], masses: NDArray[np.floating], limits: Limits, prices: Shares, rounds: int
+    distances: NDArray[np.floating],
+    weights: NDArray[np.floating],
+    bounds: ShareBounds,
+    prices: Shares,
+    rounds: int,
 ) -> Shares:
     """Raise the prices of clusters that hold too much and lower those of clusters that hold too little.
 
-    One price is set at a time, to where the cluster just keeps its limits; each such step ascends the dual.
+    One price is set at a time, to where the cluster just keeps its bounds; each such step ascends the dual.
 
     Args:
         distances: squared `(K, N)`.
-        masses: of the rows `(N,)`.
-        limits: of the shares.
+        weights: of the rows `(N,)`.
         prices: to start from `(K,)`.
         rounds: over all prices, at most.
     """
-    prices, total = prices.astype(np.float32), float(masses.sum())
-    low, high = limits.low * total, limits.high * total
+    prices, total = prices.astype(np.float32), float(weights.sum())
+    low, high = bounds.low * total, bounds.high * total
     costs = distances + prices[:, None]
     for _ in range(rounds if len(prices) > 1 else 0):
         before = prices.copy()
         for number in range(len(prices)):
+            # What each row would gain by this cluster, beside the best of all others.
             costs[number] = np.inf
             gains = costs.min(0) - distances[number]
-            prices[number] = _price(gains, masses, low[number], high[number])
+            prices[number] = _price(gains, weights, low[number], high[number])
             costs[number] = distances[number] + prices[number]
-        held = np.bincount(costs.argmin(0), masses, len(prices))
+        held = np.bincount(costs.argmin(0), weights, len(prices))
         kept = (held >= low * (1 - 1e-9)).all() and (held <= high * (1 + 1e-9)).all()
         if kept and np.abs(prices - before).max() < CLOSE:
             break
     return prices.astype(np.float64)
 
 
-def _price(gains: NDArray[np.floating], masses: NDArray[np.floating], low: float, high: float) -> float:
+def _price(gains: NDArray[np.floating], weights: NDArray[np.floating], low: float, high: float) -> float:
     """The price nearest to 0 at which rows that still gain by a cluster weigh between `low` and `high`."""
-    free = float(masses[gains > 0].sum())
+    free = float(weights[gains > 0].sum())
     if low <= free <= high:
         return 0.0
     order = np.argsort(-gains)
-    reach = np.cumsum(masses[order], dtype=np.float64)
+    reach = np.cumsum(weights[order], dtype=np.float64)
     # Of the places between two rows, the last within `high`, or the first beyond `low`.
     reached = np.searchsorted(reach, high, "right") if free > high else np.searchsorted(reach, low) + 1
     first, second = gains[order[np.clip([reached - 1, reached], 0, len(order) - 1)]]
@@ -149,12 +151,12 @@ def _price(gains: NDArray[np.floating], masses: NDArray[np.floating], low: float
 
 
 def _means(
-    features: Features, masses: NDArray[np.floating], owners: NDArray[np.int64], centroids: Features
+    features: Features, weights: NDArray[np.floating], owners: NDArray[np.int64], centroids: Features
 ) -> Features:
     """Weighted means of the clusters; one that holds nothing stays where it is."""
     moved = centroids.copy()
     for number in range(len(centroids)):
         inside = owners == number
-        if masses[inside].sum() > 0:
-            moved[number] = np.average(features[inside], axis=0, weights=masses[inside])
+        if weights[inside].sum() > 0:
+            moved[number] = np.average(features[inside], axis=0, weights=weights[inside])
     return moved

@@ -27,8 +27,7 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     Returns:
         Centroids `(K, D)` float32, in order of falling first-seen size so that numbers are stable.
 
-    Raises:
-        PartitionError: fewer distinct rows than clusters.
+    `PartitionError` where there are fewer distinct rows than clusters.
     """
     if not np.isfinite(features).all():
         raise PartitionError(
@@ -41,6 +40,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
         raise PartitionError(
             f"{distinct} different feature vectors cannot make {k} clusters", "lower partition.k"
         )
+    # MoDE's two levels: many small cells first, so that the coarse clusters follow the density's shape and a
+    # dense region does not take all the coarse centroids.
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
     # Starts are random: the best of several counts where its clusters are the final ones.
     many = fine > k and len(features) > WHOLE * max(fine, LEAST_FINE)
@@ -130,13 +131,14 @@ def _kmeans(
     import faiss
 
     points = np.ascontiguousarray(features, dtype=np.float32)
-    quiet = max(1, len(points) // k)  # no warning for few points, no silent subsampling of many
+    # faiss warns of few points for each centroid, and silently subsamples beyond 256 for each.
+    quiet = max(1, len(points) // k)
     kmeans = faiss.Kmeans(
         points.shape[1],
         k,
         niter=iterations,
         nredo=redo,
-        seed=seed % 2**31,
+        seed=seed % 2**31,  # faiss takes a signed int
         min_points_per_centroid=1,
         max_points_per_centroid=quiet + 1,
     )

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.data.cluster import Features, nearest_centroid, normalise
-from atoll.data.columns import Column
+from atoll.data.columns import Column, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.formats import ClusterMap, Inertia
 from atoll.data.words import NO_NOUNS, telling, words_of
@@ -22,11 +22,8 @@ def inertia_of(features: Column, train: I64, clusters: I64, centroids: Features,
     """Measure how close training rows, at most `ROWS` of them, are to the middles of their clusters.
 
     Args:
-        features: of all rows.
-        train: numbers of training rows.
-        clusters: of all rows.
         centroids: `(K, D)`, or empty: then the middles are the means.
-        free: centroids that the clusters would have without limits, or empty.
+        free: centroids that the clusters would have without bounds on their shares, or empty.
     """
     rows, values = _some(features, train, ROWS)
     owners = clusters[rows]
@@ -45,11 +42,8 @@ def cluster_map(
     """Draw training rows on the plane in which the clusters' middles differ most, and find telling words.
 
     Args:
-        dataset: with a split and captions.
         features: that rows are placed by; without them there are no points.
-        clusters: of all rows.
         centroids: `(K, D)`, or empty: then the middles are the means.
-        k: number of clusters.
     """
     train, points, explained = dataset.split("train"), list[tuple[float, float, int]](), 0.0
     if features is not None:
@@ -78,12 +72,9 @@ def _plane(middles: Features, values: Features) -> tuple[Features, float]:
 
 
 def _words(dataset: DataSet, train: I64, clusters: I64, k: int) -> list[list[str]]:
-    chosen = np.unique(np.linspace(0, len(dataset.shards) - 1, SHARDS).astype(np.int64))
-    counts, rows, trained = (
-        [Counter[str]() for _ in range(k)],
-        np.zeros(k, np.int64),
-        np.zeros(len(dataset), bool),
-    )
+    chosen = some_rows(np.arange(len(dataset.shards)), SHARDS)
+    counts, rows = [Counter[str]() for _ in range(k)], np.zeros(k, np.int64)
+    trained = np.zeros(len(dataset), bool)
     trained[train] = True
     for shard in chosen.tolist():
         captions = dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()
@@ -91,16 +82,16 @@ def _words(dataset: DataSet, train: I64, clusters: I64, k: int) -> list[list[str
             if trained[row]:
                 rows[clusters[row]] += 1
                 counts[clusters[row]].update(set(words_of(caption or "")) - NO_NOUNS)
-    words = sorted({word for one in counts for word, count in one.items() if count >= LEAST})
+    words = sorted({word for counter in counts for word, count in counter.items() if count >= LEAST})
     if not words:
         return [[] for _ in range(k)]
-    table = np.array([[one[word] for one in counts] for word in words])
+    table = np.array([[counter[word] for counter in counts] for word in words])
     return [[words[n] for n in best] for best in telling(table, rows, WORDS, LEAST)]
 
 
 def _some(features: Column, train: I64, most: int) -> tuple[I64, Features]:
     """Training rows, evenly spread, and their features of unit length."""
-    rows = train[np.linspace(0, len(train) - 1, min(len(train), most)).astype(np.int64)]
+    rows = some_rows(train, most)
     parts = [normalise(values.float().numpy()) for _, values in features.blocks(rows, 8192)]
     return rows, np.concatenate(parts)
 

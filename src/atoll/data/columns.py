@@ -57,8 +57,7 @@ class _Mapped(NamedTuple):
         return cls(values, _bytes(values), lengths, lengths.cumsum() - lengths, index, bounds)
 
     @property
-    def chooses(self) -> bool:
-        """Whether a row has several sequences."""
+    def chooses(self) -> bool:  # whether a row has several sequences
         return len(self.which) > len(self.bounds) - 1
 
     def sequences(self, rows: Rows, chances: NDArray[np.float32] | None) -> Rows:
@@ -71,11 +70,9 @@ class _Mapped(NamedTuple):
         return self.which[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
 
     def all_sequences(self, row: int) -> list[int]:
-        """All that a row chooses from."""
         if not len(self.which):
             return [row]
-        found: list[int] = self.which[self.bounds[row] : self.bounds[row + 1]].tolist()
-        return found
+        return [*map(int, self.which[self.bounds[row] : self.bounds[row + 1]])]
 
 
 class Column:
@@ -83,7 +80,7 @@ class Column:
 
     def __init__(self, store: Store, folder: str, meta: ColumnMeta, bounds: Rows) -> None:
         self.store, self.folder, self.meta, self.bounds = store, folder, meta, bounds
-        self._mapped: dict[int, _Mapped] = {}
+        self._mapped: dict[int, _Mapped] = {}  # in the order of mapping: the oldest goes first
         self._paths: dict[int, Path] = {}
         self._extras: dict[str, dict[str, Tensor]] = {}
 
@@ -91,11 +88,11 @@ class Column:
         return int(self.bounds[-1])
 
     def __getstate__(self) -> dict[str, Any]:
+        # Maps of files are opened anew by the process that gets the column; their content would be copied.
         return {**self.__dict__, "_mapped": {}}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the values."""
         dtype = getattr(torch, self.meta.dtype, None)
         if not isinstance(dtype, torch.dtype):
             fix = "the column is damaged: write it again"
@@ -126,6 +123,7 @@ class Column:
         for start in range(0, len(rows), size):
             block = rows[start : start + size]
             yield block, self.read(block)
+            # The shard of the last row may go on in the next block.
             last = int(np.searchsorted(self.bounds, block[-1], side="right")) - 1
             self._mapped = {last: self._mapped[last]}
 
@@ -138,22 +136,19 @@ class Column:
         """Sequences of a ragged column for any row numbers `(n,)`, padded with zeros.
 
         Args:
-            rows: row numbers.
-            length: length L to pad to; longer sequences are cut. Without it, the longest of these rows.
+            length: L to pad to; longer sequences are cut. Without it, the longest of these rows.
             draw: uniforms on [0, 1) `(n,)` that choose among the sequences of a row, asked for where there
                 are several; without it, the first counts.
 
         Returns:
             values `(n, L, *shape)` and the mask of what is real, bool `(n, L)`.
-
-        Raises:
-            IndexError: a row number is negative or too large.
-            StoreError: a shard is missing or damaged (checked when it is first opened).
         """
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
-        chances = draw().numpy() if draw is not None and any(one.chooses for one, _, _ in parts) else None
+        chances = (
+            draw().numpy() if draw is not None and any(mapped.chooses for mapped, _, _ in parts) else None
+        )
         parts = [
             (mapped, where, mapped.sequences(local, None if chances is None else chances[where]))
             for mapped, where, local in parts
@@ -166,6 +161,8 @@ class Column:
         mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
         out = torch.zeros((len(rows), longest, *self.meta.shape), dtype=self.dtype)
         flat = _bytes(out.flatten(0, 1))
+        # Elements of all sequences of a shard are copied by one gather: a loop over rows would take most of
+        # the time of a batch.
         for mapped, where, local in parts:
             counts = lengths[where]
             position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -207,6 +204,7 @@ class Column:
 
     def localise(self) -> None:
         """Verify every file and, of a remote store, fetch it. Then reading needs local files only."""
+        # Fetching waits for the network and hashing leaves the interpreter's lock, so threads do.
         with ThreadPoolExecutor(max_workers=4) as pool:
             for _ in pool.map(self._path, range(len(self.meta.shards))):
                 pass
@@ -214,13 +212,12 @@ class Column:
             self.extra(name)
 
     def _path(self, shard: int) -> Path:
-        """Local file of a shard; its hash is checked the first time."""
         if shard not in self._paths:
             self._paths[shard] = check_file(self.store, self.folder, self.meta.shards[shard])
         return self._paths[shard]
 
     def tensors(self, shard: int) -> dict[str, Tensor]:
-        """What a shard's file holds, as `column.json` says: `values`, and `lengths` of a ragged column.
+        """What a shard's file holds: `values`, and `lengths` of a ragged column.
 
         Raises:
             Damaged: it is not what the column's manifest says.
@@ -238,13 +235,18 @@ class Column:
         return tensors
 
     def _map(self, shard: int) -> _Mapped:
-        """Map a shard into memory."""
         if shard not in self._mapped:
             if len(self._mapped) == MAPPED_SHARDS:
                 del self._mapped[next(iter(self._mapped))]
-            tensors = self.tensors(shard)
-            self._mapped[shard] = _Mapped.of(tensors)
+            self._mapped[shard] = _Mapped.of(self.tensors(shard))
         return self._mapped[shard]
+
+
+def some_rows(rows: Rows, most: int, drawn: torch.Generator | None = None) -> Rows:
+    """At most so many of some rows, evenly spread, in their order; or drawn by chance, ascending."""
+    if drawn is not None:
+        return np.sort(rows[torch.randperm(len(rows), generator=drawn)[:most].numpy()])
+    return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
 
 
 def ragged(keys: Sequence[Sequence[Key]], sequence: Callable[[Key], Tensor]) -> dict[str, Tensor]:
@@ -255,11 +257,11 @@ def ragged(keys: Sequence[Sequence[Key]], sequence: Callable[[Key], Tensor]) -> 
         sequence: its values `(length, *shape)`, by name.
     """
     every = [key for row in keys for key in row]
-    distinct = list(dict.fromkeys(every))
+    distinct = list(dict.fromkeys(every))  # in order of first use, so that equal rows give equal bytes
     parts = [sequence(key) for key in distinct]
     tensors = {"values": torch.cat(parts), "lengths": torch.tensor(list(map(len, parts)))}
     if len(distinct) == len(every) == len(keys):
-        return tensors
+        return tensors  # each row has one of its own: an index would say what the row's number says
     places = {key: place for place, key in enumerate(distinct)}
     choices = torch.tensor(list(map(len, keys)))
     return {**tensors, "index": torch.tensor([places[key] for key in every]), "choices": choices}
@@ -285,14 +287,12 @@ def describe(tensors: Mapping[str, Tensor], kind: Kind, rows: int, where: str) -
 
 
 def _are_counts(numbers: Tensor, count: int | None) -> bool:
-    """Whether these are whole numbers, none negative, and so many of them."""
     whole = not (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype == torch.bool)
     size = numbers.ndim == 1 and len(numbers) > 0 and count in (None, len(numbers))
     return whole and size and int(numbers.min()) >= 0
 
 
 def _is_index(index: Tensor, choices: Tensor, rows: int, sequences: int) -> bool:
-    """Whether every row has a sequence, and every sequence is there."""
     if not (_are_counts(choices, rows) and int(choices.min()) > 0):
         return False
     return _are_counts(index, int(choices.sum())) and int(index.max()) < sequences

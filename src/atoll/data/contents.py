@@ -1,8 +1,6 @@
-"""What a data set holds, read shard by shard, as far as it can be read: what is damaged is told."""
+"""What a data set holds, read shard by shard, as far as it can be read: damage is named, the rest counted."""
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from posixpath import join
 from typing import Any
@@ -10,22 +8,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from atoll.base.errors import AtollError, DataError
-from atoll.base.text import shorten, size
+from atoll.base.text import printable, shorten, size
 from atoll.data.columns import Progress
-from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.dataset import MANIFEST, DataSet, short_hashes
 from atoll.data.duplicates import COLUMN
 from atoll.data.formats import IngestNote, Manifest, Shard, ShardNote
-from atoll.store.manifest import FileEntry
 from atoll.store.store import Store
 
 COUNTED = 20_000
 """Captions that are looked at as the most frequent; how often these occur is exact."""
 
 
-class Tally(Counter[float]):
+class Histogram(Counter[float]):
     """How often numbers occur."""
 
     def quantile(self, share: float) -> float:
@@ -36,9 +32,8 @@ class Tally(Counter[float]):
 
     def add(self, values: Any) -> None:
         """Count numbers `(n,)`."""
-        found, counts = np.unique(np.asarray(values), return_counts=True)
-        for value, count in zip(found.tolist(), counts.tolist(), strict=True):
-            self[value] += count
+        numbers, counts = np.unique(np.asarray(values), return_counts=True)
+        self.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
 
 
 @dataclass
@@ -63,11 +58,9 @@ class Contents:
 
     Attributes:
         dataset: itself; of an unfinished ingest the shards that there are.
-        finished: whether the ingest is.
         splits: rows by name of the split, in words; empty without one.
         duplicates: rows that are left out, and how many rows one stands for at most; None where none
             were looked for.
-        columns: all of them.
         problems: what cannot be read, in words.
         captions: how often the most frequent ones occur, the most frequent first.
         distinct: number of captions that differ.
@@ -85,10 +78,10 @@ class Contents:
     problems: list[str] = field(default_factory=list)
     captions: list[tuple[str, int]] = field(default_factory=list)
     distinct: int = 0
-    words: Tally = field(default_factory=Tally)
-    widths: Tally = field(default_factory=Tally)
-    heights: Tally = field(default_factory=Tally)
-    aspects: Tally = field(default_factory=Tally)
+    words: Histogram = field(default_factory=Histogram)
+    widths: Histogram = field(default_factory=Histogram)
+    heights: Histogram = field(default_factory=Histogram)
+    aspects: Histogram = field(default_factory=Histogram)
     licences: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     labels: int = 0
@@ -103,144 +96,130 @@ def contents(store: Store, rows: bool = True, progress: Progress | None = None) 
     """Look at a data set, or at as much of it as an ingest has written.
 
     Args:
-        store: where it is.
         rows: look at every row too.
-        progress: told how many shards have been read, and how many there are.
+        progress: called with how many shards have been read, and how many there are.
 
-    Raises:
-        DataError: there is none, or its manifest cannot be read.
+    `DataError` where there is none, or its manifest cannot be read.
     """
-    found = Contents(*_opened(store))
-    _look_at_columns(found)
-    if rows:
-        _look_at_rows(found, progress)
-    return found
-
-
-def _opened(store: Store) -> tuple[DataSet, bool]:
-    """The data set, and whether it is finished."""
     if store.exists(MANIFEST) or not store.exists("ingest.json"):
-        return DataSet.open(store), True
-    note = IngestNote.read(store, "ingest.json")
-    keys = sorted(key for key in store.list("rows") if key.endswith(".json"))
-    notes = [one for one in (ShardNote.read(store, key) for key in keys) if one.rows]
-    if not notes:
-        raise DataError(f"the ingest into {store.location} has no shard yet", "wait for the first")
-    rejects = Counter(reject.reason for one in notes for reject in one.rejects)
-    manifest = Manifest(
-        identity=note.identity,
-        source={"name": "an unfinished ingest"},
-        mode=note.mode,
-        rejects=dict(sorted(rejects.items())),
-        rows=sum(one.rows for one in notes),
-        shards=[Shard(rows=one.rows, files=one.files) for one in notes],
-    )
-    return DataSet(store, "", manifest), False
-
-
-def _look_at_columns(found: Contents) -> None:
-    dataset = found.dataset
-    for name in dataset.column_names():
+        summary = Contents(DataSet.open(store), finished=True)
+    else:
+        note = IngestNote.read(store, "ingest.json")
+        keys = sorted(key for key in store.list("rows") if key.endswith(".json"))
+        shards = [shard for shard in (ShardNote.read(store, key) for key in keys) if shard.rows]
+        if not shards:
+            raise DataError(f"the ingest into {store.location} has no shard yet", "wait for the first")
+        rejects = Counter(reject.reason for shard in shards for reject in shard.rejects)
+        manifest = Manifest(
+            identity=note.identity,
+            source={"name": "an unfinished ingest"},
+            mode=note.mode,
+            rejects=dict(sorted(rejects.items())),
+            rows=sum(shard.rows for shard in shards),
+            shards=[Shard(rows=shard.rows, files=shard.files) for shard in shards],
+        )
+        summary = Contents(DataSet(store, "", manifest), finished=False)
+    for name in summary.dataset.column_names():
         try:
-            column = dataset.column(name)
-            entries = [*column.meta.shards, *column.meta.extras.values()]
-            found.problems += _absent(dataset.store, column.folder, name, entries)
-            shape = "x".join(map(str, column.meta.shape)) or "scalar"
-            size = sum({entry.path: entry.bytes for entry in entries}.values())
-            form = f"{column.meta.dtype} {column.meta.kind} {shape}"
-            found.columns.append(ColumnFacts(name, form, size, _made_by(column.meta.producer)))
-            if name == "split":
-                values = column.read(np.arange(len(dataset))).numpy()
-                out = dataset.weights == 0
-                words = ("to train on", "held out", "to test")
-                counts = np.bincount(values[~out], minlength=len(words)).tolist()
-                found.splits = {**dict(zip(words, counts, strict=True)), "of weight 0": int(out.sum())}
-            if name == COLUMN:
-                counts = np.bincount(column.read(np.arange(len(dataset))).numpy(), minlength=len(dataset))
-                found.duplicates = int((counts == 0).sum()), int(counts.max())
+            _look_at_column(summary, name)
         except (AtollError, ValueError) as error:
-            found.columns = [one for one in found.columns if one.name != name]
-            found.columns.append(ColumnFacts(name, f"damaged: {error}"))
+            summary.columns = [column for column in summary.columns if column.name != name]
+            summary.columns.append(ColumnFacts(name, f"damaged: {error}"))
+    if rows:
+        _look_at_rows(summary, progress)
+    return summary
 
 
-def _absent(store: Store, folder: str, name: str, entries: list[FileEntry]) -> Iterable[str]:
-    """Files that a column names and that are not there."""
-    there = {store.name(key) for key in store.list(folder)} if entries else set()
+def _look_at_column(summary: Contents, name: str) -> None:
+    dataset = summary.dataset
+    store, column = dataset.store, dataset.column(name)
+    meta, folder = column.meta, column.folder
+    entries = [*meta.shards, *meta.extras.values()]
+    present = {store.name(key) for key in store.list(folder)}
     for entry in entries:
+        # Files of a union lie elsewhere, so that the folder does not list them.
         key = join(folder, entry.path)
-        # Files of a union lie elsewhere.
-        if store.name(key) not in there and not (".." in entry.path and store.exists(key)):
-            yield f"column {name!r}: {store.name(key)} is missing"
+        if store.name(key) not in present and not (".." in entry.path and store.exists(key)):
+            summary.problems.append(f"column {name!r}: {store.name(key)} is missing")
+
+    # The producer in words: its name, and what is short of the rest.
+    short = {
+        key: value for key, value in meta.producer.items() if isinstance(value, str | int | float | bool)
+    }
+    producer = str(short.pop("name", "not named"))
+    if short:
+        rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(short.items()))
+        producer = f"{producer} ({rest})"[:160]
+    form = f"{meta.dtype} {meta.kind} {'x'.join(map(str, meta.shape)) or 'scalar'}"
+    # By path: islands' columns in a union may name one file of extras several times.
+    total = sum({entry.path: entry.bytes for entry in entries}.values())
+    summary.columns.append(ColumnFacts(name, form, total, producer))
+
+    if name == "split":
+        values, out = column.read(np.arange(len(dataset))).numpy(), dataset.weights == 0
+        words = ("to train on", "held out", "to test")
+        counts = np.bincount(values[~out], minlength=len(words)).tolist()
+        summary.splits = {**dict(zip(words, counts, strict=True)), "of weight 0": int(out.sum())}
+    if name == COLUMN:
+        counts = np.bincount(column.read(np.arange(len(dataset))).numpy(), minlength=len(dataset))
+        summary.duplicates = int((counts == 0).sum()), int(counts.max())
 
 
-def _made_by(producer: dict[str, Any]) -> str:
-    """A producer in words: its name and what is short of the rest."""
-    plain = {key: value for key, value in producer.items() if isinstance(value, str | int | float | bool)}
-    name = str(plain.pop("name", "not named"))
-    rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(plain.items()))
-    return f"{name} ({rest})"[:160] if rest else name
-
-
-def _look_at_rows(found: Contents, progress: Progress | None) -> None:
-    dataset, hashes, frequent = found.dataset, [np.empty(0, np.uint64)], Counter[str]()
+def _look_at_rows(summary: Contents, progress: Progress | None) -> None:
+    dataset, hashes, frequent = summary.dataset, [np.empty(0, np.uint64)], Counter[str]()
     licence = str(dataset.manifest.source.get("licence", "not stated"))
     labels: set[int] = set()
     for shard in range(len(dataset.shards)):
         try:
             table = dataset.shard_table(shard)
-            captions = table["caption"].cast(pa.string()).fill_null("").to_pylist()
+            captions = table["caption"].cast(pa.string()).fill_null("")
             labels.update(table["label"].drop_null().unique().to_pylist())
-            _measure(found, table)
+            width, height = (table[name].fill_null(0).to_numpy() for name in ("width", "height"))
         except (AtollError, KeyError, pa.ArrowException) as error:
-            found.problems.append(f"shard {shard}: {error}")
+            summary.problems.append(f"shard {shard}: {error}")
             continue
-        hashes.append(np.array([_hash(text) for text in captions], np.uint64))
-        frequent.update(captions)
+        summary.widths.add(width)
+        summary.heights.add(height)
+        summary.aspects.add(np.round(width / np.maximum(height, 1), 2))
+        summary.words.add(pc.list_value_length(pc.utf8_split_whitespace(captions)).to_numpy())
+        # All captions of a large data set are too many for memory: 8 bytes of each count them exactly, and
+        # the texts are kept of those that have been frequent so far.
+        hashes.append(short_hashes(captions.to_pylist()))
+        frequent.update(_counts(captions))
         if len(frequent) > 2 * COUNTED:
             frequent = Counter(dict(frequent.most_common(COUNTED)))
-        for name, tally, usual in (("licence", found.licences, licence), ("source", found.sources, "")):
-            if usual or name in table.column_names:
-                values = table[name].to_pylist() if name in table.column_names else [usual] * len(table)
-                tally.update(value or "not stated" for value in values)
+        for name, counter, usual in (("licence", summary.licences, licence), ("source", summary.sources, "")):
+            if name in table.column_names:
+                values = table[name].fill_null("not stated")
+                counter.update(_counts(pc.if_else(pc.equal(values, ""), "not stated", values)))
+            elif usual:
+                counter[usual] += len(table)
         if progress is not None:
             progress(shard + 1, len(dataset.shards))
-    found.labels = len(labels)
+    summary.labels = len(labels)
     values, counts = np.unique(np.concatenate(hashes), return_counts=True)
-    found.distinct = len(values)
-    exact = [(text, _count(values, counts, _hash(text))) for text, _ in frequent.most_common(200)]
-    found.captions = sorted(exact, key=lambda pair: (-pair[1], pair[0]))[:12]
+    summary.distinct = len(values)
+    texts = [text for text, _ in frequent.most_common(200)]
+    exact = counts[np.searchsorted(values, short_hashes(texts))].tolist()
+    summary.captions = sorted(zip(texts, exact, strict=True), key=lambda pair: (-pair[1], pair[0]))[:12]
 
 
-def _measure(found: Contents, table: pa.Table) -> None:
-    width, height = (table[name].fill_null(0).to_numpy() for name in ("width", "height"))
-    found.widths.add(width)
-    found.heights.add(height)
-    found.aspects.add(np.round(width / np.maximum(height, 1), 2))
-    words = pc.list_value_length(pc.utf8_split_whitespace(table["caption"].fill_null("")))
-    found.words.add(words.to_numpy())
+def _counts(texts: pa.ChunkedArray) -> dict[str, int]:
+    counted = pc.value_counts(texts)
+    return dict(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _count(values: NDArray[np.uint64], counts: NDArray[np.int64], value: int) -> int:
-    return int(counts[np.searchsorted(values, np.uint64(value))])
-
-
-def lines(found: Contents) -> list[str]:
+def lines(summary: Contents) -> list[str]:
     """What a data set holds, in lines."""
-    manifest, dataset = found.dataset.manifest, found.dataset
+    dataset, manifest = summary.dataset, summary.dataset.manifest
     pixels = f", {manifest.size} px {manifest.mode}" if manifest.size else ""
     source = shorten(str(manifest.source.get("name")).split(", "))
-    told = [f"{dataset.store.location}: {len(dataset):,} rows of {source}{pixels}"]
-    if found.splits:
-        parts = [f"{count:,} {name}" for name, count in found.splits.items() if count]
-        told.append(f"  {', '.join(parts)}")
-    if found.duplicates:
-        told.append(
-            f"  {found.duplicates[0]:,} show what another shows; one stands for {found.duplicates[1]:,}"
-        )
+    shown = [f"{dataset.store.location}: {len(dataset):,} rows of {source}{pixels}"]
+    if summary.splits:
+        shown.append("  " + ", ".join(f"{count:,} {name}" for name, count in summary.splits.items() if count))
+    if summary.duplicates:
+        rows, most = summary.duplicates
+        shown.append(f"  {rows:,} show what another shows; one stands for {most:,}")
     try:
         buckets = dataset.buckets
     except AtollError:
@@ -248,40 +227,31 @@ def lines(found: Contents) -> list[str]:
     if buckets is not None:
         sizes, counts = np.unique(buckets, axis=0, return_counts=True)
         pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
-        told += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
-    told += [f"  {count:,} left out: {name} (rejects.jsonl)" for name, count in manifest.rejects.items()]
-    if found.words:
-        told += _of_rows(found)
-    for one in found.columns:
-        by = f", {size(one.bytes)}, by {one.producer}" if one.bytes is not None else ""
-        told.append(f"  column {one.name}: {one.form}{by}")
-    told += [f"  problem: {problem}" for problem in found.problems]
-    return told
-
-
-def _plain(text: str) -> str:
-    """A text of unknown origin, which may not move a terminal's cursor."""
-    return "".join(c if c.isprintable() else "?" for c in text)[:80]
-
-
-def _of_rows(found: Contents) -> list[str]:
-    """What the rows are, in lines."""
-    total, told = sum(found.widths.values()), []
-    for name, counts in (("licence", found.licences), ("source", found.sources)):
-        shown = [f"{_plain(value)} {count:,}" for value, count in counts.most_common(12)]
-        more = f" and {len(counts) - 12} more" if len(counts) > 12 else ""
-        told += [f"  {name}: {', '.join(shown)}{more}"] if counts else []
-    tallies = {"width": found.widths, "height": found.heights, "aspect": found.aspects}
-    sizes = [
-        f"{name} {min(one):g} to {max(one):g}, median {one.quantile(0.5):g}" for name, one in tallies.items()
-    ]
-    told.append(f"  source pictures: {'; '.join(sizes)}")
-    words = found.words
-    told.append(
-        f"  captions: {found.distinct:,} distinct of {total:,}; {min(words):g} to {max(words):g} words,"
-        f" median {words.quantile(0.5):g}"
-    )
-    told += [f"  class labels: {found.labels:,}"] if found.labels else []
-    told += [f"    {count:,} times {text[:80]!r}" for text, count in found.captions[:5] if count > 1]
-    kinds = [f"{name} {size(found.bytes(kind))}" for kind, name in (("rows", "rows"), ("images", "pictures"))]
-    return [*told, f"  bytes: {', '.join(kinds)}"]
+        shown += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
+    shown += [f"  {count:,} left out: {name} (rejects.jsonl)" for name, count in manifest.rejects.items()]
+    if summary.words:
+        for name, counter in (("licence", summary.licences), ("source", summary.sources)):
+            most_common = [f"{printable(value)[:80]} {count:,}" for value, count in counter.most_common(12)]
+            more = f" and {len(counter) - 12} more" if len(counter) > 12 else ""
+            shown += [f"  {name}: {', '.join(most_common)}{more}"] if counter else []
+        spans = [
+            f"{name} {min(values):g} to {max(values):g}, median {values.quantile(0.5):g}"
+            for name, values in (
+                ("width", summary.widths),
+                ("height", summary.heights),
+                ("aspect", summary.aspects),
+            )
+        ]
+        words = summary.words
+        shown += [
+            f"  source pictures: {'; '.join(spans)}",
+            f"  captions: {summary.distinct:,} distinct of {sum(summary.widths.values()):,}; {min(words):g}"
+            f" to {max(words):g} words, median {words.quantile(0.5):g}",
+        ]
+        shown += [f"  class labels: {summary.labels:,}"] if summary.labels else []
+        shown += [f"    {count:,} times {text[:80]!r}" for text, count in summary.captions[:5] if count > 1]
+        shown.append(f"  bytes: rows {size(summary.bytes('rows'))}, pictures {size(summary.bytes('images'))}")
+    for column in summary.columns:
+        by = f", {size(column.bytes)}, by {column.producer}" if column.bytes is not None else ""
+        shown.append(f"  column {column.name}: {column.form}{by}")
+    return shown + [f"  problem: {problem}" for problem in summary.problems]

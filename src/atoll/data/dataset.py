@@ -1,5 +1,6 @@
 """A data set on disk: shards of rows, pictures and columns under one manifest that is written last."""
 
+import hashlib
 import io
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -83,8 +84,7 @@ class DataSet:
     def find(cls, store: Store, prefix: str, identity: str, what: str) -> "DataSet | None":
         """The finished data set of this identity, if it is there.
 
-        Raises:
-            DataError: the folder holds another one, made from `what`, which is never overwritten.
+        `DataError` where the folder holds another one, made from `what`, which is never overwritten.
         """
         if not store.exists(join(prefix, MANIFEST)):
             return None
@@ -95,7 +95,7 @@ class DataSet:
         return dataset
 
     def finish(self) -> "DataSet":
-        """Declare it complete: write its manifest."""
+        """Declare it complete: what has no manifest does not exist."""
         self.store.create_json(join(self.prefix, MANIFEST), self.manifest.to_json())
         return self
 
@@ -106,11 +106,10 @@ class DataSet:
         return f"DataSet({str(self.store.name(self.prefix))!r}, {len(self)} rows)"
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Columns of all rows (of `ROWS`; all of them without `columns`); every file is verified."""
+        """Columns of all rows, all of them by default; every file is verified."""
         return pa.concat_tables([self.shard_table(i, columns) for i in range(len(self.shards))])
 
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The same for one shard."""
         data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
         try:
             return read_parquet(data, columns)
@@ -120,7 +119,6 @@ class DataSet:
             raise DataError(f"{name} is not readable parquet ({first_line(error)[:200]})", fix) from None
 
     def row_columns(self) -> list[str]:
-        """Names of the columns of rows."""
         names: list[str] = self.shard_table(0).column_names
         return names
 
@@ -134,7 +132,6 @@ class DataSet:
 
     @cached_property
     def ids(self) -> list[str]:
-        """Ids of all rows in order."""
         ids: list[str] = self.table(["id"]).column("id").to_pylist()
         return ids
 
@@ -165,7 +162,6 @@ class DataSet:
         return self._reader(shard).read(row - int(self.bounds[shard]))
 
     def iter_images(self, shard: int) -> Iterator[Image.Image]:
-        """The pictures of a shard in order."""
         return iter(self._reader(shard))
 
     def has_column(self, name: str) -> bool:
@@ -190,7 +186,6 @@ class DataSet:
         return self._columns[name]
 
     def column_names(self) -> list[str]:
-        """Names of all complete columns."""
         folder = join(self.prefix, "columns")
         keys = [key.removeprefix(folder + "/") for key in self.store.list(folder)]
         return [key.removesuffix("/column.json") for key in keys if key.endswith("/column.json")]
@@ -215,23 +210,19 @@ class DataSet:
         complete, `column.json` says so for all shards and the notes go.
 
         Args:
-            name: letters, digits, `.`, `_` and `-`.
             producer: plain data that changes whenever the values would: name, hash, constants.
             compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
                 column what `ragged` makes.
             extras: tensors to keep beside the column.
-            kind: `fixed` or `ragged`.
-            progress: told how many shards are done, and how many there are.
 
-        Raises:
-            DataError: the name is no folder name, or later `compute` gave something else than promised.
+        `DataError` where the name is no folder name, or later `compute` gave something else than promised.
         """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
             raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
         folder = join(self.prefix, "columns", name)
         self.store.sweep(folder)
         self._columns.pop(name, None)
-        if name == WEIGHTS:
+        if name == WEIGHTS:  # the cached property would go on with those of before
             self.__dict__.pop("weights", None)
         return ColumnJob(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
 
@@ -262,9 +253,7 @@ class DataSet:
     def localise(self, columns: Sequence[str]) -> None:
         """Verify every file of some columns and, of a remote store, fetch it: to be called before forking.
 
-        Raises:
-            DataError: a column is missing, or was made for other rows.
-            StoreError: a file is missing, torn or damaged; names it.
+        Forked workers share no connection with the parent, so they may only read what lies here already.
         """
         for name in columns:
             self.column(name).localise()
@@ -278,11 +267,7 @@ class DataSet:
 
     @cached_property
     def weights(self) -> NDArray[np.float32]:
-        """What every row counts `(rows,)`, 1 where the data set has no weights; 0 is out.
-
-        Raises:
-            DataError: a weight is negative or no number, or the weights are of other rows.
-        """
+        """What every row counts `(rows,)`, 1 where the data set has no weights; 0 is out."""
         # Not `has_column`: with a column that cannot be read, rows that opted out would count again.
         if not self.store.exists(join(self.prefix, "columns", WEIGHTS, "column.json")):
             return np.ones(len(self), dtype=np.float32)
@@ -304,6 +289,12 @@ class DataSet:
                 raise DataError(what, "write the data set again")
             self._readers[shard] = reader
         return self._readers[shard]
+
+
+def short_hashes(texts: Sequence[str]) -> NDArray[np.uint64]:
+    """Hashes of 8 bytes `(n,)`; two texts may share one."""
+    hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return np.frombuffer(b"".join(hashes), dtype="<u8")
 
 
 def row_schema(names: Collection[str]) -> pa.Schema:

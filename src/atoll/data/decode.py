@@ -1,18 +1,24 @@
-"""Image files of any origin, made into pictures of one size."""
+"""Image files of any origin, made into squares, or into the buckets in which they keep their aspect."""
 
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from atoll.base.errors import DataError
+from atoll.base.text import Size
+from atoll.data.settings import BucketConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded; others that Pillow knows start programs (EPS) or are rarely tried."""
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+"""Endings of the names of such files."""
 MOST_PIXELS = 89_478_485
 """Pixels above which a file counts as a decompression bomb; Pillow's own limit."""
 
@@ -28,12 +34,13 @@ class BadImageError(Exception):
 def decode(data: bytes) -> Image.Image:
     """The picture in the bytes of a file, upright, RGB or L, transparent parts over white.
 
-    Raises:
-        BadImageError: unreadable, truncated, or a decompression bomb.
+    `BadImageError` where it is unreadable, truncated, or a decompression bomb.
     """
     with _opened(data) as image:
         image.load()
-        return _flat(_upright(image))
+        with suppress(Exception):  # damaged EXIF beside a sound picture
+            image = ImageOps.exif_transpose(image)
+        return _flat(image)
 
 
 def open_picture(path: Path) -> Image.Image:
@@ -49,8 +56,7 @@ def open_picture(path: Path) -> Image.Image:
 def upright_size(data: bytes) -> tuple[int, int]:
     """Width and height of what `decode` gives, by the head of the file.
 
-    Raises:
-        BadImageError: unreadable, or a decompression bomb.
+    `BadImageError` where it is unreadable, or a decompression bomb.
     """
     with _opened(data) as image:
         # Pillow turns TIFF by itself.
@@ -96,17 +102,13 @@ def is_gray(image: Image.Image) -> bool:
     return red == green == blue
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF beside a sound picture
-        return image
-
-
 def _flat(image: Image.Image) -> Image.Image:
     """RGB or L."""
-    if image.mode.startswith(("I", "F")):
-        return _from_deep(image)
+    if image.mode.startswith("F"):
+        raise BadImageError("unreadable", "floating-point pixels")
+    if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips instead of scaling
+        levels = np.asarray(image).astype(np.int64)
+        return Image.fromarray((levels.clip(0, 65535) // 257).astype(np.uint8))
     if image.mode == "LAB":  # Pillow turns it into other colours
         raise BadImageError("unreadable", "Lab colours")
     if image.has_transparency_data:
@@ -117,9 +119,80 @@ def _flat(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode in ("L", "1", "LA") else "RGB")
 
 
-def _from_deep(image: Image.Image) -> Image.Image:
-    """16-bit gray as 8-bit; Pillow's own conversion clips instead of scaling."""
-    if image.mode.startswith("F"):
-        raise BadImageError("unreadable", "floating-point pixels")
-    levels = np.asarray(image).astype(np.int64)
-    return Image.fromarray((levels.clip(0, 65535) // 257).astype(np.uint8))
+class Placement(NamedTuple):
+    """How a picture is brought to the size of its bucket; all in pixels.
+
+    Attributes:
+        bucket: width and height that it gets.
+        resized: width and height of the whole picture when it covers the bucket.
+        left, top: where the bucket begins in the resized picture.
+    """
+
+    bucket: Size
+    resized: Size
+    left: int
+    top: int
+
+    def fields(self) -> dict[str, int]:
+        """Columns of the row."""
+        width, height = self.bucket
+        return {
+            "bucket_width": width,
+            "bucket_height": height,
+            "crop_left": self.left,
+            "crop_top": self.top,
+        }
+
+
+def nearest(widths: ArrayLike, heights: ArrayLike, buckets: Sequence[Size]) -> NDArray[np.int64]:
+    """Number of the bucket whose aspect is nearest to that of each picture, as diffusers computes it."""
+    across, down = np.asarray(widths, dtype=np.int64), np.asarray(heights, dtype=np.int64)
+    wide, high = np.array(buckets, dtype=np.int64).T
+    apart = np.abs(down[..., None] * wide - across[..., None] * high)
+    numbers: NDArray[np.int64] = len(buckets) - 1 - apart[..., ::-1].argmin(-1)  # of equals the last
+    return numbers
+
+
+def place(picture: Size, buckets: Sequence[Size], config: BucketConfig) -> Placement:
+    """Resize to cover the nearest bucket, and crop in the middle.
+
+    `BadImageError` where it would be enlarged too much (`too small`), or lose too much (`too long`).
+    """
+    (width, height), bucket = picture, buckets[int(nearest(*picture, buckets))]
+    scale = max(bucket[0] / width, bucket[1] / height)
+    named, into = f"{width}x{height}", f"{bucket[0]}x{bucket[1]}"
+    if scale > config.max_upscale:
+        raise BadImageError("too small", f"{named} would be enlarged {scale:.2f} times to cover {into}")
+    lost = 1 - bucket[0] * bucket[1] / (width * scale * height * scale)
+    if lost > config.max_crop + 1e-9:
+        raise BadImageError("too long", f"{named} would lose {lost:.0%} to fit into {into}")
+    resized = max(bucket[0], round(width * scale)), max(bucket[1], round(height * scale))
+    return Placement(bucket, resized, (resized[0] - bucket[0]) // 2, (resized[1] - bucket[1]) // 2)
+
+
+def cropped(image: Image.Image, where: Placement) -> Image.Image:
+    """The picture at the size of its bucket, by Lanczos's filter.
+
+    What is cropped is not resized first, so a panorama of any length needs no memory for the rest.
+    """
+    across, down = image.width / where.resized[0], image.height / where.resized[1]
+    (width, height), (left, top) = where.bucket, where[2:]
+    box = (left * across, top * down, (left + width) * across, (top + height) * down)
+    return image.resize(where.bucket, Image.Resampling.LANCZOS, box=box)
+
+
+def merged(pictures: Mapping[Size, int], buckets: Sequence[Size], least: int) -> list[Size]:
+    """The buckets without those of fewer than `least` pictures, smallest first; at least one stays.
+
+    `pictures` counts them by width and height.
+    """
+    kept, count = list(buckets), np.array(list(pictures.values()))
+    if not pictures:
+        return kept
+    widths, heights = np.array(list(pictures)).T
+    while len(kept) > 1:
+        held = np.bincount(nearest(widths, heights, kept), count, len(kept))
+        if held.min() >= least:
+            break
+        del kept[int(held.argmin())]
+    return kept

@@ -24,7 +24,7 @@ from scipy.fft import dctn
 from atoll.base.console import say
 from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
-from atoll.data.columns import Column, Progress, Rows
+from atoll.data.columns import Column, Progress, Rows, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.job import ColumnJob
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
@@ -32,8 +32,8 @@ from atoll.data.split import write_split
 from atoll.data.weights import DUPLICATES, leave_duplicates_out
 
 LOOKS, COLUMN = "looks", DUPLICATES
-HOW = ("kept", "same file", "nearly the same pixels", "nearly the same features")
-"""What `Duplicates.how` counts."""
+REASONS = ("kept", "same file", "nearly the same pixels", "nearly the same features")
+"""What `Duplicates.reason` counts."""
 SIDE, FINE = 8, 32
 """Sides of a row's thumbnails: one in colour, one in brightness."""
 STEADY = 5.0
@@ -48,21 +48,21 @@ class Duplicates:
     """What was found.
 
     Attributes:
-        of: for every row the one that is kept in its place, `(rows,)`; its own number where it is kept.
-        how: number in `HOW`, `(rows,)`.
+        kept_row: for every row the one that is kept in its place, `(rows,)`; its own number where it is kept.
+        reason: number in `REASONS`, `(rows,)`.
         distances: between a row and the one that it was found by, as a part of the bound, `(rows,)`.
         groups: name of each row's group: rows of one name in the source, and rows that are alike.
     """
 
-    of: Rows
-    how: NDArray[np.int8]
+    kept_row: Rows
+    reason: NDArray[np.int8]
     distances: NDArray[np.float32]
     groups: list[str]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows by how they were found."""
-        return {name: int((self.how == number).sum()) for number, name in enumerate(HOW)}
+        """Rows by reason."""
+        return {name: int((self.reason == number).sum()) for number, name in enumerate(REASONS)}
 
 
 def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
@@ -70,11 +70,9 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
 
     Args:
         dataset: with pictures; with features, if `config.cosine` is set.
-        config: what counts as alike.
         encoder: whose features are compared.
 
-    Raises:
-        DataError: features are wanted and not there.
+    `DataError` where features are wanted and not there.
     """
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
@@ -85,18 +83,18 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
     search.same_pixels(dataset.column(LOOKS), config)
     if config.cosine is not None:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
-    names = dataset.table(["group"]).column("group").to_numpy(zero_copy_only=False)
-    found = search.found(names)
+    duplicates = search.result(dataset.table(["group"]).column("group").to_pylist())
     settings = IngestConfig.parse(dataset.manifest.config, dataset.store.name("manifest.json"))
-    write_split(dataset, settings, found.groups)
-    replaced = leave_duplicates_out(dataset, found.of != np.arange(len(dataset)))
+    write_split(dataset, settings, duplicates.groups)
+    replaced = leave_duplicates_out(dataset, duplicates.kept_row != np.arange(len(dataset)))
     if replaced is not None:
         say(f"warning: weights by {replaced} are replaced; write them again")
-    dataset.write_values(COLUMN, about(dataset, config, encoder), found.of)  # last: it says that all is done
-    return found
+    # Last: the column says that split and weights are right too.
+    dataset.write_values(COLUMN, dedupe_producer(dataset, config, encoder), duplicates.kept_row)
+    return duplicates
 
 
-def about(dataset: DataSet, config: DedupeConfig, encoder: str) -> dict[str, Any]:
+def dedupe_producer(dataset: DataSet, config: DedupeConfig, encoder: str) -> dict[str, Any]:
     """Producer of the column: all that duplicates depend on beside the rows."""
     features = features_column(encoder) if config.cosine is not None else None
     compared = dataset.column(features).meta.producer if features and dataset.has_column(features) else None
@@ -110,8 +108,8 @@ def fingerprint_job(dataset: DataSet, progress: Progress | None = None) -> Colum
         values = np.stack([fingerprint(image) for image in dataset.iter_images(shard)])
         return {"values": torch.from_numpy(values)}
 
-    about = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
-    return dataset.column_job(LOOKS, about, compute, progress=progress)
+    producer = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
+    return dataset.column_job(LOOKS, producer, compute, progress=progress)
 
 
 def fingerprint(image: Image.Image) -> NDArray[np.uint8]:
@@ -120,8 +118,8 @@ def fingerprint(image: Image.Image) -> NDArray[np.uint8]:
     small = np.asarray(gray.resize((32, 32), Image.Resampling.LANCZOS), dtype=np.float32)
     low = dctn(small, norm="ortho")[:8, :8]
     thumbnails = [
-        np.asarray(one.resize((side, side), Image.Resampling.BOX), dtype=np.uint8).ravel()
-        for one, side in ((colour, SIDE), (gray, FINE))
+        np.asarray(picture.resize((side, side), Image.Resampling.BOX), dtype=np.uint8).ravel()
+        for picture, side in ((colour, SIDE), (gray, FINE))
     ]
     return np.concatenate([np.packbits((low > np.median(low) + STEADY).ravel()), *thumbnails])
 
@@ -136,44 +134,51 @@ class _Search:
         self.files = sides["sha256"].to_numpy(zero_copy_only=False)
         self.order = np.lexsort((rows, -area))  # the better of two comes first
         self.rank = np.argsort(self.order)
-        self.of = rows.copy()
-        self.how, self.distances = np.zeros(len(rows), np.int8), np.zeros(len(rows), np.float32)
+        self.kept_row = rows.copy()
+        self.reason, self.distances = np.zeros(len(rows), np.int8), np.zeros(len(rows), np.float32)
 
     @property
     def left(self) -> Rows:
         """Rows that are no duplicates so far, the better ones first."""
-        rows: Rows = self.order[self.of[self.order] == self.order]
+        rows: Rows = self.order[self.kept_row[self.order] == self.order]
         return rows
 
     def same_files(self) -> None:
         self._equal(self.left, self.files[self.left], 1)
 
-    def same_pixels(self, seen: Column, config: DedupeConfig) -> None:
+    def same_pixels(self, looks: Column, config: DedupeConfig) -> None:
         import faiss
 
-        looked = _Looked(seen, self.left, config)
-        self._equal(looked.rows, looked.keys, 2)
-        rows, hashes, bits = looked.rows, looked.hashes, config.bits
+        index = _FingerprintIndex(looks, self.left, config)
+        self._equal(index.rows, index.keys, 2)
+        rows, hashes, bits = index.rows, index.hashes, config.bits
         # 4 parts of 16 bits: of hashes that differ in at most 7 bits one part differs in at most 1.
-        index = faiss.IndexBinaryMultiHash(64, 4, 16)
-        index.nflip = int(bits > 3)
-        kept = np.empty(0, np.int64)
-        for block in np.array_split(left := np.flatnonzero(self.of[rows] == rows), -(-len(left) // BLOCK)):
-            one, other = _near_each_other(hashes[block], bits)
-            found = [looked.alike(block[one], block[other])]
+        multihash = faiss.IndexBinaryMultiHash(64, 4, 16)
+        multihash.nflip = int(bits > 3)
+        kept, left = np.empty(0, np.int64), np.flatnonzero(self.kept_row[rows] == rows)
+        for block in np.array_split(left, -(-len(left) // BLOCK)):
+            # Pairs within the block, the second before the first; then those with rows of earlier blocks.
+            numbers = hashes[block].view(np.uint64)[:, 0]
+            first, second = np.nonzero(np.tril(np.bitwise_count(numbers[:, None] ^ numbers) <= bits, -1))
+            pairs = [index.alike(block[first], block[second])]
             for some in np.array_split(block, -(-len(block) // ASKED)):
-                one, other = _near(index, hashes[some], bits)
-                found.append(looked.alike(some[one], kept[other]))
-            one, other, apart = (np.concatenate(part) for part in zip(*found, strict=True))
-            self._settle(rows[one], rows[other], apart, 2)
-            stays = block[self.of[rows[block]] == rows[block]]
-            index.add(hashes[stays])
+                if multihash.ntotal:
+                    bounds, _, neighbours = multihash.range_search(hashes[some], bits + 1)
+                    asked = np.repeat(np.arange(len(some)), np.diff(bounds.astype(np.int64)))
+                    # A pair is found by every part that agrees, up to four times.
+                    once = np.unique(asked * multihash.ntotal + neighbours)
+                    first, second = once // multihash.ntotal, once % multihash.ntotal
+                    pairs.append(index.alike(some[first], kept[second]))
+            first, second, distances = (np.concatenate(part) for part in zip(*pairs, strict=True))
+            self._settle(rows[first], rows[second], distances, 2)
+            stays = block[self.kept_row[rows[block]] == rows[block]]
+            multihash.add(hashes[stays])
             kept = np.append(kept, stays)
 
     def same_features(self, column: Column, cosine: float) -> None:
         rows = self.left
-        sample = rows[np.linspace(0, len(rows) - 1, min(len(rows), 128 * 1024)).astype(np.int64)]
         cells = max(1, len(rows) // CELL)
+        sample = some_rows(rows, 128 * 1024)
         centroids = fit(normalise(column.read(sample).numpy()), cells, cells, 0)
         home = np.zeros(len(rows), np.int64)
         for some in _parts(len(rows), 65_536):
@@ -183,108 +188,85 @@ class _Search:
             values, kept = normalise(column.read(inside).numpy()), np.empty(0, np.int64)
             for block in _parts(len(inside), BLOCK):
                 others = np.concatenate([kept, block])
-                apart = (1 - values[block] @ values[others].T) / max(1 - cosine, 1e-6)
-                one, other = np.nonzero((apart <= 1) & (others < block[:, None]))
-                self._settle(inside[block[one]], inside[others[other]], apart[one, other], 3)
-                kept = np.concatenate([kept, block[self.of[inside[block]] == inside[block]]])
+                distances = (1 - values[block] @ values[others].T) / max(1 - cosine, 1e-6)
+                first, second = np.nonzero((distances <= 1) & (others < block[:, None]))
+                self._settle(inside[block[first]], inside[others[second]], distances[first, second], 3)
+                kept = np.concatenate([kept, block[self.kept_row[inside[block]] == inside[block]]])
 
-    def found(self, names: NDArray[np.object_]) -> Duplicates:
+    def result(self, names: list[str]) -> Duplicates:
         """What all passes found, of rows of groups of these names."""
-        of = self.of
-        while (of != of[of]).any():  # what one pass kept, a later one may have found alike to a better one
-            of = of[of]
-        return Duplicates(of, self.how, self.distances, _joined(names, of))
+        from scipy.cluster.hierarchy import DisjointSet
 
-    def _equal(self, rows: Rows, keys: NDArray[np.generic], how: int) -> None:
+        kept_row = self.kept_row
+        # What an earlier pass kept, a later one may have found alike to a better row.
+        while (kept_row != kept_row[kept_row]).any():
+            kept_row = kept_row[kept_row]
+        # Rows that are alike, and rows of one name, are one group, which has the first of its names: a group
+        # on both sides of the split would be trained on and measured by.
+        groups = DisjointSet([*set(names), *set(kept_row.tolist())])
+        for name, row in zip(names, kept_row.tolist(), strict=True):
+            groups.merge(name, row)
+        first: dict[str | int, str] = {}
+        for name in sorted(set(names)):
+            first.setdefault(groups[name], name)
+        return Duplicates(kept_row, self.reason, self.distances, [first[groups[name]] for name in names])
+
+    def _equal(self, rows: Rows, keys: NDArray[np.generic], reason: int) -> None:
         """Rows, the better ones first, of equal keys."""
         _, first, place = np.unique(keys, return_index=True, return_inverse=True)
         again = np.flatnonzero(first[place] != np.arange(len(rows)))
-        self.of[rows[again]], self.how[rows[again]] = rows[first[place[again]]], how
+        self.kept_row[rows[again]], self.reason[rows[again]] = rows[first[place[again]]], reason
 
-    def _settle(self, rows: Rows, others: Rows, apart: NDArray[np.float32], how: int) -> None:
+    def _settle(self, rows: Rows, others: Rows, distances: NDArray[np.float32], reason: int) -> None:
         """Pairs of a row and a better one that are alike: all that there are of these rows."""
-        for n in np.lexsort((apart, self.rank[rows])).tolist():
+        for n in np.lexsort((distances, self.rank[rows])).tolist():
             row, other = rows[n], others[n]
-            if self.of[row] == row and self.of[other] == other:
-                self.of[row], self.how[row], self.distances[row] = other, how, apart[n]
+            # Only a row that is itself kept may stand for another, or chains would join unlike rows.
+            if self.kept_row[row] == row and self.kept_row[other] == other:
+                self.kept_row[row], self.reason[row], self.distances[row] = other, reason, distances[n]
 
 
 def _parts(count: int, size: int) -> list[Rows]:
-    """The numbers up to `count` in parts."""
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-class _Looked:
-    """How rows look, by their places: what is small of it in memory.
+class _FingerprintIndex:
+    """Fingerprints of rows, by their places: what is small of them in memory.
 
     Attributes:
-        rows: row numbers.
-        keys: digests of all that is known of their looks.
+        keys: digests of whole fingerprints.
         hashes: perceptual hashes `(n, 8)`.
+        coarse: sums of colours of each four neighbouring pixels of a thumbnail `(n, 3 * SIDE**2 / 4)`.
     """
 
-    def __init__(self, seen: Column, rows: Rows, config: DedupeConfig) -> None:
-        self.seen, self.rows, self.bounds = seen, rows, (config.difference, config.detail)
-        keys, hashes, fours = [], [], []
+    def __init__(self, looks: Column, rows: Rows, config: DedupeConfig) -> None:
+        self.looks, self.rows, self.bounds = looks, rows, (config.difference, config.detail)
+        keys, hashes, coarse = [], [], []
         for some in _parts(len(rows), PAIRS):
-            values = seen.read(rows[some]).numpy()
-            keys += [hashlib.blake2b(one, digest_size=16).digest() for one in values]
+            values = looks.read(rows[some]).numpy()
+            keys += [hashlib.blake2b(value, digest_size=16).digest() for value in values]
             hashes.append(values[:, :8])
             colour = values[:, 8 : 8 + 3 * SIDE**2].reshape(-1, SIDE // 2, 2, SIDE // 2, 2, 3)
-            fours.append(colour.sum((2, 4), dtype=np.int16).reshape(len(values), -1))
+            coarse.append(colour.sum((2, 4), dtype=np.int16).reshape(len(values), -1))
         self.keys, self.hashes = np.array(keys, dtype="V16"), np.concatenate(hashes)
-        self._fours = np.concatenate(fours)
+        self.coarse = np.concatenate(coarse)
 
-    def alike(self, one: Rows, other: Rows) -> tuple[Rows, Rows, NDArray[np.float32]]:
+    def alike(self, first: Rows, second: Rows) -> tuple[Rows, Rows, NDArray[np.float32]]:
         """Those of some pairs of places within both bounds, and how much of a bound they take up."""
-        found = [(one[:0], other[:0], np.empty(0, np.float32))]
-        for some in _parts(len(one), PAIRS):
+        pairs = [(first[:0], second[:0], np.empty(0, np.float32))]
+        for some in _parts(len(first), PAIRS):
             # Sums of four pixels are farther apart than four times the bound only if one of the pixels is.
-            apart = np.abs(self._fours[one[some]] - self._fours[other[some]]).max(1)
+            apart = np.abs(self.coarse[first[some]] - self.coarse[second[some]]).max(1)
             near = some[apart <= 4 * 255 * self.bounds[0]]
-            first, second = (
-                self.seen.read(self.rows[places[near]])[:, 8:].short() for places in (one, other)
+            left, right = (
+                self.looks.read(self.rows[places[near]])[:, 8:].short() for places in (first, second)
             )
-            colour, detail = (first - second).abs().tensor_split([3 * SIDE**2], dim=1)
+            colour, detail = (left - right).abs().tensor_split([3 * SIDE**2], dim=1)
             used = [
                 part.amax(1).numpy() / np.float32(255 * max(bound, 1e-6))
                 for part, bound in zip((colour, detail), self.bounds, strict=True)
             ]
             share = np.maximum(*used)
-            found.append((one[near][share <= 1], other[near][share <= 1], share[share <= 1]))
-        places, others, shares = zip(*found, strict=True)
+            pairs.append((first[near][share <= 1], second[near][share <= 1], share[share <= 1]))
+        places, others, shares = zip(*pairs, strict=True)
         return np.concatenate(places), np.concatenate(others), np.concatenate(shares)
-
-
-def _near(index: Any, asked: NDArray[np.uint8], bits: int) -> tuple[Rows, Rows]:
-    """Places among those asked for, and in the index, of hashes that differ in few bits."""
-    if not index.ntotal:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    bounds, _, found = index.range_search(asked, bits + 1)
-    places = np.repeat(np.arange(len(asked)), np.diff(bounds.astype(np.int64)))
-    once = np.unique(places * index.ntotal + found)  # a pair is found by every part that agrees
-    return once // index.ntotal, once % index.ntotal
-
-
-def _near_each_other(block: NDArray[np.uint8], bits: int) -> tuple[Rows, Rows]:
-    """Places in a block of hashes that differ in few bits, the second before the first."""
-    numbers = block.view(np.uint64)[:, 0]
-    one, other = np.nonzero(np.tril(np.bitwise_count(numbers[:, None] ^ numbers) <= bits, -1))
-    return one, other
-
-
-def _joined(names: NDArray[np.object_], groups: Rows) -> list[str]:
-    """Names of groups in which rows that are alike, and rows of one name, are together: the first of them."""
-    parents: dict[str | int, str | int] = {}
-
-    def root(key: str | int) -> str | int:
-        while (above := parents.setdefault(key, key)) != key:
-            parents[key] = key = parents.setdefault(above, above)
-        return key
-
-    for name, group in zip(names.tolist(), groups.tolist(), strict=True):
-        parents[root(group)] = root(name)
-    first: dict[str | int, str] = {}
-    for name in sorted({*names.tolist()}):
-        first.setdefault(root(name), name)
-    return [first[root(name)] for name in names.tolist()]

@@ -50,7 +50,7 @@ def latents_job(
     def compute_ragged(shard: int) -> dict[str, torch.Tensor]:
         pictures = list(dataset.iter_images(shard))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(pictures)
-        for size in {picture.size for picture in pictures}:
+        for size in {picture.size for picture in pictures}:  # one shape a batch
             numbers = [number for number, picture in enumerate(pictures) if picture.size == size]
             latents = encode([pictures[number] for number in numbers])
             for number, row in zip(numbers, latents.flatten(2).transpose(1, 2), strict=True):
@@ -86,6 +86,7 @@ def text_job(
             found = dict(zip(distinct, encoder.tokens([*distinct]), strict=True))
         return ragged(captions, found.__getitem__)
 
+    # The null condition is the encoding of "" with its mask: an all-zero mask would be uniform attention.
     null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
     return dataset.column_job(name, origin(encoder), compute, {"null": null}, "ragged", progress)
 

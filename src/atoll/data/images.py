@@ -33,6 +33,7 @@ class ImageWriter:
 
     def __init__(self) -> None:
         self._buffer = io.BytesIO()
+        # USTAR without owner and time: the same pictures give the same bytes, whoever wrote them, and when.
         self._tar = tarfile.open(fileobj=self._buffer, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
 
     def add(self, name: str, png: bytes, caption: str, fields: Mapping[str, Any]) -> None:
@@ -71,6 +72,7 @@ class ImageReader:
     def read(self, index: int) -> Image.Image:
         """One picture, decoded."""
         offset, size = self._places[index].tolist()
+        # Opened anew: workers that are forked would share one file and its position.
         with self.path.open("rb") as file:
             file.seek(offset)
             image = Image.open(io.BytesIO(file.read(size)), formats=["PNG"])

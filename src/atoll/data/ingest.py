@@ -5,12 +5,10 @@ so a shard depends on nothing but those. Until the manifest is written, `ingest.
 ingested, and `rows/NNNNN.json` follows every finished shard.
 """
 
-import hashlib
 import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress
 from posixpath import join
@@ -18,24 +16,30 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
-from PIL import Image
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
 from atoll.base.text import Size
-from atoll.data.buckets import Placement, choose, cropped, place
 from atoll.data.columns import Progress
-from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, to_parquet
-from atoll.data.decode import BadImageError, decode, is_gray, square
+from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, short_hashes, to_parquet
+from atoll.data.decode import (
+    BadImageError,
+    cropped,
+    decode,
+    is_gray,
+    merged,
+    place,
+    square,
+    upright_size,
+)
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.images import ImageWriter, safe_id
 from atoll.data.job import ShardedJob
-from atoll.data.records import Record, Source
 from atoll.data.settings import IngestConfig
+from atoll.data.sources.record import Record, Source
 from atoll.data.split import write_split
-from atoll.store.manifest import FileEntry, named_entry
+from atoll.store.manifest import named_entry
 from atoll.store.store import Absent, Conflict, Store
 
 _NOTE = "ingest.json"
@@ -48,15 +52,11 @@ def ingest(
     """Write a data set, or find it finished, or continue where an earlier call was killed.
 
     Args:
-        source: where the rows come from.
-        store: where the data set goes.
-        prefix: its folder there, or "".
-        config: settings.
-        progress: told how many of the source's positions are done, and how many there are.
+        prefix: folder of the data set in the store, or "".
+        progress: called with how many of the source's positions are done, and how many there are.
 
-    Raises:
-        DataError: no row is usable, the rows have one group only, or the folder holds something else:
-            a data set of another source or other settings is never overwritten.
+    `DataError` where no row is usable, the rows have one group only, or the folder holds something else: a
+    data set of another source or other settings is never overwritten.
     """
     return IngestJob(source, store, prefix, config, progress).run()
 
@@ -100,7 +100,21 @@ class IngestJob(ShardedJob[DataSet]):
             if self.store.list(self.folder) and not self.store.exists(join(self.folder, MANIFEST)):
                 raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
             mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
-            buckets = find_buckets(self.source, self.config)
+            buckets = list[Size]()
+            if self.config.buckets is not None:
+                counts, sizes = Counter[Size](), self.config.sizes()
+                # The sizes that hold enough of the pictures, by the heads of all files: chosen once and
+                # noted, so that shards which come later, or from other processes, have the same.
+                for record in self.source.records(0, len(self.source)):
+                    if isinstance(record, Record):
+                        image = record.image
+                        try:
+                            size = upright_size(image) if isinstance(image, bytes) else image.size
+                            place(size, sizes, self.config.buckets)
+                        except BadImageError:
+                            continue  # rejected, with its reason, when its shard is written
+                        counts[size] += 1
+                buckets = merged(counts, sizes, self.config.buckets.min_rows)
             first = IngestNote(identity=self.identity, mode=mode, buckets=buckets)
             with suppress(Conflict):  # the processes of several parts begin at the same time
                 self.store.create_json(key, first.to_json())
@@ -111,44 +125,92 @@ class IngestJob(ShardedJob[DataSet]):
         self.mode, self.buckets = note.mode, note.buckets
 
     def result(self) -> DataSet | None:
-        """The finished data set."""
+        """See `ShardedJob`."""
         return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
     def is_current(self) -> bool:
-        """Whether the folder is still this ingest's."""
+        """See `ShardedJob`: the folder is still this ingest's."""
         try:
             return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
         except Absent:
             return False
 
     def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
-        """Read and convert the rows of a shard."""
-        duplicate_ids = earlier.duplicate_ids if earlier else []
-        rows: list[dict[str, Any]] = []
-        rejects: list[Reject] = []
-        convert = _Converter(self.config, self.mode, self.buckets, self.schema.names, duplicate_ids)
+        """See `ShardedJob`: read and convert the rows of a shard."""
+        note = ShardNote(
+            identity=self.identity,
+            rows=0,
+            files={},
+            rejects=[],
+            rejected_ids=[],
+            duplicate_ids=list(earlier.duplicate_ids) if earlier else [],
+        )
+        writer, rows, ids = ImageWriter(), list[dict[str, Any]](), set(note.duplicate_ids)
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
         for item in self.source.records(start, stop):
-            row = item if isinstance(item, Reject) else convert(item)
+            row = item if isinstance(item, Reject) else self._convert(item, ids, note, writer)
             if isinstance(row, Reject):
-                rejects.append(row)
+                note.rejects.append(row)
             else:
                 rows.append(row)
-        blobs, files = dict[str, bytes](), dict[str, FileEntry]()
-        if rows:
-            images, table = f"images/{number:05d}.tar", f"rows/{number:05d}.parquet"
-            blobs[images] = convert.writer.close()
-            blobs[table] = to_parquet(pa.Table.from_pylist(rows, self.schema))
-            files = {"images": named_entry(images, blobs[images]), "rows": named_entry(table, blobs[table])}
-        return blobs, ShardNote(
-            identity=self.identity,
-            rows=len(rows),
-            files=files,
-            rejects=rejects,
-            rejected_ids=convert.rejected_ids,
-            duplicate_ids=list(duplicate_ids),
-        )
+        if not rows:
+            return {}, note
+        images, table = f"images/{number:05d}.tar", f"rows/{number:05d}.parquet"
+        blobs = {images: writer.close(), table: to_parquet(pa.Table.from_pylist(rows, self.schema))}
+        files = {"images": named_entry(images, blobs[images]), "rows": named_entry(table, blobs[table])}
+        return blobs, note.model_copy(update={"rows": len(rows), "files": files})
+
+    def _convert(
+        self, record: Record, ids: set[str], note: ShardNote, writer: ImageWriter
+    ) -> dict[str, Any] | Reject:
+        """Add one record to the shard; its row, or why there is none."""
+        name = safe_id(record.id)
+        cleaned = [clean_caption(text) for text in record.captions or (record.caption,)]
+        captions = [text for text in cleaned if text]
+        if None in cleaned:
+            return Reject(record.key, "caption is not UTF-8")
+        if not captions:
+            return Reject(record.key, "empty caption")
+        if name in ids:
+            return Reject(record.key, "duplicate id", record.id)
+        size, mode, gray = self.config.size, self.config.mode, self.mode == "gray"
+        try:
+            data = record.image
+            image = decode(data) if isinstance(data, bytes) else data
+            if self.config.buckets is None:
+                where, small = None, square(image, size)
+            else:
+                where = place(image.size, self.buckets, self.config.buckets)
+                small = cropped(image, where)
+            if gray and mode == "auto" and not is_gray(small):
+                raise BadImageError("colour in a gray data set", "set data.ingest.mode to rgb or gray")
+        except BadImageError as error:
+            # An earlier shard may have this id: then that is the reason, whatever the picture is.
+            note.rejected_ids.append(name)
+            return Reject(record.key, error.reason, error.detail)
+        ids.add(name)
+        if not isinstance(data, bytes):  # drawn by the source: its pixels stand for the file
+            data = f"{image.mode} {image.width}x{image.height} ".encode() + image.tobytes()
+        source_hash = sha256(data)
+        fields: dict[str, Any] = {
+            "id": name,
+            "label": record.label,
+            "width": image.width,
+            "height": image.height,
+            "key": clean(record.key),
+            "sha256": source_hash,
+            "group": clean(record.group) if record.group is not None else source_hash,
+            **(where.fields() if where is not None else {}),
+        }
+        optional = {
+            "source": record.source,
+            "licence": None if record.licence is None else clean(record.licence),
+            "captions": captions,
+        }
+        fields |= {column: value for column, value in optional.items() if column in self.schema.names}
+        writer.add(name, png(small.convert("L" if gray else "RGB")), captions[0], fields)
+        return {**fields, "caption": captions[0]}
 
     def combine(self, notes: list[ShardNote]) -> DataSet:
         """Settle the ids, write the rejects, the split and the manifest."""
@@ -179,7 +241,7 @@ class IngestJob(ShardedJob[DataSet]):
         """Write those shards again that hold ids of earlier ones."""
         # All ids of a large source are too many for memory. Hashes of 8 bytes a row find those that may
         # repeat; only the shards that hold such a hash are then read, and their ids compared as they are.
-        hashes = [id_hashes([*self._ids(note), *note.rejected_ids]) for note in notes]
+        hashes = [short_hashes([*self._ids(note), *note.rejected_ids]) for note in notes]
         values, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]), return_counts=True)
         repeated, seen = values[counts > 1], set[str]()
         for number, note in enumerate(notes):
@@ -230,72 +292,6 @@ class IngestJob(ShardedJob[DataSet]):
         )
 
 
-class _Converter:
-    """Turns records into the rows and pictures of one shard."""
-
-    def __init__(
-        self,
-        config: IngestConfig,
-        mode: Mode,
-        buckets: Sequence[Size],
-        columns: Sequence[str],
-        duplicate_ids: Sequence[str],
-    ) -> None:
-        self.config, self.mode, self.buckets, self.columns = config, mode, buckets, columns
-        self.ids = set(duplicate_ids)
-        self.rejected_ids: list[str] = []
-        self.writer = ImageWriter()
-
-    def __call__(self, record: Record) -> dict[str, Any] | Reject:
-        """Add one record to the shard; its row, or why there is none."""
-        name = safe_id(record.id)
-        cleaned = [clean_caption(one) for one in record.captions or (record.caption,)]
-        captions = [one for one in cleaned if one]
-        if None in cleaned:
-            return Reject(record.key, "caption is not UTF-8")
-        if not captions:
-            return Reject(record.key, "empty caption")
-        if name in self.ids:
-            return Reject(record.key, "duplicate id", record.id)
-        picture = self._picture(record)
-        if isinstance(picture, Reject):
-            self.rejected_ids.append(name)
-            return picture
-        image, small, where = picture
-        self.ids.add(name)
-        source_hash = sha256(_bytes(record.image))
-        fields: dict[str, Any] = {
-            "id": name,
-            "label": record.label,
-            "width": image.width,
-            "height": image.height,
-            "key": clean(record.key),
-            "sha256": source_hash,
-            "group": clean(record.group) if record.group is not None else source_hash,
-            **(where.fields() if where is not None else {}),
-        }
-        optional = {
-            "source": record.source,
-            "licence": None if record.licence is None else clean(record.licence),
-            "captions": captions,
-        }
-        fields |= {name: value for name, value in optional.items() if name in self.columns}
-        self.writer.add(name, png(small.convert("L" if self.mode == "gray" else "RGB")), captions[0], fields)
-        return {**fields, "caption": captions[0]}
-
-    def _picture(self, record: Record) -> tuple[Image.Image, Image.Image, Placement | None] | Reject:
-        """The picture as it is, as the data set has it, and how it came so; or why there is none."""
-        try:
-            image, buckets = _picture(record), self.config.buckets
-            where = None if buckets is None else place(image.size, self.buckets, buckets)
-        except BadImageError as error:
-            return Reject(record.key, error.reason, error.detail)
-        small = square(image, self.config.size) if where is None else cropped(image, where)
-        if self.mode == "gray" and self.config.mode == "auto" and not is_gray(small):
-            return Reject(record.key, "colour in a gray data set", "set data.ingest.mode to rgb or gray")
-        return image, small, where
-
-
 def clean_caption(text: str) -> str | None:
     """The caption without control characters (but for tabs and newlines) and without space around it.
 
@@ -309,34 +305,18 @@ def clean_caption(text: str) -> str | None:
 def _find_mode(source: Source) -> Mode:
     """`gray` if the readable pictures from four places of the source have no colour."""
     mode: Mode = "rgb"
-    starts = sorted({len(source) * part // 4 for part in range(4)})
-    for start in starts:
+    # From all over: sources are often sorted, and gray scans come first or last.
+    for start in sorted({len(source) * part // 4 for part in range(4)}):
         for item in source.records(start, min(start + 16, len(source))):
             try:
-                if isinstance(item, Record) and not is_gray(_picture(item)):
-                    return "rgb"
+                if isinstance(item, Record):
+                    image = item.image
+                    if not is_gray(decode(image) if isinstance(image, bytes) else image):
+                        return "rgb"
+                    mode = "gray"
             except BadImageError:
                 continue
-            mode = "gray" if isinstance(item, Record) else mode
     return mode
-
-
-def find_buckets(source: Source, config: IngestConfig) -> list[Size]:
-    """Sizes of the pictures that are to keep their aspect; none of squares. Reads the source once."""
-    if config.buckets is None:
-        return []
-    return choose(source.records(0, len(source)), config.sizes(), config.buckets)
-
-
-def _picture(record: Record) -> Image.Image:
-    return decode(record.image) if isinstance(record.image, bytes) else record.image
-
-
-def _bytes(image: bytes | Image.Image) -> bytes:
-    """The bytes that stand for a picture: those of its file, or its pixels where there is no file."""
-    if isinstance(image, bytes):
-        return image
-    return f"{image.mode} {image.width}x{image.height} ".encode() + image.tobytes()
 
 
 def _reasons(rejects: list[Reject]) -> str:
@@ -346,9 +326,3 @@ def _reasons(rejects: list[Reject]) -> str:
     counts = Counter(reject.reason for reject in rejects).most_common()
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
     return f"{reasons}; the first: {rejects[0].key}: {rejects[0].detail}"
-
-
-def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
-    """Hashes of ids `(n,)`; two ids may share one."""
-    hashes = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in ids)
-    return np.frombuffer(b"".join(hashes), dtype=np.uint64)

@@ -35,11 +35,11 @@ class Part(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Part":
         """The part I/N, such as 2/8; `ConfigError` if it is none."""
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-        if found is None or not int(found[2]):
+        part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        if part is None or not int(part[2]):
             raise ConfigError(f"--part {text!r} is no part of the shards", "write I/N, such as 2/8")
         # Arrays count from 1 or from 0: only the remainder matters, and every shard has exactly one task.
-        return cls(int(found[1]) % int(found[2]), int(found[2]))
+        return cls(int(part[1]) % int(part[2]), int(part[2]))
 
 
 class ShardedJob(Generic[Result]):
@@ -48,23 +48,17 @@ class ShardedJob(Generic[Result]):
     Killed at any moment and run again, a job ends with the same bytes.
 
     Args:
-        store: where the files go.
         folder: of the data set or column.
         notes: folder of the notes.
         identities: digest of what each shard is made from; a note of another one does not count.
-        progress: told how many shards are done, and how many there are.
+        progress: called with how many shards are done, and how many there are.
     """
 
     def __init__(
         self, store: Store, folder: str, notes: str, identities: Sequence[str], progress: Progress | None
     ) -> None:
         self.store, self.folder, self.notes, self.identities = store, folder, notes, identities
-        self.progress = progress
-
-    @property
-    def shards(self) -> int:
-        """Number of shards."""
-        return len(self.identities)
+        self.shards, self.progress = len(identities), progress
 
     def result(self) -> Result | None:
         """The result, if the job is finished and all its files are as they should be."""
@@ -86,11 +80,9 @@ class ShardedJob(Generic[Result]):
         raise NotImplementedError
 
     def key(self, number: int) -> str:
-        """Key of a shard's note."""
         return join(self.notes, f"{number:05d}.json")
 
     def note(self, number: int) -> ShardNote | None:
-        """A shard's note, if there is one of this job."""
         return ShardNote.find(self.store, self.key(number), self.identities[number])
 
     def write_shard(self, number: int) -> ShardNote | None:
@@ -105,6 +97,7 @@ class ShardedJob(Generic[Result]):
             return None
         for path, data in files.items():
             self.store.put(join(self.folder, path), data)
+        # After the files: a note is the promise that they are there.
         self.store.put_json(self.key(number), note.to_json())
         return note
 
@@ -145,7 +138,7 @@ class ShardedJob(Generic[Result]):
 
 
 class ColumnJob(ShardedJob[ColumnMeta]):
-    """A column on its way: see `DataSet.column_job`."""
+    """A column on its way; see `DataSet.column_job`."""
 
     def __init__(
         self,
@@ -167,7 +160,7 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         self.compute, self.extras = compute, extras
 
     def result(self) -> ColumnMeta | None:
-        """What `column.json` says, if it and all files are as they should be."""
+        """See `ShardedJob`: what `column.json` says."""
         meta = self._earlier()
         if meta is None or meta.content != self.content or not self.extras.keys() <= meta.extras.keys():
             return None
@@ -195,7 +188,7 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return meta if same else None
 
     def is_current(self) -> bool:
-        """Whether nobody has finished it; an earlier `column.json` goes."""
+        """See `ShardedJob`; an earlier `column.json` goes."""
         if self.store.exists(f"{self.folder}/column.json"):
             if self.result() is not None:
                 return False
@@ -205,8 +198,9 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return True
 
     def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
-        """Compute a shard."""
+        """See `ShardedJob`."""
         tensors = dict(self.compute(number))
+        # Half the bytes; a shard has no two billion elements.
         for name in {"lengths", "index", "choices"} & tensors.keys():
             tensors[name] = tensors[name].to(torch.int32)
         form = describe(tensors, self.kind, self.rows[number], f"column {self.name!r}, shard {number}")
@@ -216,15 +210,14 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return {path: data}, note
 
     def combine(self, notes: list[ShardNote]) -> ColumnMeta:
-        """Write the extras and `column.json`."""
+        """See `ShardedJob`: write the extras and `column.json`."""
         forms = []
-        for number, note in enumerate(notes):
+        for note in notes:
             form = note.form
             if form is None:  # a shard of an earlier column
                 key = join(self.folder, note.files["values"].path)
                 where = self.store.name(key)
-                tensors = read_tensors(self.store.path(key), where)
-                form = describe(tensors, self.kind, self.rows[number], where)
+                form = describe(read_tensors(self.store.path(key), where), self.kind, note.rows, where)
             forms.append(form)
         kinds = {(dtype, tuple(shape)) for dtype, shape, _ in forms}
         if len(kinds) != 1:
@@ -248,7 +241,7 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return meta
 
     def tidy(self, result: ColumnMeta) -> None:
-        """Remove notes, and files of earlier columns."""
+        """See `ShardedJob`."""
         remove_others(self.store, self.folder, result)
 
 

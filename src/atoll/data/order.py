@@ -28,7 +28,6 @@ class Order:
 
     Attributes:
         rows: number of rows of one epoch, repeated ones counted.
-        seed: seed of the campaign.
         id_hash: hash of the row ids, so another data set has another order.
         ends: where each row's places in an epoch end, of rows that are drawn by weight; else each has one.
     """
@@ -43,12 +42,7 @@ class Order:
         """Rows in proportion to their weights, as evenly as can be: systematic resampling of every epoch.
 
         An epoch has as many rows as the weights sum to; one of weight 1 is seen once in it, one of weight 0.3
-        in three epochs of ten.
-
-        Args:
-            weights: of every row, not negative, some above 0.
-            seed: seed of the campaign.
-            id_hash: hash of the row ids.
+        in three epochs of ten. Weights are not negative, and some above 0.
         """
         ends = np.cumsum(weights, dtype=np.float64)
         rows = max(1, round(float(ends[-1])))
@@ -57,6 +51,7 @@ class Order:
 
     def at(self, positions: Sequence[int]) -> NDArray[np.int64]:
         """Row numbers at some positions of the run (numbers of samples consumed before)."""
+        # Windows no longer than an epoch, so that one lies in two epochs at most.
         window = min(WINDOW, self.rows)
         numbers, offsets = np.divmod(np.asarray(positions, dtype=np.int64), window)
         present, places = np.unique(numbers, return_inverse=True)
@@ -71,10 +66,13 @@ class Order:
         text = f"{self.seed}/{epoch}/{self.id_hash}".encode()
         keys = np.frombuffer(hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest(), dtype="<u8")
         values = _feistel(offsets, keys, half)
+        # Cycle walking: a value beyond the rows is encrypted again. That keeps the map a permutation, and of
+        # four values at most three are beyond, so a few rounds do.
         while (outside := values >= self.rows).any():
             values[outside] = _feistel(values[outside], keys, half)
         if self.ends is None:
             return values
+        # One offset for a whole epoch: rows are then seen floor or ceil of their share, never more or less.
         start = int.from_bytes(hashlib.blake2b(text + b"/start", digest_size=6).digest(), "little") / 2**48
         places = np.searchsorted(self.ends, values.astype(np.float64) + start, side="right")
         return np.minimum(places, len(self.ends) - 1).astype(np.uint64)
@@ -93,8 +91,6 @@ class BucketOrder:
     Args:
         buckets: bucket of every row `(rows,)`.
         batch: samples of a step, of all processes together.
-        seed: seed of the campaign.
-        id_hash: hash of the row ids.
         weights: of rows that are drawn in proportion to them `(rows,)`, some above 0.
     """
 
@@ -135,7 +131,9 @@ class BucketOrder:
 
     def _turn(self, step: int) -> tuple[int, int]:
         """The bucket of a step, and how many steps of its stream come before."""
-        epoch = max(0, int(step * self.batch / self.masses.sum()) - 1)  # or one of the next
+        # Whole steps of all buckets together lag behind by less than a step each, so the epoch is this or a
+        # later one; starting one too early is safe, one too late would lose the step.
+        epoch = max(0, int(step * self.batch / self.masses.sum()) - 1)
         before, after = self.steps_before(epoch), self.steps_before(epoch + 1)
         while after.sum() <= step:
             epoch, before, after = epoch + 1, after, self.steps_before(epoch + 2)

@@ -5,25 +5,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from atoll.base.errors import PartitionError
+from atoll.base.errors import DataError, PartitionError, nearest
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
 from atoll.base.rng import generator, seed_of
 from atoll.base.text import shorten
 from atoll.data import cluster
-from atoll.data.balance import Limits, balanced
+from atoll.data.balance import ShareBounds, balanced
 from atoll.data.cluster_map import inertia_of
-from atoll.data.columns import Column
+from atoll.data.columns import Column, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
 from atoll.data.settings import PartitionConfig
-from atoll.data.values import clusters_by, merge, values_of
 from atoll.store.store import Store
 
 TENSORS = "partition/centroids.safetensors"
@@ -99,8 +99,8 @@ class Partition:
         clusters = clusters_by(values, about.values)
         if (clusters < 0).any():
             new, counts = np.unique(values[clusters < 0], return_counts=True)
-            told = [f"{v!r} ({n:,} rows)" for v, n in zip(new.tolist(), counts.tolist(), strict=True)]
-            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shorten(told, 5)}"
+            names = [f"{v!r} ({n:,} rows)" for v, n in zip(new.tolist(), counts.tolist(), strict=True)]
+            what = f"{len(new)} values of {about.column or 'label'} are in no cluster: {shorten(names, 5)}"
             raise PartitionError(what, "leave these rows out, or start a new campaign")
         return clusters
 
@@ -117,12 +117,10 @@ def make(
     Args:
         dataset: with a split.
         features: to cluster by.
-        config: how.
         seed: of the sample and the starts.
         weighted: whether rows are drawn by their weights; clusters do not depend on them.
 
-    Raises:
-        PartitionError: K is larger than the rows, or a cluster stays empty.
+    `PartitionError` where K is larger than the rows, or a cluster stays empty.
     """
     train = dataset.split("train")
     if not len(train) and not dataset.weights.all():
@@ -130,25 +128,31 @@ def make(
     if config.k > len(train):
         what = f"K = {config.k} clusters for {len(train)} training rows"
         raise PartitionError(what, "choose 1 <= partition.k <= rows")
-    clustered, limits, values = config.method == "kmeans", Limits.of(config), list[list[str]]()
-    masses = np.zeros(len(dataset))
-    masses[train] = dataset.weights[train] if weighted else 1
+    clustered, bounds, values = config.method == "kmeans", ShareBounds.of(config), list[list[str]]()
+    weights = np.zeros(len(dataset))
+    weights[train] = dataset.weights[train] if weighted else 1
     centroids = free = np.empty((0, 0), dtype=np.float32)
     prices = np.empty(0, dtype=np.float32)
     if clustered:
         assert features is not None, "kmeans needs features"
-        rows, sample = _sample(features, train, config, seed)
+        most = min(config.fit_rows, cluster.sample_rows(config.fine))
+        rows = some_rows(train, most, generator(seed, "fit")) if len(train) > most else train
+        sample, start = np.empty((len(rows), *features.meta.shape), dtype=np.float32), 0
+        for block, raw in features.blocks(rows, _CHUNK):
+            sample[start : start + len(block)] = cluster.normalise(raw.float().numpy())
+            start += len(block)
         centroids = cluster.fit(sample, config.k, config.fine, seed)
-        if limits is not None:
-            free, _ = balanced(sample, masses[rows], centroids, Limits.none(config.k))
-            centroids, prices = balanced(sample, masses[rows], free, limits)
+        if bounds is not None:
+            # First without bounds: the inertia of these centroids says what the shares cost.
+            free, _ = balanced(sample, weights[rows], centroids, ShareBounds.none(config.k))
+            centroids, prices = balanced(sample, weights[rows], free, bounds)
         clusters = _nearest(features, centroids, prices)
     elif config.method == "random":
         clusters = _random(dataset.ids, seed, config.k, config.capacities or ())
     else:
-        found = values_of(dataset, config.column or "label")
-        values = merge(found, masses, config)
-        clusters = clusters_by(found, values)
+        texts = values_of(dataset, config.column or "label")
+        values = merge(texts, weights, config)
+        clusters = clusters_by(texts, values)
     counts = count_rows(dataset, clusters, config.k, weighted)
     sizes, heldout = counts["sizes"], np.array(counts["heldout"])
     if not all(sizes):
@@ -157,10 +161,16 @@ def make(
             what = f"no row of cluster {number} has any weight"
             raise PartitionError(what, "give it some, or lower partition.k")
         raise PartitionError(f"cluster {number} of {config.k} is empty", "lower partition.k")
-    if limits is not None and not clustered:
+    if bounds is not None and not clustered:
         together = f"rows of one {config.column or 'label'} stay together"
         why = "few random rows vary" if config.method == "random" else together
-        limits.check(np.bincount(clusters[train], masses[train], config.k), why=why)
+        bounds.check(np.bincount(clusters[train], weights[train], config.k), why=why)
+    warnings = imbalances(sizes, config.capacities)
+    if (heldout == 0).any() and heldout.any():
+        names = shorten([*map(str, np.flatnonzero(heldout == 0))])
+        warnings.append(f"cluster {names} has no held-out rows: no validation loss tells how its expert does")
+    if several := [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]:
+        warnings.append(f"clusters hold several values each: {shorten(several)}")
     about = PartitionFile(
         method=config.method,
         k=config.k,
@@ -173,7 +183,7 @@ def make(
         capacities=list(config.capacities or ()),
         **counts,
         weights=_weights_hash(dataset.weights, weighted),
-        warnings=[*imbalances(sizes, config.capacities), *_unseen(heldout), *_merged(values)],
+        warnings=warnings,
         inertia=None if features is None else inertia_of(features, train, clusters, centroids, free),
         hash="",
     )
@@ -238,6 +248,7 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
         store.put(f"partition/sheets/{number}.png", contact_sheet(partition, dataset, number))
     arrays = {"clusters": partition.clusters, "centroids": partition.centroids}
     arrays |= {"prices": partition.prices} if len(partition.prices) else {}
+    # Safetensors and not pickle: an island's machine is not trusted, nor does it trust this one.
     store.put(TENSORS, save_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}))
     store.put_json(PartitionFile.PLACE, partition.about.to_json())
 
@@ -250,26 +261,28 @@ def load(store: Store) -> Partition:
         StoreError: a file is missing, or `partition.json` is not JSON.
     """
     about = PartitionFile.read(store, PartitionFile.PLACE)
+    damage, data = "", store.get(TENSORS)
     try:
-        tensors = load_tensors(store.get(TENSORS))
-        clusters, centroids = tensors["clusters"].numpy(), tensors["centroids"].numpy()
-        prices = tensors["prices"].numpy() if "prices" in tensors else np.empty(0, np.float32)
+        tensors = {"prices": np.empty(0, np.float32)}
+        tensors |= {name: tensor.numpy() for name, tensor in load_tensors(data).items()}
+        clusters, centroids, prices = (tensors[name] for name in ("clusters", "centroids", "prices"))
+        typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}
+        if typed and _hash(about, clusters, centroids, prices) == about.hash:
+            return Partition(about, clusters, centroids, prices)
+        damage = "its files do not match the hash in partition.json"
     except KeyError as error:
-        raise _damaged(store, f"{error} is missing") from None
+        damage = f"{error} is missing"
     except (SafetensorError, TypeError):  # TypeError: a type that numpy lacks
-        raise _damaged(store, "centroids.safetensors cannot be read") from None
-    typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}
-    if not typed or _hash(about, clusters, centroids, prices) != about.hash:
-        raise _damaged(store, "its files do not match the hash in partition.json")
-    return Partition(about, clusters, centroids, prices)
+        damage = "centroids.safetensors cannot be read"
+    what = f"{store.name('partition')} is damaged: {damage}"
+    raise PartitionError(what, "restore it from a copy, or start a new campaign")
 
 
 def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: int = 60) -> bytes:
     """A PNG of some training pictures of one cluster, chosen by a seed."""
     train = dataset.split("train")
     rows = train[partition.clusters[train] == number]
-    shuffled = torch.randperm(len(rows), generator=generator(0, "sheet", number))[:cells].numpy()
-    pictures = [dataset.image(int(row)) for row in np.sort(rows[shuffled])]
+    pictures = [dataset.image(int(row)) for row in some_rows(rows, cells, generator(0, "sheet", number))]
     return png(grid(pictures, columns=12, scale=max(1, 48 // pictures[0].width)))
 
 
@@ -279,32 +292,13 @@ def _hash(
     centroids: NDArray[np.float32],
     prices: NDArray[np.float32],
 ) -> str:
+    # Without what a cut does not use, so that a new field leaves the hashes of cuts without it as they were.
     decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
     decided |= {"weights": about.weights} if about.weights else {}
     decided |= {"column": about.column, "values": about.values} if about.values else {}
     arrays = {"clusters": sha256(clusters.tobytes()), "centroids": sha256(centroids.tobytes())}
     arrays |= {"prices": sha256(prices.tobytes())} if len(prices) else {}
     return digest({**decided, **arrays})
-
-
-def _damaged(store: Store, why: str) -> PartitionError:
-    what = f"{store.name('partition')} is damaged: {why}"
-    return PartitionError(what, "restore it from a copy, or start a new campaign")
-
-
-def _sample(
-    features: Column, train: NDArray[np.int64], config: PartitionConfig, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Training rows that the k-means is fitted on, ascending, and their features."""
-    rows, most = train, min(config.fit_rows, cluster.sample_rows(config.fine))
-    if len(train) > most:
-        shuffled = torch.randperm(len(train), generator=generator(seed, "fit"))
-        rows = np.sort(train[shuffled[:most].numpy()])
-    sample, start = np.empty((len(rows), *features.meta.shape), dtype=np.float32), 0
-    for block, values in features.blocks(rows, _CHUNK):
-        sample[start : start + len(block)] = cluster.normalise(values.float().numpy())
-        start += len(block)
-    return rows, sample
 
 
 def _nearest(
@@ -319,6 +313,7 @@ def _nearest(
 
 def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) -> NDArray[np.int64]:
     """Clusters by a hash of the ids, alike or in proportion."""
+    # By id and not by position: rows that are added later do not move the others.
     draws = (seed_of(seed, "cluster/" + row) for row in ids)
     if not capacities:
         return np.array([draw % k for draw in draws])
@@ -327,14 +322,75 @@ def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) 
     return np.searchsorted(ends[:-1], places, "right").astype(np.int64)
 
 
-def _merged(values: list[list[str]]) -> list[str]:
-    """Which clusters hold rows of several values."""
-    several = [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]
-    return [f"clusters hold several values each: {shorten(several)}"] if several else []
+def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
+    """The values of every row `(rows,)`, as text, of a column of rows, or of one of numbers of the data set.
+
+    `DataError` where there is no such column, it holds something else, or a row has no value.
+    """
+    known = dataset.row_columns()
+    if name in known:
+        column = dataset.table([name]).column(name)
+        if not (pa.types.is_string(column.type) or pa.types.is_integer(column.type)):
+            raise DataError(f"column {name!r} holds {column.type}", "choose one of words or whole numbers")
+        missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), bool)
+        values = np.array(["" if value is None else str(value) for value in column.to_pylist()])
+        missing |= values == ""
+        if name == "label":
+            missing |= np.char.startswith(values, "-")
+    elif name in dataset.column_names():
+        numbers = dataset.column(name)
+        if numbers.meta.kind != "fixed" or numbers.meta.shape or numbers.dtype.is_floating_point:
+            raise DataError(f"column {name!r} holds no whole number for each row", "choose another")
+        values = numbers.read(np.arange(len(dataset))).numpy().astype(np.str_)
+        missing = np.zeros(len(values), bool)
+    else:
+        names = [*known, *dataset.column_names()]
+        what = f"partition.column: {dataset.store.location} has no column {name!r}"
+        raise DataError(what, nearest(name, names))
+    if missing.any():
+        count, first = int(missing.sum()), dataset.ids[int(missing.argmax())]
+        fix = "give them one, or choose another column"
+        raise DataError(f"{count:,} rows have no {name}, the first is {first!r}", fix)
+    return values
 
 
-def _unseen(heldout: NDArray[np.int64]) -> list[str]:
-    """Which clusters have no held-out rows, where others have some."""
-    names = shorten([*map(str, np.flatnonzero(heldout == 0))])
-    told = f"cluster {names} has no held-out rows: no validation loss tells how its expert does"
-    return [told] if names and heldout.any() else []
+def merge(
+    values: NDArray[np.str_], weights: NDArray[np.floating], config: PartitionConfig
+) -> list[list[str]]:
+    """Share out the values among K clusters.
+
+    As many values as clusters are taken in order, numbers by size. More are merged: the heaviest first, each
+    to the cluster that is emptiest for its capacity; clusters are then numbered by falling mass, unless
+    capacities number them.
+
+    `weights` of the rows `(rows,)` are 0 for those that are not trained on.
+
+    `PartitionError` where there are fewer values than clusters.
+    """
+    names, owners = np.unique(values, return_inverse=True)
+    totals, k = np.bincount(owners, weights, len(names)), config.k
+    trained = int((totals > 0).sum())
+    if trained < k:
+        what = f"{config.column or 'label'} has {trained} values among the training rows for K = {k} clusters"
+        raise PartitionError(
+            what, f"lower partition.k to {max(trained, 1)}, or cut by another partition.column"
+        )
+    if len(names) == k and config.capacities is None:
+        numbers = all(name.lstrip("-").isdecimal() for name in names.tolist())
+        return [[name] for name in sorted(names.tolist(), key=int if numbers else str)]
+    capacities = np.array(config.capacities or [1.0] * k)
+    held, merged = np.zeros(k), [list[str]() for _ in range(k)]
+    for number in np.argsort(-totals, kind="stable"):
+        place = int(((held + totals[number]) / capacities).argmin())
+        held[place] += totals[number]
+        merged[place].append(str(names[number]))
+    order = range(k) if config.capacities else np.argsort(-held, kind="stable").tolist()
+    return [merged[place] for place in order]
+
+
+def clusters_by(values: NDArray[np.str_], merged: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+    """Cluster of every row by its value `(rows,)`; -1 for a value that none has."""
+    known = {value: number for number, names in enumerate(merged) for value in names}
+    names, owners = np.unique(values, return_inverse=True)
+    numbers = np.array([known.get(name, -1) for name in names.tolist()], dtype=np.int64)
+    return numbers[owners]

@@ -25,12 +25,10 @@ class Samples:
     Args:
         dataset: an ordinary data set with `latents` and, for text, `text`.
         rows: row numbers that count, such as one split.
-        condition: what the network is conditioned on.
         shape: what networks are built for; text is padded to its length.
         encoder: given, the column `tokens` is read and encoded, as if `text` had been stored.
 
-    Raises:
-        DataError: the data set holds latents or text states of another shape.
+    `DataError` where the data set holds latents or text states of another shape.
     """
 
     def __init__(
@@ -52,8 +50,16 @@ class Samples:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
             fix = "restore the file, or start a new campaign"
             raise DataError(f"{what}; the network was planned for others, {shape}", fix)
-
-        self.buckets = _numbers(self._latents, dataset, shape)[rows] if shape.sizes else None
+        self.buckets = None
+        if shape.sizes:  # which of the sizes each row has
+            sizes, _ = _sides(self._latents, dataset)
+            equal = (sizes[:, None] == np.array(shape.sizes)).all(-1)
+            if not equal.any(1).all():
+                height, width = sizes[int(equal.any(1).argmin())].tolist()
+                what = f"{dataset.store.location} holds latents of {width}x{height}"
+                fix = "restore the file, or start a new campaign"
+                raise DataError(f"{what}; the network was planned for others", fix)
+            self.buckets = equal.argmax(1)[rows]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -83,6 +89,7 @@ class Samples:
         if self._text is not None:
             states, mask = self._text.read_ragged(rows, self.shape.text_length, draw)
             if self.encoder is not None:
+                # Half, as stored states are: training must not depend on whether they were precomputed.
                 states = self.encoder.encode_tokens(states, mask).half()
             return Condition(text=states.float(), mask=mask)
         if self._labels is not None:
@@ -106,33 +113,19 @@ class Samples:
 def _sides(latents: Column, dataset: DataSet) -> tuple[NDArray[np.int64], int]:
     """H and W of the latents of every row `(rows, 2)`, and how many pixels a side of one element covers.
 
-    Raises:
-        DataError: the rows have no buckets, or the latents are not of those sizes.
+    `DataError` where the rows have no buckets, or the latents are not of those sizes.
     """
     if dataset.buckets is None:
         what = f"{dataset.store.location} has latents of several shapes, and rows that do not tell which"
         raise DataError(what, "write the data set again")
     pixels = dataset.buckets.prod(1)
+    # No file says how many pixels a latent covers; the largest picture and the longest row of latents do.
     factor = math.isqrt(int(pixels.max()) // max(1, latents.meta.max_length))
     sides = dataset.buckets[:, ::-1] // max(1, factor)
     if factor < 1 or not np.array_equal(sides.prod(1), latents.lengths()):
         what = f"{latents.store.name(latents.folder)} holds no latents of these pictures"
         raise DataError(what, "write it again: atoll data encode")
     return sides, factor
-
-
-def _numbers(latents: Column, dataset: DataSet, shape: DataShape) -> NDArray[np.int64]:
-    """Which of a shape's latents each row of a data set has `(rows,)`."""
-    sides, _ = _sides(latents, dataset)
-    equal = (sides[:, None] == np.array(shape.sizes)).all(-1)
-    if not equal.any(1).all():
-        height, width = sides[int(equal.any(1).argmin())].tolist()
-        what = f"{dataset.store.location} holds latents of {width}x{height}"
-        raise DataError(
-            f"{what}; the network was planned for others", "restore the file, or start a new campaign"
-        )
-    numbers: NDArray[np.int64] = equal.argmax(1)
-    return numbers
 
 
 def null_states(column: Column) -> Tensor:

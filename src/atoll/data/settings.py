@@ -103,8 +103,7 @@ class RowOptions(Config):
 
         It stays None where there is no such column and the label is the caption.
 
-        Raises:
-            DataError: a table lacks a column.
+        `DataError` where a table lacks a column.
         """
         usual = (name for _, names in tables for name in CAPTIONS if name in names)
         options = self.model_copy(update={"caption": self.caption or next(usual, None)})

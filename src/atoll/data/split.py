@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
@@ -23,20 +22,19 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
     them, the group nearest to the bound changes sides.
 
-    Args:
-        dataset: whose rows.
-        config: shares and seed.
-        groups: of the rows; those of their column `group` by default.
+    `groups` are names `(rows,)`, those of the column `group` by default.
 
-    Raises:
-        DataError: there is only one group, so that one side must stay empty.
+    `DataError` where there is only one group, so that one side must stay empty.
     """
     seed, share = config.seed, config.heldout + config.test
-    parts = [  # a shard's names at a time: they take much more than these numbers
-        _places(seed, _groups(dataset, shard) if groups is None else groups[start:end])
-        for shard, (start, end) in enumerate(pairwise(dataset.bounds))
-    ]
-    places = np.concatenate(parts)
+    places = np.empty(len(dataset))  # of the groups in [0, 1)
+    for shard, (start, end) in enumerate(pairwise(dataset.bounds.tolist())):
+        # A shard's names at a time: they take much more than these numbers.
+        if groups is None:
+            names = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
+        else:
+            names = groups[start:end]
+        places[start:end] = [seed_of(seed, f"split/{name}") / 2**63 for name in names]
     low, high = float(places.min()), float(places.max())
     bound = share
     if share > 0:
@@ -56,14 +54,3 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     if groups is not None:
         settings["rows"] = digest(list(groups))
     dataset.write_values("split", {"name": "split", "hash": digest(settings), **settings}, sides)
-
-
-def _groups(dataset: DataSet, shard: int) -> list[str]:
-    """Names of the groups of a shard's rows."""
-    names: list[str] = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
-    return names
-
-
-def _places(seed: int, groups: Sequence[str]) -> NDArray[np.float64]:
-    """Where groups lie in [0, 1)."""
-    return np.array([seed_of(seed, f"split/{group}") / 2**63 for group in groups])

@@ -31,12 +31,10 @@ def write_subset(
 ) -> DataSet:
     """Write some rows, in the given order, and some columns as a data set of their own, without pictures.
 
-    `prefix` is its folder in `store`; `columns` are copied with their extras.
+    `columns` are copied with their extras. Killed and called again it continues; called again when it is
+    finished it only verifies the columns.
 
-    Killed and called again it continues; called again when it is finished it only verifies the columns.
-
-    Raises:
-        DataError: there are no rows, a column is missing, or the folder holds a data set of other rows.
+    `DataError` where there are no rows, a column is missing, or the folder holds a data set of other rows.
     """
     numbers = np.asarray(rows, dtype=np.int64)
     if not len(numbers):
@@ -57,33 +55,32 @@ def write_subset(
             store, prefix, Manifest(identity=identity, source=about, rows=len(numbers), shards=shards)
         )
     for column in copied:
-        parts = [numbers[start : start + shard_rows] for start in starts]
-        _copy_column(column, finished or dataset, parts)
+
+        def compute(shard: int, column: Column = column) -> dict[str, Tensor]:
+            part = numbers[starts[shard] : starts[shard] + shard_rows]
+            return {"values": column.read(part)} if column.meta.kind == "fixed" else column.take_ragged(part)
+
+        extras = {name: column.extra(name) for name in column.meta.extras}
+        meta = column.meta
+        (finished or dataset).write_column(meta.name, meta.producer, compute, extras, meta.kind)
     return finished or dataset.finish()
-
-
-def _copy_column(column: Column, dataset: DataSet, parts: list[np.ndarray]) -> None:
-    """Copy a column for the row numbers of every shard."""
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        if column.meta.kind == "fixed":
-            return {"values": column.read(parts[shard])}
-        return column.take_ragged(parts[shard])
-
-    extras = {name: column.extra(name) for name in column.meta.extras}
-    dataset.write_column(column.meta.name, column.meta.producer, compute, extras, column.meta.kind)
 
 
 def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence[str]) -> DataSet:
     """Write a data set that holds no rows itself, but names those of others in the same store, in order.
 
-    Raises:
-        DataError: there are no parts, one lies elsewhere, a column is missing or differs between parts,
-            or the folder holds another data set.
+    `DataError` where there are no parts, one lies elsewhere, a column is missing or differs between parts, or
+    the folder holds another data set.
     """
     if not parts:
         raise DataError("a union needs at least one data set", "give the islands' data")
-    folders = [_folder_in(store, part) for part in parts]
+    folders = []
+    for part in parts:  # as a key of `store`, which may be wider than the one it was opened in
+        name = part.store.name(part.prefix)
+        folder = store.key_of(name)
+        if folder is None:
+            raise DataError(f"{name} lies outside {store.location}", "join data sets of one store")
+        folders.append(folder)
     shards = [
         shard.model_copy(update={"files": _moved(shard.files, folder, prefix)})
         for part, folder in zip(parts, folders, strict=True)
@@ -100,36 +97,32 @@ def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence
         shards=shards,
     )
     finished = DataSet.find(store, prefix, identity, "other parts")
+    # A column's `column.json` names the shards of all parts.
     for name in columns:
-        _join_column(store, prefix, name, parts, folders)
+        place, metas = join(prefix, "columns", name), [part.column(name).meta for part in parts]
+        if any(_form(meta) != _form(metas[0]) for meta in metas):
+            what = f"column {name!r} differs between the data sets"
+            raise DataError(what, "write it again from one producer")
+        places = [join(folder, "columns", name) for folder in folders]
+        entries = [
+            entry
+            for meta, source in zip(metas, places, strict=True)
+            for entry in _moved(dict(enumerate(meta.shards)), source, place).values()
+        ]
+        joined = metas[0].model_copy(
+            update={
+                "max_length": max(meta.max_length for meta in metas),
+                "content": [content for meta in metas for content in meta.content],
+                "shards": entries,
+                "extras": _moved(metas[0].extras, places[0], place),
+            }
+        )
+        store.put_json(f"{place}/column.json", joined.to_json())
+        remove_others(store, place, joined)
     return finished or DataSet(store, prefix, manifest).finish()
 
 
-def _join_column(store: Store, prefix: str, name: str, parts: Sequence[DataSet], folders: list[str]) -> None:
-    """Write a `column.json` that names the shards of all parts."""
-    place, metas = join(prefix, "columns", name), [part.column(name).meta for part in parts]
-    if any(_form(meta) != _form(metas[0]) for meta in metas):
-        raise DataError(f"column {name!r} differs between the data sets", "write it again from one producer")
-    places = [join(folder, "columns", name) for folder in folders]
-    shards = [
-        entry
-        for meta, source in zip(metas, places, strict=True)
-        for entry in _moved(dict(enumerate(meta.shards)), source, place).values()
-    ]
-    joined = metas[0].model_copy(
-        update={
-            "max_length": max(meta.max_length for meta in metas),
-            "content": [content for meta in metas for content in meta.content],
-            "shards": shards,
-            "extras": _moved(metas[0].extras, places[0], place),
-        }
-    )
-    store.put_json(f"{place}/column.json", joined.to_json())
-    remove_others(store, place, joined)
-
-
 def _form(meta: ColumnMeta) -> str:
-    """What two columns must have in common to be one."""
     extras = {name: entry.sha256 for name, entry in meta.extras.items()}
     # Weights of islands that were written before and after rows opted out differ in these rows alone.
     producer = {key: value for key, value in meta.producer.items() if key != "out"}
@@ -138,17 +131,8 @@ def _form(meta: ColumnMeta) -> str:
 
 def _moved(entries: dict[Key, FileEntry], source: str, target: str) -> dict[Key, FileEntry]:
     """Entries of the folder `source`, as the folder `target` names them, climbing where needed."""
-
-    def path(entry: FileEntry) -> str:
-        return posixpath.relpath(join("/", source, entry.path), join("/", target))
-
-    return {key: entry.model_copy(update={"path": path(entry)}) for key, entry in entries.items()}
-
-
-def _folder_in(store: Store, part: DataSet) -> str:
-    """Folder of a data set as a key of `store`, which may be wider than the one it was opened in."""
-    name = part.store.name(part.prefix)
-    folder = store.key_of(name)
-    if folder is None:
-        raise DataError(f"{name} lies outside {store.location}", "join data sets of one store")
-    return folder
+    moved = {}
+    for key, entry in entries.items():
+        path = posixpath.relpath(join("/", source, entry.path), join("/", target))
+        moved[key] = entry.model_copy(update={"path": path})
+    return moved

@@ -14,8 +14,7 @@ from PIL import Image
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.dataset import DataSet
-from atoll.data.decode import open_picture
-from atoll.data.folder import SUFFIXES
+from atoll.data.decode import SUFFIXES, open_picture
 from atoll.model.trace import Trace
 
 

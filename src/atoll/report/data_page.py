@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from atoll.base.errors import AtollError
@@ -16,13 +16,14 @@ from atoll.base.pictures import png
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import PAIRS
-from atoll.data.contents import Contents, Tally
+from atoll.data.columns import some_rows
+from atoll.data.contents import Contents, Histogram
 from atoll.data.decode import BadImageError, decode
 from atoll.data.duplicates import COLUMN
 from atoll.data.formats import Reject
 from atoll.data.formats import clean as clean_key
-from atoll.data.records import Record
-from atoll.data.sources import open_sources
+from atoll.data.sources.record import Record
+from atoll.data.sources.several import open_sources
 from atoll.report.facts import Facts, Picture, clean, pixelated
 from atoll.report.html import environment
 from atoll.report.page import write_page
@@ -64,13 +65,16 @@ def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
         except AtollError:
             return None
 
-    rows = [(caption(row), picture(row)) for row in _drawn(len(dataset), SHOWN)]
+    def drawn(rows: NDArray[np.int64], most: int) -> list[int]:
+        return [*map(int, some_rows(rows, most, generator(0, "data page")))]
+
+    rows = [(caption(row), picture(row)) for row in drawn(np.arange(len(dataset)), SHOWN)]
     rows = [(text, shown) for text, shown in rows if shown]
     pairs = []
     if contents.duplicates is not None:
         kept = dataset.column(COLUMN).read(np.arange(len(dataset))).numpy()
         again = np.flatnonzero(kept != np.arange(len(kept)))
-        for row, other in ((row, int(kept[row])) for row in again[_drawn(len(again), PAIRED)].tolist()):
+        for row, other in ((row, int(kept[row])) for row in drawn(again, PAIRED)):
             left, right = picture(row), picture(other)
             if left and right:
                 pairs.append((f"{caption(row)} / {caption(other)}", left, right))
@@ -110,7 +114,7 @@ def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
     write_page(path, page, "--page")
 
 
-def bars(tally: Tally, most: int = BARS) -> list[Bar]:
+def bars(tally: Histogram, most: int = BARS) -> list[Bar]:
     """A histogram of numbers: one bar each where they are few, else ranges; of equal ratios if wide."""
     values = sorted(tally)
     if len(values) <= most:
@@ -173,9 +177,3 @@ def _thumbnail(image: Image.Image) -> Picture:
     picture = Picture.of_png(png(image))
     assert picture is not None
     return picture
-
-
-def _drawn(count: int, most: int) -> list[int]:
-    """Numbers up to `count`, drawn by a seed, ascending."""
-    chosen: list[int] = torch.randperm(count, generator=generator(0, "data page"))[:most].sort()[0].tolist()
-    return chosen

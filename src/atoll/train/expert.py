@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.rng import normals
 from atoll.campaign.settings.train import VALIDATION_TIMES
+from atoll.data.columns import some_rows
 from atoll.encoders.registry import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.flow.objective import noisy, per_sample_loss, target
@@ -20,7 +22,7 @@ from atoll.model.expert import Expert, bound_of
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import family
-from atoll.train.rows import Batch, TrainingRows, spread
+from atoll.train.rows import Batch, TrainingRows
 
 
 class DenoiserTask:
@@ -62,7 +64,7 @@ class DenoiserTask:
 
     def preview(self) -> bytes:
         """Twelve training conditions sampled in 12 steps with guidance 2, nearest to a square."""
-        index = spread(len(self.rows.train), 12)
+        index = some_rows(np.arange(len(self.rows.train)), 12)
         objective, bound = self.recipe.objective, bound_of(self.rows.latents)
         denoiser = Expert(
             self.network,

@@ -16,6 +16,7 @@ from atoll.base.rng import normals, uniforms
 from atoll.base.version import code_version
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
+from atoll.data.columns import some_rows
 from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples
@@ -129,7 +130,8 @@ class TrainingRows:
             Of each time its batches, one for each shape of latents.
         """
         parts, first = list[Batch](), 0
-        chosen = spread(len(self.heldout), self.recipe.train.validation_rows)
+        # Evenly spread, as data of several islands lie one after the other.
+        chosen = some_rows(np.arange(len(self.heldout)), self.recipe.train.validation_rows)
         if not len(chosen):
             return []
         for index in self.heldout.by_shape(chosen):
@@ -176,8 +178,3 @@ class TrainingRows:
                 **({"student": settings["student"]} if "student" in settings else {}),
             },
         )
-
-
-def spread(rows: int, count: int) -> NDArray[np.int64]:
-    """At most `count` of so many rows, evenly spread: data of several islands lie one after the other."""
-    return np.unique(np.linspace(0, rows - 1, min(rows, count)).astype(np.int64))

@@ -23,8 +23,7 @@ from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
 from atoll.curate.image_hits import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
-from atoll.data.decode import open_picture
-from atoll.data.folder import SUFFIXES
+from atoll.data.decode import SUFFIXES, open_picture
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]

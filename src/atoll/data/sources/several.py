@@ -1,26 +1,25 @@
-"""Where data comes from: `glyphs`, folders of captioned images, parquet, tar, and data sets of the hub."""
+"""Open a source by what the user wrote, or several sources that follow one another."""
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.safe_parse import expanded
-from atoll.data.files import ENDINGS, find_files
-from atoll.data.folder import SUFFIXES, FolderSource
+from atoll.data.decode import SUFFIXES
 from atoll.data.formats import Reject
-from atoll.data.glyphs import GlyphSource
-from atoll.data.hub import PREFIX, open_hub
-from atoll.data.parquet import ParquetSource
-from atoll.data.records import Record, Source
 from atoll.data.settings import SourceConfig, SourceOptions, check_names
-from atoll.data.tar import TarSource
+from atoll.data.sources.files import ENDINGS, find_files
+from atoll.data.sources.folder import FolderSource
+from atoll.data.sources.glyphs import GlyphSource
+from atoll.data.sources.hub import PREFIX, open_hub
+from atoll.data.sources.parquet import ParquetSource
+from atoll.data.sources.record import Record, Source, spans
+from atoll.data.sources.tar import TarSource
 from atoll.store.location import is_url, without_secrets
 
 KINDS = (
@@ -60,13 +59,14 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
     if parquet.states:
         return ParquetSource(parquet, options)
     folder = path if isinstance(path, Path) and path.is_dir() else None
-    if folder and any(one.suffix.lower() in SUFFIXES for one in folder.rglob("*")):
+    # Images before tars: a folder of images often has the tar beside them that they were unpacked from.
+    if folder and any(file.suffix.lower() in SUFFIXES for file in folder.rglob("*")):
         return FolderSource(folder, options)
     tar = find_files(path, ".tar")
     if tar.states:
         return TarSource(tar, options)
     if folder:
-        return FolderSource(folder, options)  # tells what it lacks
+        return FolderSource(folder, options)  # says what it lacks
     raise DataError(f"{without_secrets(str(text))} is of unknown kind", f"give {KINDS}")
 
 
@@ -78,16 +78,15 @@ class SeveralSources:
     """
 
     def __init__(self, parts: Mapping[str, Source]) -> None:
-        check_names(parts)
         self.parts = dict(parts)
-        self._ends = [*accumulate(len(source) for source in self.parts.values())]
+        self.counts = [len(source) for source in self.parts.values()]
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return sum(self.counts)
 
     def describe(self) -> dict[str, Any]:
-        """What all parts say together; `sources` has each one's."""
-        parts = self._parts
+        """See `Source`; `sources` has each part's own."""
+        parts = self._described
         columns = {column for about in parts.values() for column in about.get("columns", [])}
         return {
             "name": ", ".join(parts),
@@ -100,19 +99,16 @@ class SeveralSources:
         }
 
     @cached_property
-    def _parts(self) -> dict[str, dict[str, Any]]:
-        """What each part says."""
+    def _described(self) -> dict[str, dict[str, Any]]:
         return {name: source.describe() for name, source in self.parts.items()}
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """The rows of some positions."""
-        names, first = list(self.parts), bisect_right(self._ends, start)
-        for number in range(first, len(names)):
-            name, before = names[number], self._ends[number] - len(self.parts[names[number]])
-            if before >= stop:
-                return
-            source, licence = self.parts[name], self._parts[name]["licence"]
-            for item in source.records(max(start - before, 0), min(stop - before, len(source))):
+        """See `Source`."""
+        names = list(self.parts)
+        for number, low, high in spans(self.counts, start, stop):
+            name = names[number]
+            licence = self._described[name]["licence"]
+            for item in self.parts[name].records(low, high):
                 key = f"{name}: {item.key}"
                 if isinstance(item, Reject):
                     yield Reject(key, item.reason, item.detail)
@@ -129,31 +125,28 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
         named: as `open_source` takes it, or settings by name.
         options: of a single source; several take them where they do not say otherwise.
 
-    Raises:
-        DataError: as `open_source`; none of a source's first rows can be used, or one has several captions
-            and `captions` is off.
+    `DataError` also where none of a source's first rows can be used, or one has several captions and
+    `captions` is off.
     """
     if isinstance(named, str):
         return _usable(open_source(named, options))
     check_names(named)
     sources = {}
-    for name, one in named.items():
+    for name, settings in named.items():
+        own = settings.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
+        empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
+        if settings.source == "glyphs":  # they have no columns
+            merged = SourceOptions(**own, glyphs=options.glyphs)
+        else:
+            merged = options.model_copy(update=own | empty)
         try:
-            sources[name] = _usable(open_source(one.source, _options(one, options)))
+            sources[name] = _usable(open_source(settings.source, merged))
         except DataError as error:  # it names the settings of a single source
-            told = (
-                text.replace("data.ingest.", f"data.source.{name}.") for text in (error.what, error.fix or "")
-            )
-            raise DataError(*told) from None
+            texts = (error.what, error.fix or "")
+            raise DataError(
+                *(text.replace("data.ingest.", f"data.source.{name}.") for text in texts)
+            ) from None
     return SeveralSources(sources)
-
-
-def _options(one: SourceConfig, options: SourceOptions) -> SourceOptions:
-    own = one.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
-    if one.source == "glyphs":  # they have no columns
-        return SourceOptions(**own, glyphs=options.glyphs)
-    empty = {name: None for name, value in own.items() if value == "" and name != "licence"}
-    return options.model_copy(update=own | empty)
 
 
 REMEDIES = {
@@ -173,15 +166,16 @@ def _usable(source: Source) -> Source:
     """The source; refused if its columns are taken for what they are not, before hours are spent on it."""
     items = list(source.records(0, min(FIRST, len(source))))
     rejects = [item for item in items if isinstance(item, Reject)]
-    lists = [reject for reject in rejects if reject.reason == "several captions"]
-    if not rejects or (len(rejects) < len(items) and not lists):
+    reasons = Counter(reject.reason for reject in rejects)
+    several = "several captions" in reasons
+    if not rejects or (len(rejects) < len(items) and not several):
         return source
-    reason = "several captions" if lists else Counter(r.reason for r in rejects).most_common(1)[0][0]
+    reason = "several captions" if several else reasons.most_common(1)[0][0]
     fix = REMEDIES.get(reason)
     if fix is None:
         return source  # damage, not a matter of columns: the ingest names every row of it
     first = next(reject for reject in rejects if reject.reason == reason)
-    count = sum(reject.reason == reason for reject in rejects)
     detail = f", {first.detail}" if first.detail else ""
-    what = f"{count} of the first {len(items)} rows of {source.describe()['name']} are no use: {reason}"
+    name = source.describe()["name"]
+    what = f"{reasons[reason]} of the first {len(items)} rows of {name} are no use: {reason}"
     raise DataError(f"{what} ({first.key}{detail})", fix)

@@ -1,5 +1,6 @@
 """The files of a source, by name: on this machine's disk, in an object store, or wherever they are opened."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,16 +28,18 @@ class Files:
     """Some files below a folder or URL.
 
     Attributes:
-        root: the folder or URL.
         states: of every file its bytes, and what changes whenever the file does; in the order of names.
         opener: opens a file by name, for reads of about so many bytes at a time.
         is_whole: whether they are all of the folder, and not one file or those of a pattern.
+        title: name of the repository that they are of, with `commit`; else empty.
     """
 
     root: str
     states: dict[str, State]
     opener: Callable[[str, int], BinaryIO]
     is_whole: bool = True
+    title: str = ""
+    commit: str = ""
 
     def open(self, name: str, buffer: int = BUFFER) -> BinaryIO:
         """A file, seekable; `DataError` or `StoreError` if it is gone or another one than it was."""
@@ -64,38 +67,42 @@ def find_files(location: str | Path, suffix: str) -> Files:
     if is_url(text):
         named = last.endswith(ENDINGS)
         store = Store.open(folder if named else text)
-        found = store.states()
-        wanted = _expanded(last) if named else None
-        names = _chosen(store.location, [*found], wanted, suffix)
-        states = {name: found[name] for name in names}
-        return Files(store.location, states, partial(_open_remote, store, states), not named)
-    path = Path(text)
-    if not path.is_dir():
+        present = store.states()
+        names = _chosen(store.location, [*present], _expanded(last) if named else None, suffix)
+        states = {name: present[name] for name in names}
+
+        def open_remote(name: str, buffer: int) -> BinaryIO:
+            return store.reader(name, states[name], buffer)
+
+        return Files(store.location, states, open_remote, not named)
+    path, wanted = Path(text), None
+    if path.is_dir():
+        names = [file.relative_to(path).as_posix() for file in path.rglob(f"*{suffix}")]
+    else:
+        # A file that is there is meant as it is called, even where its name looks like a pattern.
         wanted = [path.name] if path.exists() else _expanded(path.name)
         if not path.parent.is_dir():
             raise DataError(f"there is no {path}", "check the path")
-        path, names = path.parent, [one.name for one in path.parent.iterdir()]
-    else:
-        wanted, names = None, [one.relative_to(path).as_posix() for one in path.rglob(f"*{suffix}")]
+        path = path.parent
+        names = [file.name for file in path.iterdir()]
     names = [name for name in _chosen(str(path), names, wanted, suffix) if (path / name).is_file()]
-    states = {name: _state(path / name) for name in names}
-    return Files(str(path), states, partial(_open_local, path, states), wanted is None)
+    return _local_files(path, names, wanted is None)
 
 
 def listed_files(paths: Sequence[str]) -> Files:
     """Files of this machine by their paths."""
     root = Path(os.path.commonpath([Path(path).absolute().parent for path in paths]))
-    names = [Path(path).absolute().relative_to(root).as_posix() for path in paths]
+    return _local_files(root, [Path(path).absolute().relative_to(root).as_posix() for path in paths])
+
+
+def _local_files(root: Path, names: Sequence[str], is_whole: bool = True) -> Files:
     states = {name: _state(root / name) for name in names}
-    return Files(str(root), states, partial(_open_local, root, states))
-
-
-def _open_remote(store: Store, states: Mapping[str, State], name: str, buffer: int) -> BinaryIO:
-    return store.reader(name, states[name], buffer)
+    return Files(str(root), states, partial(_open_local, root, states), is_whole)
 
 
 def _open_local(root: Path, states: Mapping[str, State], name: str, _: int) -> BinaryIO:
     try:
+        # Positions of rows were taken from the file as it was: of another one they would be wrong rows.
         if _state(root / name) != states[name]:
             raise DataError(f"{root / name} changed while it was read", "run the command again")
         return (root / name).open("rb")
@@ -110,10 +117,10 @@ def _chosen(root: str, names: list[str], wanted: list[str] | None, suffix: str) 
         return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     chosen: dict[str, None] = {}
     for pattern in wanted:
-        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not found and pattern.endswith(suffix):
+        matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not matching and pattern.endswith(suffix):
             raise DataError(f"{root} holds no {pattern}", "fetch it, or name only what is there")
-        chosen.update(dict.fromkeys(found))
+        chosen.update(dict.fromkeys(matching))
     return [*chosen]
 
 
@@ -121,9 +128,7 @@ def _expanded(pattern: str) -> list[str]:
     """Braces written out: `{00..12}` by number, as wide as its first bound, and `{a,b}` by name."""
     parts = re.split(r"\{([^{}]*)\}", pattern)
     choices = [[part] if number % 2 == 0 else [*_alternatives(part)] for number, part in enumerate(parts)]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
+    count = math.prod(map(len, choices))  # before `product`: three braces of 10^5 names would fill memory
     if count > MOST_NAMES:
         raise DataError(f"{pattern} names {count:,} files", "give their folder, or use '*'")
     return ["".join(names) for names in product(*choices)]

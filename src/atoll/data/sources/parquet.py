@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from atoll.base.errors import DataError, first_line
-from atoll.data.files import Files
 from atoll.data.formats import Reject, clean
-from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
+from atoll.data.sources.files import Files
+from atoll.data.sources.record import FilesSource, Record, to_record
 
 _BATCH = 32
 """Rows that are in memory at a time."""
@@ -23,20 +23,21 @@ _BUFFER = 2**20
 """Bytes of a column that are read at a time."""
 
 
-class ParquetSource:
+class ParquetSource(FilesSource):
     """The rows of parquet files, in the order of the files' names.
 
     A picture is a struct with `bytes`, or a binary column named `image`. Of remote files footers and the row
     groups that are asked for are read, and nothing is kept on disk.
 
-    Raises:
-        DataError: there is no parquet file, one cannot be read, or one lacks a column.
+    `DataError` where there is no parquet file, one cannot be read, or one lacks a column.
     """
+
+    KIND = "parquet"
 
     def __init__(self, files: Files, options: RowOptions | None = None) -> None:
         if not files.states:
             raise DataError(f"{files.root} holds no parquet files", "give a parquet file or a folder of them")
-        self.files, options = files, options or RowOptions()
+        options = options or RowOptions()
         columns, self._images, counts, self._footers = [], [], [], []
         for name in files.states:
             with _opened(files, name) as reader:
@@ -44,31 +45,26 @@ class ParquetSource:
                 columns.append((files.where(name), schema.names))
                 self._images.append(_image_column(schema, files.where(name), options.image))
                 counts.append(reader.metadata.num_rows)
-            self._footers.append(_footer_hash(files, name))
-        self.options = options.resolve(columns)
-        self._starts = np.cumsum([0, *counts]).tolist()
+            # The footer has schema, counts, and size and place of every column chunk: two files of one footer
+            # and size are the same file, whenever and wherever they were copied.
+            with files.open(name, _BUFFER) as stream:
+                stream.seek(-8, io.SEEK_END)
+                length = int.from_bytes(stream.read(4), "little")
+                stream.seek(-8 - length, io.SEEK_END)
+                self._footers.append(hashlib.sha256(stream.read(length)).hexdigest())
+        super().__init__(files, options.resolve(columns), counts)
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def describe(self) -> dict[str, Any]:
-        """Name, fingerprint (sizes and footers of the files, the columns' names) and licence."""
-        content = [
+    def content(self) -> Any:
+        """Names, sizes and footers: a time of change would make a copy another data set."""
+        states = self.files.states.items()
+        return [
             [Path(name).name, size, footer]
-            for (name, (size, _)), footer in zip(self.files.states.items(), self._footers, strict=True)
+            for (name, (size, _)), footer in zip(states, self._footers, strict=True)
         ]
-        named = Path(self.files.root if self.files.is_whole else next(iter(self.files.states))).name
-        return self.options.described(clean(f"parquet {named}"), content)
 
-    def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """The rows of some positions."""
-        for number, name in enumerate(self.files.states):
-            first, last = self._starts[number], self._starts[number + 1]
-            low, high = max(start, first) - first, min(stop, last) - first
-            if low < high:
-                yield from self._file(name, self._images[number], low, high)
-
-    def _file(self, name: str, image: str, low: int, high: int) -> Iterator[Record | Reject]:
+    def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
+        """See `FilesSource`."""
+        name, image = [*self.files.states][number], self._images[number]
         place, names = clean(name), [column for column in self.options.columns() if column is not None]
         try:
             with _opened(self.files, name) as reader:
@@ -106,7 +102,7 @@ def _values(column: pa.Array) -> list[Any]:
         values: list[Any] = column.to_pylist()
         return values
     except (OverflowError, ValueError):
-        return [_value(scalar) for scalar in column]
+        return [_value(scalar) for scalar in column]  # one by one: the other rows of the batch are sound
 
 
 def _value(scalar: pa.Scalar) -> Any:
@@ -142,23 +138,12 @@ def _image_column(schema: pa.Schema, file: str, named: str | None) -> str:
         for name, kind in types.items()
         if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     ]
-    if named is not None and named in structs + binary:
-        return named
-    if named is None and "image" in structs + binary:
-        return "image"
+    if (named or "image") in structs + binary:
+        return named or "image"
     if named is None and len(structs) == 1:
         return str(structs[0])
     lack = "no single one with pictures" if named is None else f"{named!r} holds no pictures"
-    what = f"{file} has the columns {', '.join(schema.names)}, but {lack}"
     raise DataError(
-        what, "say with data.ingest.image which one holds the pictures: a struct with `bytes`, or binary"
+        f"{file} has the columns {', '.join(schema.names)}, but {lack}",
+        "say with data.ingest.image which one holds the pictures: a struct with `bytes`, or binary",
     )
-
-
-def _footer_hash(files: Files, name: str) -> str:
-    """Hash of a parquet file's footer: schema, counts, and size and place of every column chunk."""
-    with files.open(name, _BUFFER) as stream:
-        stream.seek(-8, io.SEEK_END)
-        length = int.from_bytes(stream.read(4), "little")
-        stream.seek(-8 - length, io.SEEK_END)
-        return hashlib.sha256(stream.read(length)).hexdigest()

@@ -19,8 +19,8 @@ from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.rng import seed_of
 from atoll.data.formats import Reject
-from atoll.data.records import Record
 from atoll.data.settings import FACES, PRESETS, GlyphOptions
+from atoll.data.sources.record import Record
 
 CANVAS = 64
 """Height and width of a rendered picture in pixels; the ingest resizes it."""
@@ -31,10 +31,8 @@ _SAME_LETTER = {0x2206: 0x0394, 0x2126: 0x03A9, 0x00B5: 0x03BC}
 
 class _Glyph(NamedTuple):
     code: int
-    """The character it is."""
     face: str
-    drawn: int
-    """The character that draws it; TeX's faces keep letters under other characters."""
+    drawn: int  # the character that draws it: TeX's faces keep letters under other characters
 
 
 class GlyphSource:
@@ -45,13 +43,17 @@ class GlyphSource:
         chosen = self.options.faces
         self.faces = PRESETS[chosen] if isinstance(chosen, str) else chosen
         glyphs = [glyph for face in self.faces for glyph in _glyphs(face, self.options.characters)]
-        self.glyphs = self._limited(glyphs)
+        # The limit draws whole characters from all alphabets; their order does not depend on the drawing.
+        order = {face: number for number, face in enumerate(self.faces)}
+        rank = {code: seed_of(self.options.seed, "glyphs", code) for code in {g.code for g in glyphs}}
+        drawn = sorted(glyphs, key=lambda g: (rank[g.code], g.code, order[g.face]))[: self.options.limit]
+        self.glyphs = sorted(drawn, key=lambda g: (g.code, order[g.face]))
 
     def __len__(self) -> int:
         return len(self.glyphs)
 
     def describe(self) -> dict[str, Any]:
-        """Name, fingerprint (type faces and characters) and licence."""
+        """See `Source`."""
         files = {face: sha256(_folder().joinpath(f"{face}.ttf").read_bytes()) for face in self.faces}
         glyphs = [[*glyph, self._groups[glyph.code]] for glyph in self.glyphs]
         content = [files, glyphs, CANVAS, _LARGEST, _SMALLEST, _SIZE]
@@ -62,13 +64,13 @@ class GlyphSource:
         }
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """The pictures of some positions."""
+        """See `Source`."""
         labels = {face: number for number, face in enumerate(self.faces)}
         for glyph in self.glyphs[start:stop]:
             yield Record(
                 id=f"{glyph.code:05x}-{glyph.face}",
                 key=f"{glyph.face}.ttf U+{glyph.code:04X}",
-                image=self._picture(glyph),
+                image=render(glyph.face, chr(glyph.drawn)),
                 caption=f"{unicodedata.name(chr(glyph.code)).lower()}, {FACES[glyph.face]}",
                 label=labels[glyph.face],
                 group=f"U+{self._groups[glyph.code]:04X}",
@@ -76,30 +78,15 @@ class GlyphSource:
 
     @cached_property
     def _groups(self) -> dict[int, int]:
-        """The smallest character of the group of every character."""
-        parent = {glyph.code: glyph.code for glyph in self.glyphs}
+        """The smallest character of each one's group: of those that look alike in one of the faces."""
+        from scipy.cluster.hierarchy import DisjointSet
+
+        groups = DisjointSet({glyph.code for glyph in self.glyphs})
         first: dict[str, int] = {}
-
-        def smallest(code: int) -> int:
-            while parent[code] != code:
-                code = parent[code]
-            return code
-
         for glyph in self.glyphs:
-            alike = first.setdefault(sha256(self._picture(glyph).tobytes()), glyph.code)
-            one, other = sorted((smallest(glyph.code), smallest(alike)))
-            parent[other] = one
-        return {code: smallest(code) for code in parent}
-
-    @staticmethod
-    def _picture(glyph: _Glyph) -> Image.Image:
-        return render(glyph.face, chr(glyph.drawn))
-
-    def _limited(self, glyphs: list[_Glyph]) -> list[_Glyph]:
-        order = {face: number for number, face in enumerate(self.faces)}
-        rank = {code: seed_of(self.options.seed, "glyphs", code) for code in {g.code for g in glyphs}}
-        kept = sorted(glyphs, key=lambda g: (rank[g.code], g.code, order[g.face]))[: self.options.limit]
-        return sorted(kept, key=lambda g: (g.code, order[g.face]))
+            pixels = sha256(render(glyph.face, chr(glyph.drawn)).tobytes())
+            groups.merge(glyph.code, first.setdefault(pixels, glyph.code))
+        return {code: min(group) for group in groups.subsets() for code in group}
 
 
 def render(face: str, character: str) -> Image.Image:
@@ -121,7 +108,6 @@ def render(face: str, character: str) -> Image.Image:
 
 
 def _ink(face: str, size: float, character: str) -> Image.Image:
-    """How much ink lies on every pixel of the smallest box that holds the character."""
     mask = _font(face, size).getmask(character, mode="L")
     box = mask.getbbox()
     if box is None:
@@ -143,7 +129,6 @@ def _font(face: str, size: float) -> ImageFont.FreeTypeFont:
 
 @lru_cache(maxsize=64)
 def _glyphs(face: str, characters: str) -> list[_Glyph]:
-    """The glyphs of a face that are not blank and whose character is asked for."""
     from fontTools.agl import toUnicode
     from fontTools.ttLib import TTFont
 

@@ -7,24 +7,23 @@ prepares them in its cache first. What holds code or pickle is refused before it
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, StoreError, first_line
-from atoll.data.files import Files, listed_files
-from atoll.data.folder import LARGEST
-from atoll.data.formats import Reject, clean
-from atoll.data.parquet import ParquetSource
-from atoll.data.records import Record, Source, to_record
+from atoll.data.formats import Reject
 from atoll.data.settings import RowOptions
-from atoll.data.tar import TarSource
+from atoll.data.sources.files import Files, listed_files
+from atoll.data.sources.folder import LARGEST
+from atoll.data.sources.parquet import ParquetSource
+from atoll.data.sources.record import FilesSource, Record, Source, to_record
+from atoll.data.sources.tar import TarSource
 from atoll.store.ranges import reader
 
 PREFIX = "hf://"
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Name:
         place: OWNER/NAME, or the absolute path of a folder.
         revision: a commit, branch or tag; None for a folder.
         config: the subset; None for the only one.
-        split: of it.
     """
 
     place: str
@@ -74,45 +72,37 @@ def open_hub(text: str, options: RowOptions) -> Source:
     commit = None if name.revision is None else _commit(name.place, name.revision)
     if commit is None and not Path(name.place).is_dir():
         raise DataError(f"there is no folder {name.place}", "check the path")
-    builder = _builder(name, commit)
-    kind = type(builder).__module__.rpartition(".")[2]
-    files = builder.config.data_files or {}
-    if name.split not in files:
-        have = ", ".join(map(str, files)) or "none"
-        raise DataError(f"{text} has no split {name.split!r}", f"write ?split=NAME with one of: {have}")
     place = f"{name.place}@{commit}" if commit else name.place
-    found = _hub_files(place, files[name.split]) if commit else listed_files(files[name.split])
-    inner: Source
-    if kind == "parquet":
-        inner = ParquetSource(found, options)
-    elif kind == "webdataset":
-        inner = TarSource(found, options)
-    elif kind in ("arrow", "imagefolder"):
-        inner = _Prepared(builder, name.split, found, options)
-    else:
-        fix = "give it as parquet, tar, arrow or an image folder"
-        raise DataError(f"{text} is of the kind {kind!r}, which is not read", fix)
-    return _Named(inner, clean(f"hub {place}"), commit)
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError("hf:// sources need the package datasets", "pip install 'atoll[hub]'") from None
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        builder = datasets.load_dataset_builder(name.place, name.config, revision=commit)
+    except Exception as error:  # of many packages
+        what = f"datasets cannot open {place}: {first_line(error)[:300]}"
+        raise DataError(what, "check its name, its revision and its layout") from None
+    listed = builder.config.data_files or {}
+    if name.split not in listed:
+        have = ", ".join(map(str, listed)) or "none"
+        raise DataError(f"{text} has no split {name.split!r}", f"write ?split=NAME with one of: {have}")
+    files = _hub_files(place, listed[name.split]) if commit else listed_files(listed[name.split])
+    files = replace(files, title=f"hub {place}", commit=commit or "")
+    match type(builder).__module__.rpartition(".")[2]:
+        case "parquet":
+            return ParquetSource(files, options)
+        case "webdataset":
+            return TarSource(files, options)
+        case "arrow" | "imagefolder":
+            return _Prepared(builder, name.split, files, options)
+        case kind:
+            fix = "give it as parquet, tar, arrow or an image folder"
+            raise DataError(f"{text} is of the kind {kind!r}, which is not read", fix)
 
 
-class _Named:
-    """A source under the name of its repository; `commit` is part of what it is."""
-
-    def __init__(self, inner: Source, name: str, commit: str | None) -> None:
-        self._inner, self._name, self._commit = inner, name, commit
-        self.records = inner.records
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def describe(self) -> dict[str, Any]:
-        """As the files' own, with the commit."""
-        about = self._inner.describe()
-        commit = {"commit": self._commit} if self._commit else {}
-        return {**about, "name": self._name, **commit}
-
-
-class _Prepared:
+class _Prepared(FilesSource):
     """Rows that `datasets` has prepared in its cache: mapped into memory, never decoded by it."""
 
     def __init__(self, builder: Any, split: str, files: Files, options: RowOptions) -> None:
@@ -120,14 +110,15 @@ class _Prepared:
         from datasets.config import DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        self.files = files
-        self._roots = [Path(one) for one in (DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH, HF_HUB_CACHE)]
-        self._roots += [] if "@" in files.root else [Path(files.root)]
+        self._roots = [
+            Path(root) for root in (DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH, HF_HUB_CACHE)
+        ]
+        self._roots += [] if files.commit else [Path(files.root)]
         try:
             builder.download_and_prepare()
             rows = builder.as_dataset(split)
-            pictures = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
-            for name in pictures:
+            for name in [name for name, kind in rows.features.items() if isinstance(kind, Image)]:
+                # Undecoded: `datasets` would decode before our limits on bytes and pixels apply.
                 rows = rows.cast_column(name, Image(decode=False))
         except Exception as error:  # of many packages
             what = f"datasets cannot prepare {files.root}: {first_line(error)[:300]}"
@@ -136,26 +127,17 @@ class _Prepared:
         if self._image not in rows.column_names:
             what = f"{files.root} has the columns {', '.join(rows.column_names)}, but not {self._image!r}"
             raise DataError(what, "say with data.ingest.image which one holds the pictures")
-        self.options = options.resolve([(files.root, rows.column_names)])
+        super().__init__(files, options.resolve([(files.root, rows.column_names)]), [len(rows)])
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def describe(self) -> dict[str, Any]:
-        """Fingerprint of the names and states of the files."""
-        content = clean(repr([[name, *state] for name, state in self.files.states.items()]))
-        return self.options.described("", content)
-
-    def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """The rows of some positions."""
-        for number in range(start, min(stop, len(self))):
-            row = self._rows[number]
-            key = f"row {number}"
+    def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
+        """See `FilesSource`."""
+        for position in range(low, high):
+            row, key = self._rows[position], f"row {position}"
             data = self._content(row[self._image])
             if isinstance(data, str):
                 yield Reject(key, data)
             else:
-                yield to_record(row, self.options, key, data, f"{number:08d}")
+                yield to_record(row, self.options, key, data, f"{position:08d}")
 
     def _content(self, picture: Any) -> bytes | str | None:
         """Bytes of a picture, None if there are none, or why they are not read."""
@@ -164,9 +146,8 @@ class _Prepared:
         data, path = picture.get("bytes"), picture.get("path")
         if data is not None or not isinstance(path, str):
             return data if isinstance(data, bytes) else None
-        file = Path(
-            path
-        ).resolve()  # a row may name any file of this machine: only the data set's own are read
+        # A row may name any file of this machine: only the data set's own are read.
+        file = Path(path).resolve()
         if not any(file.is_relative_to(root.resolve()) for root in self._roots):
             return "unsafe path"
         try:
@@ -175,19 +156,9 @@ class _Prepared:
             return "missing file"
 
 
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError("hf:// sources need the package datasets", "pip install 'atoll[hub]'") from None
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    return datasets
-
-
 def _commit(repository: str, revision: str) -> str:
     """The commit that a revision is now; one that is no commit is told, so that it can be pinned."""
-    if _COMMIT.fullmatch(revision):
+    if re.fullmatch("[0-9a-f]{40}", revision):
         return revision
     from huggingface_hub import HfApi
 
@@ -200,16 +171,6 @@ def _commit(repository: str, revision: str) -> str:
     return commit
 
 
-def _builder(name: Name, commit: str | None) -> Any:
-    try:
-        return _datasets().load_dataset_builder(name.place, name.config, revision=commit)
-    except ConfigError:
-        raise
-    except Exception as error:  # of many packages
-        what = f"datasets cannot open {name.place}{f'@{commit}' if commit else ''}: {first_line(error)[:300]}"
-        raise DataError(what, "check its name, its revision and its layout") from None
-
-
 def _hub_files(place: str, urls: Sequence[str]) -> Files:
     """Files of a repository at a commit, by their paths in it."""
     from huggingface_hub import HfFileSystem
@@ -218,26 +179,23 @@ def _hub_files(place: str, urls: Sequence[str]) -> Files:
     foreign = next((url for url in urls if not url.startswith(f"{PREFIX}{base}/")), None)
     if foreign is not None:  # also a folder of this machine that has the repository's name
         raise DataError(f"{place} leads to a file of elsewhere: {foreign}", "give that place as the source")
-    names = [url.removeprefix(f"{PREFIX}{base}/") for url in urls]
+
+    def ask(name: str, question: Callable[[str], Any]) -> Any:
+        try:
+            return question(f"{base}/{name}")
+        except Exception as error:  # of several packages
+            what = f"the hub does not give {place}/{name}: {first_line(error)[:300]}"
+            raise StoreError(what, "run the command again") from None
+
     states = {}
-    for name in names:
-        about = _asked(lambda name=name: system.info(f"{base}/{name}"), f"{place}/{name}")  # type: ignore[misc]
-        states[name] = (int(about["size"]), str(about.get("blob_id")))
+    for name in [url.removeprefix(f"{PREFIX}{base}/") for url in urls]:
+        info = ask(name, system.info)
+        states[name] = (int(info["size"]), str(info.get("blob_id")))
 
     def opener(name: str, buffer: int) -> BinaryIO:
         def fetch(start: int, stop: int) -> bytes:
-            where = f"{base}/{name}"
-            return bytes(_asked(lambda: system.cat_file(where, start=start, end=stop), f"{place}/{name}"))
+            return bytes(ask(name, lambda path: system.cat_file(path, start=start, end=stop)))
 
         return reader(fetch, states[name][0], buffer)
 
     return Files(place, states, opener)
-
-
-def _asked(question: Callable[[], Any], about: str) -> Any:
-    """An answer of the hub; `StoreError` where there is none, whatever the client makes of it."""
-    try:
-        return question()
-    except Exception as error:  # of several packages
-        what = f"the hub does not give {about}: {first_line(error)[:300]}"
-        raise StoreError(what, "run the command again") from None

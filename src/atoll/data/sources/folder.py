@@ -15,11 +15,11 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.safe_parse import read_json
+from atoll.data.decode import SUFFIXES
 from atoll.data.formats import Reject, clean
-from atoll.data.records import Record, to_record
 from atoll.data.settings import RowOptions
+from atoll.data.sources.record import Record, to_record
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 METADATA = ("metadata.jsonl", "metadata.csv")
 LARGEST = 512 * 2**20
 """Bytes above which an image file is not read."""
@@ -29,7 +29,7 @@ Row = dict[str, Any] | str
 
 
 class _NotTakenError(Exception):
-    """Says why a file is left out."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class _Entry:
 class FolderSource:
     """The images below a folder, in the order of their paths.
 
-    Raises:
-        DataError: the folder is missing, is a file, holds no images or no captions, or a metadata file
-            lacks a column.
+    `DataError` where the folder is missing, is a file, holds no images or no captions, or a metadata file
+    lacks a column.
     """
 
     def __init__(self, folder: Path, options: RowOptions | None = None) -> None:
@@ -53,7 +52,11 @@ class FolderSource:
             what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
             raise DataError(what, "give a folder of images with captions")
         self.folder, self.options = folder, options or RowOptions()
-        files = _files(folder)
+        files = list[Path]()
+        for base, folders, names in os.walk(folder, onerror=_unreadable):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            files += [Path(base, name) for name in names if not name.startswith(".")]
+        files.sort()
         images = [path for path in files if path.suffix.lower() in SUFFIXES]
         if not images:
             raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
@@ -64,13 +67,19 @@ class FolderSource:
         return len(self._entries)
 
     def describe(self) -> dict[str, Any]:
-        """Name, fingerprint (paths, sizes, times of change, captions) and licence."""
-        entries = [entry for entry in self._entries if isinstance(entry, _Entry)]
-        state = [[entry.key, _stat(entry.path), *_caption_state(entry)] for entry in entries]
+        """See `Source`; the fingerprint covers paths, sizes, times of change and captions."""
+        state = []
+        for entry in self._entries:
+            if isinstance(entry, Reject):
+                continue
+            if entry.row is None:
+                state.append([entry.key, _stat(entry.path), *_stat(entry.path.with_suffix(".txt"))])
+            else:
+                state.append([entry.key, _stat(entry.path), clean(repr(sorted(entry.row.items())))])
         return self.options.described(clean(f"folder {self.folder.name}"), state)
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """The images of some positions."""
+        """See `Source`."""
         for entry in self._entries[start:stop]:
             yield entry if isinstance(entry, Reject) else self._read(entry)
 
@@ -169,23 +178,14 @@ class FolderSource:
         return clean(path.relative_to(self.folder).as_posix())
 
 
-def _files(folder: Path) -> list[Path]:
-    """All files below a folder, sorted; hidden ones are left out."""
-    files = []
-    for base, folders, names in os.walk(folder, onerror=_unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(base, name) for name in names if not name.startswith(".")]
-    return sorted(files)
-
-
 def _unreadable(error: OSError) -> None:
     raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions")
 
 
 def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
-    """Rows by line number."""
     rows: list[tuple[int, Row]] = []
     try:
+        # Split as bytes: str.splitlines would cut captions at U+2028 and the like.
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         _unreadable(error)
@@ -205,7 +205,7 @@ def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
 def _read_csv(path: Path) -> list[tuple[int, Row]]:
     """Rows by line number; values that are not UTF-8 are bytes."""
     rows: list[tuple[int, Row]] = []
-    before = csv.field_size_limit(LARGEST)
+    before = csv.field_size_limit(LARGEST)  # of the whole process, hence put back
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file, strict=True)  # a stray quote would swallow the rows after it
@@ -234,10 +234,3 @@ def _stat(path: Path) -> list[int]:
     except OSError:  # a link to nothing: the row is rejected when it is read
         return []
     return [state.st_size, state.st_mtime_ns]
-
-
-def _caption_state(entry: _Entry) -> list[Any]:
-    """What a caption depends on: the row, or the state of the text file."""
-    if entry.row is None:
-        return _stat(entry.path.with_suffix(".txt"))
-    return [clean(repr(sorted(entry.row.items())))]

@@ -1,13 +1,15 @@
 """What a source of data is: numbered positions, each of which holds a row or says why it does not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, Protocol
 
 from PIL import Image
 
-from atoll.data.formats import Reject
+from atoll.data.formats import Reject, clean
 from atoll.data.settings import RowOptions
+from atoll.data.sources.files import Files
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,10 @@ class Record:
         id: unique in the source; made safe as a file name by the ingest.
         key: where the source has it, for people: a path, a row number.
         image: the bytes of an image file, or a picture that the source drew itself.
-        caption: as the source has it.
         label: class label, 0 or larger.
         group: rows of one group always fall into the same split; without it, equal pictures do.
         captions: all captions, the first of them `caption`; empty where the source has one a row.
-        licence: of this row, where the source tells it.
+        licence: of this row, where the source has one for each.
         source: name of the source, of several.
     """
 
@@ -56,6 +57,50 @@ class Source(Protocol):
         ...
 
 
+def spans(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """For parts of so many positions each, those concerned: number, first position in it, and the end."""
+    before = 0
+    for number, count in enumerate(counts):
+        low, high = max(start - before, 0), min(stop - before, count)
+        if low < high:
+            yield number, low, high
+        before += count
+
+
+class FilesSource:
+    """Rows of files one after the other: what parquet, tar and prepared data sets have in common."""
+
+    KIND: ClassVar[str]
+
+    def __init__(self, files: Files, options: RowOptions, counts: Sequence[int]) -> None:
+        self.files, self.options, self.counts = files, options, counts
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Source`; a repository's files go by its name, with the commit."""
+        files = self.files
+        named = files.root if files.is_whole else next(iter(files.states))
+        about = self.options.described(
+            clean(files.title or f"{self.KIND} {PurePosixPath(named).name}"), self.content()
+        )
+        return {**about, "commit": files.commit} if files.commit else about
+
+    def content(self) -> Any:
+        """What the fingerprint covers: names, sizes and times of change or entity tags of the files."""
+        return clean(repr([[name, *state] for name, state in self.files.states.items()]))
+
+    def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
+        """See `Source`."""
+        for number, low, high in spans(self.counts, start, stop):
+            yield from self.read(number, low, high)
+
+    def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
+        """Rows `low` up to `high` of one file."""
+        raise NotImplementedError
+
+
 def to_record(
     row: Mapping[str, Any], options: RowOptions, key: str, image: bytes | None, place: str
 ) -> Record | Reject:
@@ -74,11 +119,11 @@ def to_record(
     label = _label(value)
     # Without a caption the label stands for it; one that is no integer is rejected below.
     instead = None if label == -1 else str(label)
-    found = instead if options.caption is None else row.get(options.caption)
-    captions = _captions(found, options.captions)
+    caption = instead if options.caption is None else row.get(options.caption)
+    captions = _captions(caption, options.captions)
     if isinstance(captions, str):
-        told = captions in ("caption is not text", "several captions")
-        return Reject(key, captions, f"it is of type {type(found).__name__}" if told else "")
+        typed = captions in ("caption is not text", "several captions")
+        return Reject(key, captions, f"it is of type {type(caption).__name__}" if typed else "")
     if label is None:
         return Reject(key, "label is no integer", repr(value)[:100])
     name = row.get(options.id) if options.id else place
@@ -106,11 +151,11 @@ def _captions(value: Any, several: bool) -> tuple[str, ...] | str:
         return "several captions"
     if isinstance(value, str) and several:
         value = value.splitlines()
-    values = [one for one in value if one is not None] if isinstance(value, list) else [value]
-    for one in values:
-        if not isinstance(one, str):
-            return "caption is not UTF-8" if isinstance(one, bytes) else "caption is not text"
-    filled = tuple(one for one in values if one.strip()) if several else tuple(values)
+    values = [text for text in value if text is not None] if isinstance(value, list) else [value]
+    for text in values:
+        if not isinstance(text, str):
+            return "caption is not UTF-8" if isinstance(text, bytes) else "caption is not text"
+    filled = tuple(text for text in values if text.strip()) if several else tuple(values)
     return filled or "empty caption"
 
 
