@@ -50,6 +50,7 @@ def create(
     if source != "glyphs" and not is_url(source) and not expanded(source).exists():
         raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = read_yaml(catalogue.text(recipe), recipe)
+    # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
     place = str(source) if source == "glyphs" else str(expanded(source).absolute())
     tree = merged(merged(tree, {"data": {"source": place}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")

@@ -50,15 +50,15 @@ def findings(store: Store) -> list[ReportTable]:
 
 def of_clusters(store: Store) -> dict[int, str]:
     """What was found in the rows of clusters: telling concepts and mean score, where anything was."""
-    told: dict[int, list[str]] = {}
+    findings: dict[int, list[str]] = {}
     for name in (CONCEPTS, SCORES):
         if not store.exists(key := f"{FOLDER}/{name}.json"):
             continue
-        found = ReportTable.read(store, key)
-        what = TOLD_BY if TOLD_BY in found.columns else "mean score"
-        column = found.columns.index(TOLD_BY) if what == TOLD_BY else 1
-        for row in found.rows:
-            number = str(row[0]).removeprefix("cluster ")
+        table = ReportTable.read(store, key)
+        concepts = TOLD_BY in table.columns
+        head, column = (TOLD_BY, table.columns.index(TOLD_BY)) if concepts else ("mean score", 1)
+        for row in table.rows:
+            number = str(row[0]).removeprefix("cluster ")  # the last row is of all clusters
             if number.isdecimal() and len(row) > column and row[column] is not None:
-                told.setdefault(int(number), []).append(f"{what} {row[column]}")
-    return {number: "; ".join(words) for number, words in sorted(told.items())}
+                findings.setdefault(int(number), []).append(f"{head} {row[column]}")
+    return {number: "; ".join(words) for number, words in sorted(findings.items())}

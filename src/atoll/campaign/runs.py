@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # it imports torch, which status does without
 class Run(NamedTuple):
     """One training run of a campaign: what it trains, and where that lies."""
 
+    # A tuple, so that `*run` is the role and the number that settings are asked with.
     role: str  # a name of `RUNS`
     expert: int | None = None  # number of the cluster; None for a run on all rows
 
@@ -208,6 +209,7 @@ def made_by(dataset: "DataSet", column: str, wanted: dict[str, Any]) -> bool:
     """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
     if not dataset.has_column(column):
         return False
+    # Of the producer only what settings name: its hash of the weights is known once the encoder is loaded.
     producer = dataset.column(column).meta.producer
     return all(producer.get(key) == value for key, value in wanted.items())
 
@@ -224,5 +226,6 @@ def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
                 files += [*column.shards, *column.extras.values()]
     except AtollError:
         return None
+    # Paths are relative to the data set. One that climbs out names another island's file, which must not be.
     sizes = [(entry.bytes, posixpath.normpath(entry.path)) for entry in files]
     return sum(size for size, _ in sizes), sum(size for size, path in sizes if path.startswith(".."))

@@ -134,6 +134,7 @@ class Observer:
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
         self._runs = [_ObservedRun(campaign, run) for run in runs_of(campaign.config)]
+        # Asked once: every question writes a file, and clocks hardly drift within a watch.
         self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
         self._clock: Literal["store", "local"] = "store"
 
@@ -149,6 +150,7 @@ class Observer:
             except StoreError:
                 self._ahead, self._clock = 0.0, "local"
         now = time.time() + self._ahead
+        # Threads, as a look is nothing but waiting: 64 islands in a bucket would take a minute one by one.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             runs = list(pool.map(lambda run: run.read(now), self._runs))
             sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
@@ -290,6 +292,7 @@ def lines(status: CampaignStatus) -> list[str]:
     """The state as a person reads it, within `WIDTH` columns."""
     runs, sent = status.runs, status.transfer
     rows = columns([HEAD, *map(_row, runs)], left=(0, 1))
+    # The host comes last and gives way: everything else is needed to the last digit.
     room = max(HOST_WIDTH, WIDTH - len(rows[0]) - 2)
     hosts = ["host"]
     for run in runs:

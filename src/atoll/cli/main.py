@@ -114,6 +114,7 @@ def plan(
     sets: tuple[str, ...],
 ) -> None:
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
+    # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
         from atoll.cli.serve import size_up
 

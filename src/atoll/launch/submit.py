@@ -191,6 +191,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         jobs.append(_job(run.name, words, place, target, threads, memory, needs=needs, work=work))
 
     # On this machine the launch assembles by itself.
+    # Where runs are spread over several queues, none of them could say when all are finished.
     assembled = [job for job in jobs if job.name not in BESIDE]
     targets = {job.target for job in assembled}
     if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
