@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from atoll.base.errors import DataError
 from atoll.base.format import File
@@ -21,14 +21,10 @@ class ReportTable(File):
     FORMAT, PLACE, ERROR = "atoll/finding", f"{FOLDER}/*.json", DataError
     REMEDY = "remove the file, or make it again"
 
-    title: str
-    """What it is about."""
-    text: str
-    """What the numbers mean, and the command that made them."""
-    columns: list[str]
-    """Heads of the columns; the first names the row."""
-    rows: list[list[Cell]]
-    """Cells, as many as there are columns."""
+    title: str = Field(description="What it is about.")
+    text: str = Field(description="What the numbers mean, and the command that made them.")
+    columns: list[str] = Field(description="Heads of the columns; the first names the row.")
+    rows: list[list[Cell]] = Field(description="Cells, as many as there are columns.")
 
     @model_validator(mode="after")
     def _is_table(self) -> Self:
