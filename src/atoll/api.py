@@ -96,6 +96,7 @@ def load(
             None takes unsigned ones too.
     """
     where = device or own_device()
+    # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
         if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
             return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)

@@ -97,7 +97,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
         # What captions take: by those of a few shards, and by the column where it is there.
         if config.condition == "text":
             name, shards = config.data.text_column, len(dataset.shards)
-            # Captions of all shards would take minutes of reading on a large data set, for an estimate.
+            # A few shards: to count the captions of all would mean to read the whole data set.
             some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
             distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
             count = sum(map(len, distinct))

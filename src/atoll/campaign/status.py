@@ -153,7 +153,7 @@ class Observer:
             except StoreError:
                 self._ahead, self._clock = 0.0, "local"
         now = time.time() + self._ahead
-        # Threads, as a look is nothing but waiting: 64 islands in a bucket would take a minute one by one.
+        # Threads, as a look is nothing but waiting for the store: islands are not asked one after the other.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             runs = list(pool.map(lambda run: self._read(run, now), self._histories))
             sent = list(pool.map(self._sent, self._histories)) if partitioned else []

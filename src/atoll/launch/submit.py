@@ -47,6 +47,7 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     root = campaign.store.location
     for run in runs_of(campaign.config):
         launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
+    # Data are made by jobs of a queue, by processes here that are waited for, or within this process.
     making = data_jobs(campaign, on)
     if making and launcher(making[0].target).WAITS:
         _submit(campaign, making, dry_run, out)
@@ -214,6 +215,7 @@ def _job(
     """A job; `threads` and `memory` (bytes) are those of one process."""
     where = launcher(target)
     gpus = where.gpus_of(place) if gpus is None else gpus
+    # One process for each GPU, as torchrun would have it; without any GPU there is one process.
     processes = place.processes or max(1, gpus or 1)
     memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)
     return Job(
