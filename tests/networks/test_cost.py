@@ -1,15 +1,18 @@
-"""Operations, counted on the meta device: by hand, and against torch's counter on the CPU."""
+"""What a network costs: operations by hand and by torch's counter on the CPU, memory by real tensors."""
+
+import functools
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.campaign.budget import denoiser_flops
-from atoll.networks.cost import count
-from atoll.networks.families import family
+from atoll.networks.cost import Footprint, count, empty_condition, footprint, saved_bytes
+from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
-from helpers_networks import TEXT, TINY, conditions, noise
+from atoll.train.ema import Ema
+from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
 
 def linear(rows: int, i: int, o: int) -> int:
@@ -106,3 +109,71 @@ def test_the_router_is_counted_with_its_class_token() -> None:
         linear(n, 3 * 16, d) + linear(1, 256, d) + linear(1, d, d) + linear(1, d, 6 * d) + linear(1, d, 4)
     )
     assert flops.forward == block + around
+
+
+# Memory.
+
+SHAPES = {"dit": CLASSES, "pixart": TEXT, "sd3": TEXT, "flux": TEXT}
+
+
+def built(name: str, **changes: object) -> torch.nn.Module:
+    settings = {**TINY, "patch": 2, "depth": 3, "family": name, **changes}
+    return family(name).build(NetworkConfig.parse(settings, "a test"), SHAPES[name])
+
+
+@functools.cache
+def counted(name: str, bf16: bool = False, **changes: object) -> Footprint:
+    return footprint(lambda: built(name, **changes), family(name).predict, SHAPES[name], bf16)
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("name", ["pixart", "flux"])
+def test_the_state_is_what_a_training_step_leaves_in_memory(name: str) -> None:
+    shape, network = SHAPES[name], built(name)
+    ema, optimizer = Ema(network, 10, 1), torch.optim.AdamW(network.parameters(), fused=True)
+    x, t, cond = torch.randn(2, shape.channels, 8, 8), torch.rand(2), empty_condition(shape, 2)
+    family(name).predict(network, x, t, cond).square().mean().backward()
+    optimizer.step()
+    own = list(network.parameters())
+    state = [v for values in optimizer.state.values() for key, v in values.items() if key != "step"]
+    grads = [p.grad for p in own if p.grad is not None]
+    assert len(grads) == len(own)
+    real = nbytes([*own, *grads, *state, *ema.weights.values()])
+    assert counted(name).parameters == parameter_count(network)
+    assert counted(name).state == real == 20 * counted(name).parameters
+
+
+@pytest.mark.parametrize(("name", "bf16"), [("dit", False), ("pixart", True), ("sd3", True), ("flux", False)])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bool) -> None:
+    network, shape = built(name), SHAPES[name]
+
+    def kept(batch: int) -> int:
+        x = torch.randn(batch, shape.channels, 8, 8)
+        t, cond = torch.rand(batch), empty_condition(shape, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return saved_bytes(lambda: family(name).predict(network, x, t, cond), network)
+
+    found = counted(name, bf16)
+    assert found.activations == pytest.approx((kept(9) - kept(5)) / 4, rel=0.05)
+    fixed = kept(5) - 5 * found.activations
+    assert found.casts == (2 * found.parameters if bf16 else 0)
+    # Weights of matrix products are kept in bf16; tables, and what only the autocast cache holds, are not.
+    assert not bf16 or 0.4 * found.casts < fixed <= found.casts
+
+
+@pytest.mark.parametrize("name", ["dit", "flux"])
+def test_more_network_is_more_memory_and_checkpointing_less(name: str) -> None:
+    small, deep, wide = counted(name), counted(name, depth=8), counted(name, heads=4)
+    for more in (deep, wide):
+        assert more.parameters > small.parameters and more.activations > small.activations
+    assert deep.block_parameters == small.block_parameters
+    assert deep.outer_parameters == small.outer_parameters
+    assert deep.parameters == deep.outer_parameters + 8 * deep.block_parameters
+    block = (deep.activations - small.activations) / 5
+    assert block < deep.checkpointed < deep.activations / 2
+    # Beyond one whole block there are the inputs of the others, which are small.
+    assert (deep.checkpointed - small.checkpointed) / 5 < block / 5

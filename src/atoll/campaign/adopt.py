@@ -27,7 +27,6 @@ from atoll.networks.families import Family, family, parameter_count
 from atoll.networks.settings import DataShape
 from atoll.store.lease import LeaseConfig, acquire, new_holder
 from atoll.store.log import Log
-from atoll.store.store import Store
 
 _WORDS = {
     "channels": "latents of {} channels",
@@ -56,7 +55,21 @@ def adopt(
         PartitionError: no such island, or one that has an expert or has begun to train one.
         Held: the island is being trained.
     """
-    store, plan = _free_island(campaign, island)
+    # The island: it is there, and nobody has begun to train its expert.
+    k, run = campaign.config.partition.k, Run("expert", island)
+    if not 0 <= island < k:
+        raise PartitionError(f"there is no expert {island}", f"give --expert 0 to {k - 1}")
+    if not campaign.store.exists(run.plan):
+        missing = f"{campaign.store.name(run.folder)} has no island.json"
+        raise PartitionError(missing, "run 'atoll partition' first")
+    store, plan = campaign.store.sub(run.folder), RunPlan.read(campaign.store, run.plan)
+    fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
+    if Checkpoint(store, "expert").published:
+        raise PartitionError(f"there is an expert {island} already", fix)
+    if any(entry.kind == "commit" for entry in Log(store.sub("run"), "").entries()):
+        raise PartitionError(f"expert {island} has begun to train", fix)
+
+    # The network: of a known family, with the campaign's condition.
     origin, condition = find(checkpoint, Path()), campaign.config.condition
     try:
         adapter = family(origin.class_name)
@@ -128,22 +141,6 @@ def adopt(
     trust += ["its labels mean what the campaign's mean"] if condition == "class" else []
     say(f"  taken on trust: {', '.join(trust)}; what it once cost is in no FLOPs")
     return card
-
-
-def _free_island(campaign: Campaign, number: int) -> tuple[Store, RunPlan]:
-    k, run = campaign.config.partition.k, Run("expert", number)
-    if not 0 <= number < k:
-        raise PartitionError(f"there is no expert {number}", f"give --expert 0 to {k - 1}")
-    if not campaign.store.exists(run.plan):
-        missing = f"{campaign.store.name(run.folder)} has no island.json"
-        raise PartitionError(missing, "run 'atoll partition' first")
-    store = campaign.store.sub(run.folder)
-    fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
-    if Checkpoint(store, "expert").published:
-        raise PartitionError(f"there is an expert {number} already", fix)
-    if any(entry.kind == "commit" for entry in Log(store.sub("run"), "").entries()):
-        raise PartitionError(f"expert {number} has begun to train", fix)
-    return store, RunPlan.read(campaign.store, run.plan)
 
 
 def _check_fit(

@@ -6,7 +6,6 @@ and network that the weights were made for.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -36,23 +35,24 @@ from atoll.store.tensors import read_tensors
 SCRATCH = "scratch"
 FOLDER, MANIFEST = "init", "init.json"
 Kind = Literal["checkpoint", "pretrain", "experts"]
-_ORIGINS = {"pretrain": "shared pretraining", "checkpoint": "checkpoint", "experts": "choice of experts"}
-_MISSING = {
+# By kind: the origin in words, why `init/` is missing, and what to do then.
+_KINDS = {
     "pretrain": (
+        "shared pretraining",
         "this run starts from shared pretraining, which has not handed its weights over",
         "run shared pretraining first: atoll train pretrain, then atoll launch",
     ),
     "checkpoint": (
+        "checkpoint",
         "this run starts from a checkpoint, which the partition laid there",
         "copy the folder from where the partition was made",
     ),
     "experts": (
+        "choice of experts",
         "this run starts from the experts, which are not all finished",
         "train the experts first: atoll launch",
     ),
 }
-_FIELDS = {"kind": "start", "partition": "partition", "network": "network"}
-_OTHER = "put back the one that was made with this island.json"
 
 
 def init_source(config: CampaignConfig, run: Run) -> Init:
@@ -115,8 +115,6 @@ def publish_initial(
 ) -> Fit | None:
     """Give a network what fits of its origin's weights, and publish that as `init/` of a run's folder.
 
-    Weights first, verified, then `init.json` if-absent. The same origin again does nothing.
-
     Args:
         store: narrowed to the run's folder.
         network: initialised from scratch; changed in place.
@@ -133,38 +131,36 @@ def publish_initial(
         PartitionError: there lie initial weights of another origin.
         StoreError: what was written reads back differently.
     """
+
+    def check_origin() -> None:
+        initial = InitialWeights.read(store, f"{FOLDER}/{MANIFEST}")
+        if (initial.kind, initial.origin) != (kind, origin):
+            raise PartitionError(
+                f"{store.name(FOLDER)} holds initial weights of another {_KINDS[kind][0]}",
+                "remove it, and run/ and expert/ beside it, to start the run anew",
+            )
+
     if store.exists(f"{FOLDER}/{MANIFEST}"):
-        _check_origin(store, kind, origin)
+        check_origin()
         return None
     fit = take_over(network, weights(), whose)
+    settings = settings_of(network)
     tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
     initial = InitialWeights(
         kind=kind,
         origin=origin,
         partition=partition,
-        network=digest(settings_of(network)),
+        network=digest(settings),
         kept=len(fit.kept),
         drawn=dict(fit.drawn),
         unused=list(fit.unused),
     )
-    blobs = {
-        "config.json": to_json(settings_of(network)),
-        WEIGHTS: save_tensors(tensors, metadata={"format": "pt"}),
-    }
+    data = save_tensors(tensors, metadata={"format": "pt"})
     try:
-        publish(store, FOLDER, blobs, MANIFEST, initial)
+        publish(store, FOLDER, {"config.json": to_json(settings), WEIGHTS: data}, MANIFEST, initial)
     except Conflict:  # two that finish pretraining at once lay the same weights
-        _check_origin(store, kind, origin)
+        check_origin()
     return fit
-
-
-def _check_origin(store: Store, kind: Kind, origin: dict[str, Any]) -> None:
-    initial = InitialWeights.read(store, f"{FOLDER}/{MANIFEST}")
-    if (initial.kind, initial.origin) != (kind, origin):
-        raise PartitionError(
-            f"{store.name(FOLDER)} holds initial weights of another {_ORIGINS[kind]}",
-            "remove it, and run/ and expert/ beside it, to start the run anew",
-        )
 
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
@@ -180,7 +176,8 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
         if network.init == SCRATCH or (network, objective) in warned:
             continue
         warned.add((network, objective))
-        origin = _find(network, beside)
+        with _named_by_setting():
+            origin = _find(network, beside)
         with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
             settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
@@ -191,51 +188,37 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
                 )
 
 
-@dataclass
 class Checkpoints:
-    """The checkpoints that runs start from, each read once and told once.
+    """The checkpoints that a campaign's runs start from, each read once and told once.
 
-    Attributes:
-        beside: the campaign's folder.
+    Relative paths start from `beside`, the campaign's folder.
     """
 
-    beside: str
-    _read: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    def __init__(self, beside: str) -> None:
+        self.beside = beside
+        self._read: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+        self._told: set[str] = set()
 
     def publish(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
-        """Give a network what fits of its checkpoint, and publish that as the run's `init/`.
-
-        Args:
-            run: narrowed to the run's folder.
-            network: initialised from scratch; changed in place.
-            settings: of the network; `init` names the checkpoint.
-            partition: hash.
+        """Give a freshly drawn network what fits of `settings.init`, and publish that as the run's `init/`.
 
         Returns:
             Digest of the weights.
         """
-        origin, weights = self._weights(settings)
-        whose = repr(settings.init)
-        fit = publish_initial(run, network, "checkpoint", origin, partition, lambda: weights, whose)
-        for line in fit.lines(whose) if fit is not None else ():
+        name = settings.init
+        if name not in self._read:
+            with _named_by_setting():
+                checkpoint = _find(settings, self.beside)
+                tensors = checkpoint.weights()
+            named = {"name": checkpoint.name, "class": checkpoint.class_name}
+            self._read[name] = ({**named, "weights_sha256": digest_tensors(tensors)}, tensors)
+        origin, weights = self._read[name]
+        fit = publish_initial(run, network, "checkpoint", origin, partition, lambda: weights, repr(name))
+        for line in fit.lines(repr(name)) if fit is not None else ():
             if line not in self._told:
                 say(line)
                 self._told.add(line)
         return InitialWeights.read(run, f"{FOLDER}/{MANIFEST}").weights_sha256
-
-    def _weights(self, settings: NetworkConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-        if settings.init not in self._read:
-            checkpoint = _find(settings, self.beside)
-            with _setting():
-                weights = checkpoint.weights()
-            origin = {
-                "name": checkpoint.name,
-                "class": checkpoint.class_name,
-                "weights_sha256": digest_tensors(weights),
-            }
-            self._read[settings.init] = (origin, weights)
-        return self._read[settings.init]
 
 
 def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
@@ -262,20 +245,23 @@ def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: st
     # Nothing but the run's own folder is read: an island has no other.
     where = run.name(FOLDER)
     if not run.exists(f"{FOLDER}/{MANIFEST}"):
-        missing, fix = _MISSING[plan.init]
+        _, missing, fix = _KINDS[plan.init]
         raise PartitionError(f"{where} has no {MANIFEST}: {missing}", fix)
-    initial = InitialWeights.read(run, f"{FOLDER}/{MANIFEST}")
-    wanted = {"kind": plan.init, "partition": plan.partition, "network": digest(settings_of(network))}
-    for name, value in wanted.items():
-        if getattr(initial, name) != value:
-            raise PartitionError(f"{where} was made for another {_FIELDS[name]} than this run's", _OTHER)
+    initial, blobs = read_published(run, FOLDER, MANIFEST, InitialWeights)
+    for field, mine, wanted in (
+        ("start", initial.kind, plan.init),
+        ("partition", initial.partition, plan.partition),
+        ("network", initial.network, digest(settings_of(network))),
+    ):
+        if mine != wanted:
+            fix = "put back the one that was made with this island.json"
+            raise PartitionError(f"{where} was made for another {field} than this run's", fix)
     # Shared pretraining ends after the plan is written, so a plan may not know the weights yet.
     if plan.init_sha256 not in (None, initial.weights_sha256):
         raise PartitionError(
             f"{where} holds other initial weights than island.json names", "put its own back"
         )
-    data = read_published(run, FOLDER, MANIFEST, InitialWeights)[1][WEIGHTS]
-    take_over(network, read_tensors(data, f"{where}/{WEIGHTS}"), str(where))
+    take_over(network, read_tensors(blobs[WEIGHTS], f"{where}/{WEIGHTS}"), str(where))
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 
 
@@ -318,19 +304,18 @@ def pretrain_finished(campaign: Campaign) -> bool:
 
 
 def _find(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
-    with _setting():
-        checkpoint = find(settings.init, Path(beside))
+    checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
     if checkpoint.class_name != wanted:
         raise ConfigError(
-            f"network.init: {settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
+            f"{settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
             "give a checkpoint of that class, or set network.family",
         )
     return checkpoint
 
 
 @contextmanager
-def _setting() -> Iterator[None]:
+def _named_by_setting() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:

@@ -74,8 +74,7 @@ class KnownEncoder:
     Attributes:
         licence: as its publisher states it, if it allows copies.
         latent: of an autoencoder, latent channels and pixels for each element of a latent's side.
-        width: of a text encoder, D of its states.
-        limit: of a text encoder, the most tokens it takes; None where it has no limit.
+        width: of a text encoder, D of its states; `limit` are the most tokens it takes, if it has one.
     """
 
     licence: str | None
@@ -111,11 +110,8 @@ def licence_of(name: str) -> str | None:
 
 
 def check_known(name: str, allowed: Collection[str]) -> None:
-    """Refuse to load an encoder that only a card names.
-
-    Raises:
-        ConfigError: it is neither well known nor among `allowed`, the names that the user vouches for.
-    """
+    """Refuse to load an encoder that only a card names, and that is not `allowed` by the user either."""
+    # A card comes from a stranger: it must not choose what is fetched and run here.
     if name not in KNOWN and name not in allowed:
         raise ConfigError(
             f"the model names the encoder {name!r}, which Atoll does not know",
@@ -151,11 +147,7 @@ class TextProducer(Producer):
 def loading(
     kind: str, name: str, fix: str = "give a folder, or a hub name that can be reached"
 ) -> Iterator[None]:
-    """Turn a failure to load the `kind` of this name into one line.
-
-    Raises:
-        ConfigError: the library could not load it.
-    """
+    """Turn a failure of a library to load the `kind` of this name into one line (`ConfigError`)."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     # The hub warns at each retry, which would bury the one line that says why.
@@ -178,11 +170,10 @@ def weights_hash(network: "nn.Module") -> str:
 
 
 def rounded_hashes(network: "nn.Module") -> Mapping[str, str]:
-    """Digests of the weights as saved in 16 bits, by the type of the numbers.
-
-    An exported copy is often saved so; by these it is still known as the encoder of the training.
-    """
+    """Digests of the weights as saved in 16 bits, by the type of the numbers."""
     import torch
+
+    # An exported copy is often saved so; by these it is still known as the encoder of the training.
 
     state, hashes = network.state_dict(), {}
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):

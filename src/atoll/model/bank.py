@@ -28,7 +28,8 @@ class Bank:
     """K experts with their router, or one network without.
 
     As a plain denoiser (`velocity`) it is the exact marginal flow: all experts, the router's weights. A
-    `sampler.Sampler` follows it under any routing strategy.
+    `sampler.Sampler` follows it under any routing strategy. `k` counts missing experts; `len(bank)` counts
+    shared pretraining's network too.
 
     Args:
         experts: denoisers in the order of the router's logits: a list, with None where one does not exist,
@@ -38,9 +39,6 @@ class Bank:
         costs: operations of the parts, for the trace.
         pretrain: network of shared pretraining, the bank's last member. The router has no logit for it, so
             that only guidance's null branch asks it (`null pretrain`).
-
-    Attributes:
-        k: number of experts, missing ones counted; `len(bank)` counts shared pretraining's network too.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Bank:
     def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The router's logits `(B, K)`, minus infinity for missing experts; zeros without a router."""
         if self.router is None:
-            return x_t.new_zeros(len(x_t), 1)
+            return x_t.new_zeros(len(x_t), 1)  # softmax of one logit is 1, so one network needs no branch
         logits = self.router.logits(x_t, t, cond)
         if logits.shape[1] != self.k:
             raise ConfigError(
@@ -96,6 +94,7 @@ class Bank:
 
     def without_missing(self, logits: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
         """The logits with minus infinity for experts that do not exist."""
+        # Before any softmax, so that a missing expert's share goes to the others in proportion.
         if self.missing:
             logits = logits.clone()
             logits[:, list(self.missing)] = -torch.inf

@@ -18,6 +18,7 @@ Flops = Annotated[float, Field(ge=0, le=1e32)]
 
 
 def _producer(kind: type[Producer]) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
+    # A producer stays a dictionary in the card: what the type does not name has to survive a copy.
     def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
         try:
             return None if by is None else {**by, **kind.parse(by, "it").model_dump()}
@@ -27,21 +28,17 @@ def _producer(kind: type[Producer]) -> Callable[[dict[str, Any] | None], dict[st
     return check
 
 
-def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> None:
-    """Refuse columns that no card could name, before a training and not after it.
+_LATENTS, _TEXT = _producer(LatentProducer), _producer(TextProducer)
 
-    Raises:
-        DataError: which, and what it lacks.
-    """
+
+def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> None:
+    """Refuse columns that no card could name (`DataError`), before a training and not after it."""
     for column, by, check in (("latents", latents, _LATENTS), ("text", text, _TEXT)):
         try:
             check(by)
         except ValueError as error:
             fix = "write the column again: atoll data encode"
             raise DataError(f"the producer of the column {column} is incomplete: {error}", fix) from None
-
-
-_LATENTS, _TEXT = _producer(LatentProducer), _producer(TextProducer)
 
 
 def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +93,11 @@ class Card(File):
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""
 
+    @property
+    def title(self) -> str:
+        """What it is, in words: `expert 3`, `router`."""
+        return self.role if self.island is None else f"{self.role} {self.island}"
+
 
 def text_length(card: Card) -> int:
     """Most tokens of a prompt: what the encoder was set to, and what the networks were trained on."""
@@ -104,42 +106,25 @@ def text_length(card: Card) -> int:
 
 
 def check_together(cards: list[Card]) -> None:
-    """Refuse parts of different partitions, latents, text encoders or conditions.
-
-    Raises:
-        PartitionError: names the first field that differs and both values.
-    """
+    """Refuse parts of different partitions, latents, text encoders or conditions (`PartitionError`)."""
     first = cards[0]
     for card in cards[1:]:
         for field in ("partition", "latents", "text", "condition"):
             mine, other = getattr(first, field), getattr(card, field)
             if mine != other:
                 raise PartitionError(
-                    f"{_name(card)} was made with another {field} than {_name(first)}"
+                    f"{card.title} was made with another {field} than {first.title}"
                     f" ({_short(other)}, {_short(mine)})",
                     "assemble parts of one campaign only",
                 )
 
 
 def check_place(card: Card, wanted: str, where: str) -> None:
-    """Refuse an expert that lies where another one belongs: the router would send it the wrong samples.
-
-    Args:
-        card: of the part.
-        wanted: what belongs there: `expert 3`, `pretrain` or `router`.
-        where: the place, for the message.
-
-    Raises:
-        PartitionError: it is something else, or of another cluster.
-    """
-    if _name(card) != wanted:
-        raise PartitionError(f"{where} holds {_name(card)}", f"put {wanted} there")
-
-
-def _name(card: Card) -> str:
-    return card.role if card.island is None else f"{card.role} {card.island}"
+    """Refuse a part that lies where `wanted` belongs, such as `expert 3` (`PartitionError`)."""
+    # Nothing would fail: the router would send another expert the wrong samples.
+    if card.title != wanted:
+        raise PartitionError(f"{where} holds {card.title}", f"put {wanted} there")
 
 
 def _short(value: Any) -> str:
-    text = str(value.get("name", value) if isinstance(value, dict) else value)
-    return text[:12]
+    return str(value.get("name", value) if isinstance(value, dict) else value)[:12]

@@ -78,6 +78,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """Class and arguments of the network."""
         config: dict[str, Any] = self.store.get_json(f"{self.prefix}/{CONFIG}")
+        # By content and not by bytes: a config that only was formatted anew is the same.
         if digest(config) != self.card.config_sha256:
             raise self._foreign(CONFIG)
         return config
@@ -140,6 +141,7 @@ class Checkpoint:
         """
         weights, settings = network.state_dict(), settings_of(network)
         data = _serialised(weights)
+        # A pipeline may have been moved to 16 bits since: its card says so, and names other weights.
         digests = {"config_sha256": digest(settings), "weights_sha256": sha256(data)}
         if card.weights_sha256 not in ("", digests["weights_sha256"]):
             kinds = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()})

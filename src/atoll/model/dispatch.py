@@ -29,11 +29,7 @@ class Prefetching(Protocol):
     """Networks that are brought to the device before they run, and so have to know what comes."""
 
     def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
-        """Start to bring what is wanted.
-
-        Args:
-            now: wanted once each, in any order.
-            next: wanted after that, in this order.
+        """Start to bring what is wanted: `now` once each in any order, `next` after that in this order.
 
         Returns:
             The numbers of `now` in the order in which they are best asked: first those on the device.
@@ -97,18 +93,18 @@ class Dispatch:
         t: Float[Tensor, "B"],
         next: Sequence[int] = (),
     ) -> Float[Tensor, "B C H W"]:
-        """`sum_k weights_k v_k(x_t)`.
-
-        Args:
-            experts: by number.
-            x_t: states.
-            t: times.
-            next: experts that are wanted after this run, in order.
-        """
+        """`sum_k weights_k v_k(x_t)`; `next` are experts that are wanted after this run, in order."""
         order: Sequence[int] = self.numbers
         if isinstance(experts, Prefetching):
             order = experts.prefetch(self.numbers, next)
-        velocities = {number: _evaluate(experts, self._parts[number], x_t, t) for number in order}
+        velocities = {}
+        for number in order:
+            part, expert = self._parts[number], experts[number]
+            if expert is None:
+                raise ConfigError(f"expert {number} is missing, and yet was asked", "list it in `missing`")
+            states, times = (x_t, t) if part.rows is None else (x_t[part.rows], t[part.rows])
+            velocities[number] = expert.velocity(states, times, part.cond)
+        # One expert for all rows: its answer is the sum, without a pass over the batch.
         alone = self._parts[self.numbers[0]] if len(self.numbers) == 1 else None
         if alone is not None and alone.rows is None and alone.weights is None:
             return velocities[alone.number]
@@ -137,12 +133,3 @@ def _part(
         return _Part(number, None, scale, cond, rows, shares)
     there = rows.to(weights.device)
     return _Part(number, there, scale, cond.select(there), rows, shares)
-
-
-def _evaluate(experts: Networks, part: _Part, x_t: Tensor, t: Tensor) -> Tensor:
-    expert = experts[part.number]
-    if expert is None:
-        raise ConfigError(f"expert {part.number} is missing, and yet was asked", "list it in `missing`")
-    if part.rows is None:
-        return expert.velocity(x_t, t, part.cond)
-    return expert.velocity(x_t[part.rows], t[part.rows], part.cond)

@@ -19,13 +19,9 @@ from atoll.networks.router import Router
 
 @dataclass
 class Expert:
-    """A denoiser: a network trained on any schedule and prediction type, converted at its edge.
+    """A denoiser: a diffusers network trained on any schedule and prediction, converted at its edge.
 
     Attributes:
-        network: the diffusers network.
-        family: name of its family.
-        prediction: what it predicts.
-        schedule: name of the noise schedule it was trained on.
         card: what it is, once published.
         bound: largest absolute value of its data, if there is one. A card tells it better.
         learning: the network is still trained, so its layers stay as they are (`make_batch_invariant`).
@@ -40,8 +36,7 @@ class Expert:
     learning: bool = False
 
     def __post_init__(self) -> None:
-        """See to it that a sample does not depend on its batch."""
-        if not self.learning:
+        if not self.learning:  # else a sample would depend on its batch
             make_batch_invariant(self.network)
 
     def velocity(
@@ -55,6 +50,7 @@ class Expert:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
             return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
+        # Near noise a conversion from eps magnifies errors; pixels are known to lie in [-1, 1].
         bound = self.bound if self.card is None else bound_of(self.card.latents)
         return flow_velocity(predict, self.prediction, curve, x_t, t, bound)
 
@@ -72,7 +68,6 @@ class RouterModel:
     card: Card
 
     def __post_init__(self) -> None:
-        """As an expert's."""
         make_batch_invariant(self.network)
 
     def logits(

@@ -116,9 +116,6 @@ def verify_folder(
 ) -> None:
     """Compare every file that a load reads with its entry in the manifest, and demand that it has one.
 
-    Of a network's weights only the size is compared: `Checkpoint` hashes what it reads, so files of many
-    gigabytes are read once.
-
     Args:
         folder: the store, narrowed to the folder.
         manifest: its `ensemble.json`.
@@ -135,14 +132,15 @@ def verify_folder(
     for name in (*small, *(f"{part}/{WEIGHTS}" for part in parts)):
         if name not in entries:
             raise StoreError(f"{folder.name(name)} is not listed in {MANIFEST}", REMEDY)
+    # Of a network's weights only the size is compared here. `Checkpoint` hashes what it reads, against the
+    # card's hash, which is the manifest's: so files of many gigabytes are read once.
     for part, checkpoint in parts.items():
         entry = entries[f"{part}/{WEIGHTS}"]
         if (size := folder.size(entry.path)) != entry.bytes:
             raise StoreError(f"{folder.name(entry.path)} has {size} bytes instead of {entry.bytes}", REMEDY)
-        # The card's hash, which the read weights are compared with, is the one that the manifest names.
         if not entry.sha256 == manifest.parts[part] == checkpoint.card.weights_sha256:
             raise StoreError(f"{folder.name(part)} is not the part that {MANIFEST} names", REMEDY)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with _pool() as pool:
         list(pool.map(lambda name: check_file(folder, "", entries[name]), small))
 
 
@@ -160,11 +158,7 @@ def defaults(generation: Generation) -> dict[str, Any]:
 
 
 def defaults_in(index: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Generation:
-    """What a call takes that says nothing else, as `model_index.json` and the scheduler's settings have it.
-
-    Raises:
-        StoreError: a value that no call could give.
-    """
+    """The same as `model_index.json` and the scheduler's settings have it; `StoreError` for no such value."""
     values = {field: index.get(name) for field, name in DEFAULTS.items()}
     try:
         return Generation().with_(**values, shift=scheduler.get("shift"))
@@ -236,6 +230,7 @@ class FolderWriter:
         Returns:
             Whether any file is another one than the last manifest names.
         """
+        # diffusers wants every component of the class in the index, null where there is none.
         others = {name: list(components.get(name, (None, None))) for name in OTHERS}
         index = {
             "_class_name": PIPELINE,
@@ -248,19 +243,29 @@ class FolderWriter:
         self._put(MODEL_INDEX, to_json(index))
         listing = ExpertIndex.of(self.k, self.experts, self.pretrain)
         self._put(f"experts/{EXPERTS}", to_json(listing.to_json()))
-        self._remove_others()
+
+        # Experts of an earlier folder that are not among these: nobody would read them, and they are large.
+        names = (*self.experts, *([PRETRAIN] if self.pretrain else []))
+        own = tuple(f"experts/{name}/" for name in names)
+        for key in self.folder.list("experts"):
+            if key.count("/") > 1 and not key.startswith(own):
+                self.folder.delete(key)
+                if self.folder.local is not None:
+                    with suppress(OSError):  # not empty yet
+                        (self.folder.local / key).parent.rmdir()
+
         parts = index_entries(index)
-        names = [n for n in self.folder.list() if n == MODEL_INDEX or n.split("/")[0] in parts]
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            self.entries = list(pool.map(lambda name: entry_of(self.folder, ".", name), names))
+        keys = [key for key in self.folder.list() if key == MODEL_INDEX or key.split("/")[0] in parts]
+        with _pool() as pool:
+            self.entries = list(pool.map(lambda key: entry_of(self.folder, ".", key), keys))
         return self.entries != self.before
 
     def finish(self, about: Mapping[str, Any], picture: bytes | None = None, name: str = "FOLDER") -> None:
-        """Write the model card and its picture, and the manifest last.
+        """Write the model card and its picture (a PNG; None removes it), and the manifest last.
 
         Args:
             about: what the model card says beside the cards.
-            picture: a PNG, or None to have none.
+            picture: to show in it.
             name: how the model card calls the folder.
         """
         assert self.router is not None
@@ -281,23 +286,16 @@ class FolderWriter:
             about=dict(about),
             files=self.entries,
         )
-        self.folder.put_json(MANIFEST, manifest.to_json())
+        self.folder.put_json(MANIFEST, manifest.to_json())  # last: who finds it finds all that it names
 
     def _put(self, path: str, data: bytes) -> None:
         if not self.folder.exists(path) or self.folder.get(path) != data:
             self.folder.put(path, data)
 
-    def _remove_others(self) -> None:
-        """Remove the experts of an earlier folder that are not among these."""
-        kept = {f"experts/{name}/" for name in (*self.experts, *([PRETRAIN] if self.pretrain else []))}
-        for name in self.folder.list("experts"):
-            if name.count("/") > 1 and not name.startswith(tuple(kept)):
-                self.folder.delete(name)
-                if self.folder.local is not None:
-                    with suppress(OSError):  # not empty yet
-                        (self.folder.local / name).parent.rmdir()
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1))
 
 
 def _part(card: Card) -> str:
-    """Folder of a part."""
     return {"router": "router", PRETRAIN: PRETRAIN_PART}.get(card.role, f"experts/{card.island}")

@@ -19,12 +19,11 @@ from atoll.model.trace import Trace
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of samples by number.
+    """Conditions of `count` samples by number.
 
     Attributes:
-        cond: of some numbers their conditions, one row each.
+        cond: gives the conditions of some numbers, one row each.
         null: what guidance leads away from: one row, or one for each number.
-        count: how many samples they are for.
         texts: what was asked for, as it was written.
     """
 
@@ -38,7 +37,6 @@ class Conditions:
         cls, cond: Condition, null: Condition, count: int, texts: Sequence[str] = (), each: int = 1
     ) -> "Conditions":
         """Those of rows that are at hand, `each` samples of every row one after the other."""
-
         if null.rows not in (1, count):
             fix = "give one for all, or one for each"
             raise ConfigError(f"{null.rows} negative prompts for {count} prompts", fix)
@@ -54,13 +52,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of samples.
-
-    Attributes:
-        rows: numbers of the samples.
-        latents: `(B, C, H, W)`.
-        trace: who served them; None for a single network.
-    """
+    """One batch: numbers of the samples, latents `(B, C, H, W)`, who served them (None for one network)."""
 
     rows: list[int]
     latents: Tensor
@@ -72,13 +64,9 @@ class Sampling:
     """Everything about a number of samples but who draws them.
 
     Attributes:
-        generation: steps, guidance, routing, seed.
-        conditions: of samples by number.
         shape: of a latent, (C, H, W).
-        count: how many samples.
-        first: number of the first one; those before it are somebody else's.
+        first: number of the first of `count` samples; those before it are somebody else's.
         batch: most samples at once; it does not change them.
-        device: where sampling happens.
         labels: cluster of each sample by number, for `oracle`.
         positions: place of each sample in the random streams; its number by default.
         noise: what each sample starts from; by default what the streams give.
@@ -99,6 +87,7 @@ class Sampling:
 
     def start(self, bank: Bank, numbers: Sequence[int], **more: Any) -> Sampler:
         """A batch of samples before its first step; `more` are further arguments of the sampler."""
+        # Streams go by position, not by the sample's place in this run: sample 7 is the same in any run.
         positions = [number if self.positions is None else self.positions[number] for number in numbers]
         labels = None if self.labels is None else self.labels[list(numbers)]
         if self.noise is None:
@@ -120,9 +109,7 @@ def samplers(bank: Bank, sampling: Sampling) -> Iterator[tuple[list[int], Sample
     """Batches of samples before their first step, with the samples' numbers.
 
     Under `once` and `oracle` a sample's expert is known before the first step. Then batches are formed by
-    expert, with no more experts in each than stay on the device at once, so over the whole run each expert is
-    brought once, and evaluated on as many samples at a time as there are. Otherwise batches follow the
-    samples' numbers. Noise, draws and the router's batches are the same either way.
+    expert; otherwise they follow the samples' numbers. The pictures are the same either way.
     """
     end = sampling.first + sampling.count
     starts = range(sampling.first, end, sampling.batch)
@@ -136,32 +123,29 @@ def samplers(bank: Bank, sampling: Sampling) -> Iterator[tuple[list[int], Sample
     with torch.inference_mode():
         weights = torch.cat([unguided.start(bank, numbers).first_weights() for numbers in groups])
     groups, used = by_expert(weights.argmax(1).tolist(), bank, sampling.batch)
-    for places, later in zip(groups, [*used[1:], []], strict=True):
-        numbers = [sampling.first + place for place in places]
-        yield numbers, sampling.start(bank, numbers, weights=weights[places], next=later)
+    for rows, later in zip(groups, [*used[1:], []], strict=True):
+        numbers = [sampling.first + row for row in rows]
+        # The weights go along: asked again in other batches, a logit's last bit might choose another expert.
+        yield numbers, sampling.start(bank, numbers, weights=weights[rows], next=later)
 
 
 def by_expert(experts: Sequence[int], bank: Bank, batch: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Samples in batches of few experts.
-
-    Args:
-        experts: the expert of each sample.
-        bank: whose experts they are; resident ones come first.
-        batch: most samples in a batch.
+    """Samples in batches of few experts, from the expert of each.
 
     Returns:
-        Places of the samples of every batch, and the experts of every batch in the order of their use.
+        Positions of the samples of every batch, and the experts of every batch in the order of their use.
     """
+    # No more experts in a batch than stay on the device at once: over the whole run each is brought once, and
+    # evaluated on as many samples at a time as there are.
     groups: list[list[int]] = []
     used: list[list[int]] = []
     for expert in bank.prefetch(sorted(set(experts))):
-        rest = [place for place, first in enumerate(experts) if first == expert]
+        rest = [row for row, own in enumerate(experts) if own == expert]
         while rest:
-            if (
-                not groups
-                or len(groups[-1]) == batch
-                or (used[-1][-1] != expert and len(used[-1]) == bank.capacity)
-            ):
+            full = bool(groups) and (
+                len(groups[-1]) == batch or (used[-1][-1] != expert and len(used[-1]) == bank.capacity)
+            )
+            if full or not groups:
                 groups.append([])
                 used.append([])
             if not used[-1] or used[-1][-1] != expert:

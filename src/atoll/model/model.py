@@ -50,13 +50,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a call gives.
-
-    Attributes:
-        images: by number.
-        routing: which expert served which picture at which step; None for a single network.
-        generation: how they were drawn.
-    """
+    """Images by number, which expert served which step (None for one network), and how they were drawn."""
 
     images: list[Image.Image]
     routing: Trace | None
@@ -127,7 +121,15 @@ class Model:
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
         if name != ENSEMBLE:
-            return cls._single(store, name, device, generation, encoders, trusted)
+            if not name.isidentifier():  # it is a part of a path
+                fix = "name 'ensemble', or a run such as 'monolith'"
+                raise ConfigError(f"there is no model {name!r}", fix)
+            network = Checkpoint.of_run(store, name)
+            if trusted is not None:
+                check_trusted(store, f"{network.prefix}/card.json", trusted)
+            model = cls(lambda: Bank([network.expert(device)]), network.card, device, generation)
+            model._allowed = encoders
+            return model
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         if trusted is not None:
             check_trusted(store, f"{prefix}{MANIFEST}", trusted)
@@ -137,6 +139,7 @@ class Model:
         absent = [number for number in range(content.k) if number not in experts]
         card = parts["router"].card
 
+        # Read when a picture is first drawn: a wrong prompt is then refused before gigabytes are.
         def bank() -> Bank:
             verify_folder(store.sub(prefix), content, parts, ["scheduler"])
             pretrain = parts[PRETRAIN_PART].expert(device) if PRETRAIN_PART in parts else None
@@ -145,33 +148,13 @@ class Model:
             loaded = load_experts(experts, content.k, residency, device)
             return Bank(loaded, parts["router"].router(device), absent, costs, pretrain)
 
-        model = cls(bank, card, device, generation or _defaults(store, prefix))
+        if generation is None:  # as the folder's pipeline draws if a call says nothing else
+            paths = (f"{prefix}{file}" for file in (MODEL_INDEX, SCHEDULER))
+            generation = defaults_in(*(store.get_json(path) if store.exists(path) else {} for path in paths))
+        model = cls(bank, card, device, generation)
         model._allowed = encoders
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
-        return model
-
-    @classmethod
-    def _single(
-        cls,
-        store: Store,
-        name: str,
-        device: torch.device | str,
-        generation: Generation | None,
-        encoders: Collection[str],
-        trusted: Collection[str] | None,
-    ) -> "Model":
-        if not name.isidentifier():  # it is a part of a path
-            raise ConfigError(f"there is no model {name!r}", "name 'ensemble', or a run such as 'monolith'")
-        checkpoint = Checkpoint.of_run(store, name)
-        if trusted is not None:
-            check_trusted(store, f"{name}/expert/card.json", trusted)
-
-        def bank() -> Bank:
-            return Bank([checkpoint.expert(device)])
-
-        model = cls(bank, checkpoint.card, device, generation)
-        model._allowed = encoders
         return model
 
     @property
@@ -194,11 +177,7 @@ class Model:
         ]
 
     def shape_for(self, size: str | None) -> tuple[int, int, int]:
-        """Of a latent of pictures of this size (width x height in pixels), (C, H, W).
-
-        Raises:
-            ConfigError: the model was not trained on it.
-        """
+        """Of a latent of pictures of this size (width x height in pixels), (C, H, W)."""
         if size is None:
             return self.shape
         known = dict(zip(self.sizes, self.card.shape.latents, strict=True))
@@ -250,6 +229,7 @@ class Model:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if each < 1:
             raise ConfigError(f"{each} pictures of each prompt", "give 1 or more")
+        # A number would be encoded as a text, and give a picture of the word "3".
         if self.card.condition == "text" and not all(isinstance(prompt, str) for prompt in prompts):
             raise ConfigError(
                 f"prompts {prompts!r} are no texts", "give texts: this model has no class labels"
@@ -265,7 +245,12 @@ class Model:
         if not texts:
             raise ConfigError(f"this model needs prompts ({self.card.condition})", "give one or more")
         if self.card.condition == "class":
-            cond, null = self._labels(texts)
+            classes = self.card.shape.classes
+            for text in texts:
+                if not text.isdecimal() or int(text) >= classes:
+                    raise ConfigError(f"{text!r} is no class label", f"give a number from 0 to {classes - 1}")
+            cond = Condition(labels=torch.tensor([int(text) for text in texts]))
+            null = Condition(labels=torch.tensor([classes]))  # the row after the last class
         else:
             if not cut:
                 self.encoder.refuse_long([*texts, *negatives])
@@ -276,21 +261,14 @@ class Model:
         wanted, known = [*texts, *negatives], dict(self._known_texts)
         if new := [text for text in dict.fromkeys(wanted) if text not in known]:
             padded, real = self.encoder.encode(new)
-            known |= {text: one[some] for text, one, some in zip(new, padded, real, strict=True)}
-        found = [known[text] for text in wanted]
-        states, lengths = pad_sequence(found, batch_first=True), torch.tensor([len(one) for one in found])
+            known |= {text: row[mask] for text, row, mask in zip(new, padded, real, strict=True)}
+        rows = [known[text] for text in wanted]
+        states, lengths = pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
         both = Condition(text=states, mask=torch.arange(states.shape[1]) < lengths[:, None])
+        # The latest texts are kept. A new dictionary: threads of a server may ask at once.
         latest = [*(text for text in known if text not in {*wanted}), *dict.fromkeys(wanted)]
         self._known_texts = {text: known[text] for text in latest[-REMEMBERED:]}
         return both.select(slice(0, len(texts))), both.select(slice(len(texts), None))
-
-    def _labels(self, texts: Sequence[str]) -> tuple[Condition, Condition]:
-        classes = self.card.shape.classes
-        for text in texts:
-            if not text.isdecimal() or int(text) >= classes:
-                raise ConfigError(f"{text!r} is no class label", f"give a number from 0 to {classes - 1}")
-        labels = torch.tensor([int(text) for text in texts])
-        return Condition(labels=labels), Condition(labels=torch.tensor([classes]))
 
     def generate(
         self,
@@ -309,13 +287,9 @@ class Model:
         count: int | None = None,
         **how: Any,
     ) -> Sampling:
-        """Everything about samples of this model.
+        """Everything about samples of this model; `how` are `first`, `batch` and other fields of `Sampling`.
 
-        Args:
-            conditions: of the samples, by number.
-            generation: routing, guidance, steps and seed; the model's own by default.
-            count: how many; as many as there are conditions by default.
-            how: `first`, `batch`, `labels` and other fields of `Sampling`.
+        By default it draws as the model's own `generation` says, and as many as there are conditions.
         """
         generation = (generation or self.generation).for_condition(self.card.condition)
         count, shape = conditions.count if count is None else count, self.shape_for(generation.size)
@@ -367,22 +341,9 @@ def joined(traces: Sequence[tuple[list[int], Trace]]) -> Trace | None:
 def load_experts(
     parts: Mapping[int, Checkpoint], k: int, residency: Residency | None, device: torch.device | str
 ) -> Networks:
-    """All experts on the device, or as many as the budget lets.
-
-    Args:
-        parts: the experts that are there, by number.
-        k: number of clusters.
-        residency: the budget.
-        device: where they run.
-    """
+    """All K experts on the device, or as many as the budget lets; None where one is not there."""
     if residency is None or not residency.limited:
         loaded = {number: part.expert(device) for number, part in parts.items()}
         return [loaded.get(number) for number in range(k)]
     stored = {number: part.open_lazily() for number, part in parts.items()}
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device)
-
-
-def _defaults(store: Store, prefix: str) -> Generation:
-    """How the folder's pipeline draws if a call says nothing else."""
-    places = (f"{prefix}{name}" for name in (MODEL_INDEX, SCHEDULER))
-    return defaults_in(*(store.get_json(place) if store.exists(place) else {} for place in places))

@@ -37,6 +37,30 @@ def model_card(
         picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
     """
+    # The picture's caption: its prompts and how it was drawn.
+    drawn = about.get("picture") or {}
+    words = {"steps": "{} steps", "guidance": "guidance {}", "routing": "routing {}", "seed": "seed {}"}
+    caption = [f"“{prompt}”" for prompt in drawn.get("prompts", [])]
+    caption += [form.format(drawn[key]) for key, form in words.items() if key in drawn]
+
+    # Compute: what the ensemble took, of which the experts shared a part, and what it is compared with.
+    spent = {"experts": sum(card.train_flops for card in experts.values()), "router": router.train_flops}
+    if shared := float(about.get("pretrain_flops") or 0.0):
+        spent["shared pretraining"] = shared
+    together = spent["together"] = sum(spent.values())
+    for role, title in (("monolith", "the monolith it is compared with"), ("student", "a student of it")):
+        if about.get(f"{role}_flops"):
+            spent[title] = float(about[f"{role}_flops"])
+    starts = {number: card.provenance.get("init", {}).get("kind", "") for number, card in experts.items()}
+
+    rows: list[list[Any]] = []
+    for number in range(k):
+        card = experts.get(number)
+        if card is None:
+            rows.append([number, MISSING, *[""] * 6])
+            continue
+        sizes = [count(card.parameters), f"{card.rows:,}", f"{card.samples:,}", f"{card.train_flops:.3g}"]
+        rows.append([number, card.family, f"{card.prediction}, {card.schedule}", *sizes, starts[number]])
     return render(
         "ensemble.md",
         "atoll.model",
@@ -46,28 +70,31 @@ def model_card(
         parameters=count(sum(card.parameters for card in experts.values())),
         router_parameters=count(router.parameters),
         missing=listed([number for number in range(k) if number not in experts]),
-        caption=_caption(about.get("picture") or {}),
+        caption=(", ".join(caption) or "Samples of this ensemble") + ".",
         call=CALLS[router.condition],
         defaults=defaults,
         name=name,
-        in_common=_in_common(router, experts, about),
-        expert_rows=[_expert_row(number, experts.get(number)) for number in range(k)],
-        compute=_compute(router, experts, about),
+        in_common=sharing_sentence(shared / together if together else 0.0, "checkpoint" in starts.values()),
+        expert_rows=rows,
+        compute=[[part, f"{value:.3g}"] for part, value in spent.items()],
         signatures=[[part, code(key or "unsigned")] for part, key in (about.get("signed") or {}).items()],
     )
 
 
 def shared_facts(card: Card, about: Mapping[str, Any], picture: bool) -> dict[str, Any]:
-    """What `card.md` tells of any model.
-
-    Args:
-        card: of the router, or of one network.
-        about: see `model_card`.
-        picture: whether there is one.
-    """
-    shape, evaluation = card.shape, about.get("evaluation")
+    """What `card.md` tells of any model; `card` is the router's, or of one network."""
+    shape, evaluation, data = card.shape, about.get("evaluation"), about.get("data") or {}
     conditions = {"text": "texts", "class": f"{shape.classes} class labels", "none": "nothing"}
-    rows = evaluation["rows"] if evaluation else []
+    partition = about.get("partition") or {}
+    method = partition.get("method", UNKNOWN)
+    if encoder := partition.get("encoder"):
+        method = f"{method} on features of {encoder.get('name')}"
+    encoders = {"VAE": card.latents, "text encoder": card.text}
+    licences = [
+        [f"{kind} {by['name']}", licence_of(by["name"]) or UNKNOWN]
+        for kind, by in encoders.items()
+        if by and by["name"] != "none"
+    ]
     return {
         "card": card,
         "about": {"licence": None, "name": None, "evaluation": None, **about},
@@ -76,78 +103,27 @@ def shared_facts(card: Card, about: Mapping[str, Any], picture: bool) -> dict[st
         "version": card.provenance.get("atoll"),
         "condition": conditions[card.condition],
         "latents": ", ".join(f"{shape.channels}x{height}x{width}" for height, width in shape.latents),
-        "data": _data(card, about),
-        "evaluation": [[row["name"], f"{row['distance']:.4g}"] for row in rows],
-        "encoders": _encoders(card),
-        "licences": _licences(card, about),
+        "data": [
+            ["source", data.get("source", UNKNOWN)],
+            ["rows", f"{data['rows']:,}" if "rows" in data else UNKNOWN],
+            ["training rows by cluster", ", ".join(f"{n:,}" for n in partition.get("sizes", [])) or UNKNOWN],
+            ["clustering", method],
+            ["partition", code(card.partition)],
+            *([f"cluster {k}", content] for k, content in data.get("clusters", {}).items()),
+            *([["drawn by weight", code(json.dumps(data["weights"]))]] if "weights" in data else []),
+        ],
+        "evaluation": [[row["name"], f"{row['distance']:.4g}"] for row in (evaluation or {}).get("rows", [])],
+        "encoders": [
+            [kind, by["name"], code(by["hash"] or "-")]
+            for kind, by in {"latents": card.latents, "text": card.text}.items()
+            if by
+        ],
+        "licences": [
+            ["these weights", about.get("licence") or f"{UNKNOWN}: ask whoever trained them"],
+            ["data", data.get("licence") or UNKNOWN],
+            *licences,
+        ],
     }
-
-
-def _caption(picture: Mapping[str, Any]) -> str:
-    words = {"steps": "{} steps", "guidance": "guidance {}", "routing": "routing {}", "seed": "seed {}"}
-    settings = [form.format(picture[key]) for key, form in words.items() if key in picture]
-    prompts = [f"“{prompt}”" for prompt in picture.get("prompts", [])]
-    return (", ".join([*prompts, *settings]) or "Samples of this ensemble") + "."
-
-
-def _expert_row(number: int, card: Card | None) -> list[Any]:
-    if card is None:
-        return [number, MISSING, *[""] * 6]
-    numbers = [count(card.parameters), f"{card.rows:,}", f"{card.samples:,}", f"{card.train_flops:.3g}"]
-    start = card.provenance.get("init", {}).get("kind", "")
-    return [number, card.family, f"{card.prediction}, {card.schedule}", *numbers, start]
-
-
-def _data(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
-    data, cut = about.get("data") or {}, about.get("partition") or {}
-    encoder = cut.get("encoder") or {}
-    how = f"{cut['method']} on features of {encoder.get('name')}" if encoder else cut.get("method", UNKNOWN)
-    return [
-        ["source", data.get("source", UNKNOWN)],
-        ["rows", f"{data['rows']:,}" if "rows" in data else UNKNOWN],
-        ["training rows by cluster", ", ".join(f"{n:,}" for n in cut.get("sizes", [])) or UNKNOWN],
-        ["clustering", how],
-        ["partition", code(card.partition)],
-        *([f"cluster {k}", told] for k, told in data.get("clusters", {}).items()),
-        *([["drawn by weight", code(json.dumps(data["weights"]))]] if "weights" in data else []),
-    ]
-
-
-def _in_common(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> str:
-    shared = float(about.get("pretrain_flops") or 0.0)
-    spent = shared + router.train_flops + sum(card.train_flops for card in experts.values())
-    kinds = {card.provenance.get("init", {}).get("kind") for card in experts.values()}
-    return sharing_sentence(shared / spent if spent else 0.0, "checkpoint" in kinds)
-
-
-def _compute(router: Card, experts: Mapping[int, Card], about: Mapping[str, Any]) -> list[list[str]]:
-    spent = {"experts": sum(card.train_flops for card in experts.values()), "router": router.train_flops}
-    if about.get("pretrain_flops"):
-        spent["shared pretraining"] = float(about["pretrain_flops"])
-    spent["together"] = sum(spent.values())
-    for role, what in (("monolith", "the monolith it is compared with"), ("student", "a student of it")):
-        if about.get(f"{role}_flops"):
-            spent[what] = float(about[f"{role}_flops"])
-    return [[name, f"{value:.3g}"] for name, value in spent.items()]
-
-
-def _encoders(card: Card) -> list[list[Any]]:
-    named = {"latents": card.latents, "text": card.text}
-    return [
-        [what, encoder["name"], code(encoder["hash"] or "-")] for what, encoder in named.items() if encoder
-    ]
-
-
-def _licences(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
-    data = about.get("data") or {}
-    rows = [
-        ["these weights", about.get("licence") or f"{UNKNOWN}: ask whoever trained them"],
-        ["data", data.get("licence") or UNKNOWN],
-    ]
-    for what, encoder in (("VAE", card.latents), ("text encoder", card.text)):
-        if encoder and encoder["name"] != "none":
-            rows.append([f"{what} {encoder['name']}", licence_of(encoder["name"]) or UNKNOWN])
-    return rows
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -30,6 +30,7 @@ from atoll.model.folder import (
 )
 from atoll.model.foreign import HUB_NAME, fetch
 from atoll.model.model_card import listed
+from atoll.model.routing import PRETRAIN
 from atoll.model.stored import REMEDY
 from atoll.store.location import is_url
 from atoll.store.signatures import SUFFIX, check_trusted
@@ -84,16 +85,7 @@ def open_folder(
 
 
 def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
-    """The folder of a pipeline on this machine; of a hub's, only what is asked for is fetched.
-
-    Args:
-        name: a folder, or a hub name.
-        experts: numbers of the experts, or `auto`.
-        hub: `revision`, `local_files_only`, `cache_dir`, `token` of huggingface_hub.
-
-    Raises:
-        ConfigError: there is no such folder, it cannot be fetched, or it lacks an expert.
-    """
+    """The folder of a pipeline on this machine; of a hub's, only what is asked for is fetched."""
     path = expanded(name)
     if (path / "campaign.json").is_file() or (path / "campaign.yaml").is_file():
         raise ConfigError(f"{path} is a campaign", f"give its folder {path / 'ensemble'}")
@@ -103,8 +95,9 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         raise ConfigError(f"{name} is a URL", "write the folder first: atoll export CAMPAIGN --to FOLDER")
     if not is_hub_name(name):
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
-    fix, indexes = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
-    root = fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, *indexes], fix, **hub)
+    # First what says which parts there are: one expert of eight need not cost the bytes of all.
+    fix, lists = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
+    root = fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, *lists], fix, **hub)
     numbers = read_index(root / "experts").numbers
     wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
@@ -118,44 +111,60 @@ def is_hub_name(name: str | os.PathLike[str]) -> bool:
 
 
 def inspect_folder(root: Path, experts: Any) -> OpenFolder:
-    """Check everything that can be checked before a network is built.
+    """Check everything that can be checked before a network is built; raises as `open_folder`."""
+    # The index may name only classes that somebody looked at: diffusers would import whatever it says.
+    if not (root / MODEL_INDEX).is_file():
+        raise ConfigError(f"{root} is no pipeline (no {MODEL_INDEX})", "give the folder of atoll export")
+    index = read_tree(root / MODEL_INDEX)
+    if (kind := index.get("_class_name")) != PIPELINE:
+        raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
+    for name, (library, class_name) in index_entries(index).items():
+        own = {"experts": BANK, "router": ROUTER}.get(name)
+        from_library, classes = COMPONENTS.get(name, ("", ()))
+        if (library, class_name) != own and (library != from_library or class_name not in classes):
+            known = ", ".join(classes) or "no others"
+            raise ConfigError(
+                f"{MODEL_INDEX} wants {name} from {library}.{class_name}",
+                f"take one of a known class: {known}",
+            )
+        # Files that libraries might take for code, for pickled weights, or for a pipeline of its own.
+        for path in sorted((root / name).rglob("*")):
+            if path.suffix in PICKLES:
+                raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
+            if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
+                raise ConfigError(f"{path} has no place in {name}/, and is not read", "remove it")
+            if path.suffix == ".safetensors":
+                check_safetensors(path)
+    defaults_in(index, {})
 
-    Raises:
-        ConfigError: not a pipeline of Atoll, or an expert that is not there.
-        StoreError: a part is missing, damaged, pickle, or not what the manifest says.
-        PartitionError: parts that do not belong together.
-    """
-    index, files = _model_index(root), Store.open(root)
+    # The manifest, and the cards of the parts that were asked for.
+    files = Store.open(root)
     if not files.exists(MANIFEST):
         raise StoreError(f"{root} is not complete (no {MANIFEST})", REMEDY)
-    manifest = Manifest.read(files, MANIFEST)
-    listing = read_index(root / "experts")
+    manifest, listing = Manifest.read(files, MANIFEST), read_index(root / "experts")
     chosen = select_experts(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
     parts = manifest.checkpoints(files, chosen)
-    router = parts["router"].check()
-    cards = {number: parts[f"experts/{number}"].check() for number in chosen}
-    for number, card in cards.items():
-        check_place(card, f"expert {number}", f"experts/{number}")
-    pretrain = None
-    if PRETRAIN_PART in parts:
-        pretrain = parts[PRETRAIN_PART].check()
-        check_place(pretrain, "pretrain", PRETRAIN_PART)
+    cards = {part: checkpoint.check() for part, checkpoint in parts.items()}
+    router = cards.pop("router")
+    for part, card in cards.items():
+        check_place(card, PRETRAIN if part == PRETRAIN_PART else part.replace("experts/", "expert "), part)
     logits = read_tree(root / "router" / "config.json").get("num_experts")
-    check_router(router, [*cards.values(), *([pretrain] if pretrain else [])], listing.k, logits)
-    components = _components(root, index)
+    check_router(router, cards.values(), listing.k, logits)
+
+    components = tuple(name for name in index_entries(index) if name not in ("experts", "router"))
+    for name in components:
+        if not (root / name).is_dir():
+            raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
     verify_folder(files, manifest, parts, components)
     encoders = tuple(name for name in components if name != "scheduler")
-    return OpenFolder(root, listing.k, cards, router, manifest.parts, encoders, manifest.about)
+    present = {number: cards[f"experts/{number}"] for number in chosen}
+    return OpenFolder(root, listing.k, present, router, manifest.parts, encoders, manifest.about)
 
 
 def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
-    """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline.
-
-    Raises:
-        ConfigError: it holds something else, or cannot be a folder.
-    """
+    """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline."""
     if is_url(str(to)):
         raise ConfigError(f"{to} is a URL", "write to a folder, and copy it")
     root = expanded(to).resolve()
@@ -185,88 +194,33 @@ def read_index(root: Path) -> ExpertIndex:
 
 
 def select_experts(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that are meant, in order.
-
-    Raises:
-        ConfigError: none, or one that is not there.
-    """
-    if isinstance(experts, str):
-        if experts != "auto":
-            raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
+    """The numbers that are meant, in order; `ConfigError` for none, or one that is not there."""
+    if isinstance(experts, str) and experts == "auto":
         return tuple(there)
     if not isinstance(experts, Iterable) or not all(isinstance(n, Integral) for n in experts):
         raise ConfigError(f"experts={experts!r}", "give 'auto' or numbers such as [0, 2]")
     wanted = tuple(sorted(set(experts)))
     absent = [number for number in wanted if number not in there]
     if absent or not wanted:
-        what = f"experts {listed(absent)} are not there" if absent else "no expert was asked for"
-        raise ConfigError(what, f"there are {listed(there)}")
+        lacking = f"experts {listed(absent)} are not there" if absent else "no expert was asked for"
+        raise ConfigError(lacking, f"there are {listed(there)}")
     return wanted
 
 
 def check_router(card: Card, experts: Iterable[Card], k: int, knows: Any) -> None:
-    """Refuse a router that does not belong to these experts.
+    """Refuse a router that does not belong to these experts (`PartitionError`).
 
     Args:
         card: of the router.
         experts: cards of the experts, and of shared pretraining's network.
         k: places of the bank.
         knows: logits of the router, as its config says.
-
-    Raises:
-        PartitionError: it is no router, knows another number of experts, or was made for other ones.
     """
     if card.role != "router":
         raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
     if knows != k:
         raise PartitionError(f"the router knows {knows} experts, the bank has {k} places", "use its own")
     check_together([card, *experts])
-
-
-def _model_index(root: Path) -> dict[str, Any]:
-    """`model_index.json`, if it is a pipeline of ours and names no other code than diffusers' and ours."""
-    if not (root / MODEL_INDEX).is_file():
-        raise ConfigError(f"{root} is no pipeline (no {MODEL_INDEX})", "give the folder of atoll export")
-    index = read_tree(root / MODEL_INDEX)
-    kind = index.get("_class_name")
-    if kind != PIPELINE:
-        raise ConfigError(f"{root} holds a {kind}, not an {PIPELINE}", "load it with its own class")
-    for name, (library, class_name) in index_entries(index).items():
-        if not _may_load(name, library, class_name):
-            known = ", ".join(COMPONENTS.get(name, ("", ()))[1]) or "no others"
-            what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
-            raise ConfigError(what, f"take one of a known class: {known}")
-        _check_files(root, name)
-    defaults_in(index, {})
-    return index
-
-
-def _may_load(name: str, library: str, class_name: str) -> bool:
-    """Whether a component may be of this class: the rest of two libraries is code that nobody looked at."""
-    if name in ("experts", "router"):
-        return (library, class_name) == (BANK if name == "experts" else ROUTER)
-    known, classes = COMPONENTS.get(name, ("", ()))
-    return library == known and class_name in classes
-
-
-def _check_files(root: Path, name: str) -> None:
-    """Refuse files that libraries might take for code, for pickled weights, or for a pipeline of its own."""
-    for path in sorted((root / name).rglob("*")):
-        if path.suffix in PICKLES:
-            raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
-        if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
-            raise ConfigError(f"{path} has no place in {name}/, and is not read", "remove it")
-        if path.suffix == ".safetensors":
-            check_safetensors(path)
-
-
-def _components(root: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the parts that diffusers and transformers load; all have a folder."""
-    names = tuple(name for name in index_entries(index) if name not in ("experts", "router"))
-    for name in names:
-        if not (root / name).is_dir():
-            raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
-    return names
 
 
 def read_tree(path: Path) -> dict[str, Any]:

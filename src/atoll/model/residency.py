@@ -1,8 +1,8 @@
 """Which expert sits where: on disk, in host memory, or on the device, within a budget.
 
-There is one network per architecture (the skeleton). Experts share it: before one runs, the skeleton's
-parameters are pointed at its weights. Module, parameters and shapes stay the same objects, so a compiled
-skeleton is not compiled again. Weights lie in places, one flat block of device memory each.
+There is one network per architecture. Experts share it: before one runs, the network's parameters are pointed
+at its weights. Module, parameters and shapes stay the same objects, so a compiled network is not compiled
+again. Weights lie in slots, one flat block of device memory each.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what th
 class ResidentExperts:
     """Experts of an ensemble that share a budget of device memory; use it as `Bank(experts=...)`.
 
-    The least recently used expert makes room, of those that nobody waits for. For one sampling at a time.
+    For one sampling at a time: only the caller's thread chooses slots, and a worker only copies.
 
     Args:
         stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
@@ -41,7 +41,7 @@ class ResidentExperts:
 
     Attributes:
         capacity: experts that a step can use without bringing any of them twice in the next.
-        place_bytes: device memory of a place; the largest expert fills it.
+        place_bytes: device memory of a slot; the largest expert fills it.
         loads: experts brought to the device so far.
         loaded_bytes: bytes of them.
 
@@ -60,16 +60,24 @@ class ResidentExperts:
     ) -> None:
         self.residency, self.device, self.dtype = residency or Residency(), torch.device(device), dtype
         self._skeletons: dict[str, _SharedModule] = {}
-        self._experts: dict[int, _ExpertSlot] = {}
+        self._experts: dict[int, _ResidentSource] = {}
         self._count = len(stored)
-        for number, one in enumerate(stored):
-            if one is not None:
-                self._experts[number] = self._own(one, number, dtype, compile)
+        for number, source in enumerate(stored):
+            if source is not None:
+                key = digest({"family": source.family, "config": dict(source.config)})
+                if key not in self._skeletons:
+                    self._skeletons[key] = _SharedModule(source, self.device, dtype, compile)
+                module = self._skeletons[key]
+                module.layout.check(source, f"expert {number}")
+                expert = Expert(
+                    module.network, source.family, source.prediction, source.schedule, source.card
+                )
+                self._experts[number] = _ResidentSource(source, module, expert)
         if not self._experts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
         self.place_bytes = max(expert.skeleton.layout.nbytes for expert in self._experts.values())
         self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
-        self._places: list[_Slot] = []
+        self._slots: list[_Slot] = []
         self._queue: deque[int] = deque()
         self._worker: ThreadPoolExecutor | None = None
         if self.residency.prefetch:
@@ -103,16 +111,16 @@ class ResidentExperts:
     @property
     def resident(self) -> tuple[int, ...]:
         """Numbers of experts that are on the device, or on their way."""
-        return tuple(sorted(p.number for p in self._places if p.number is not None))
+        return tuple(sorted(slot.number for slot in self._slots if slot.number is not None))
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that the places take now."""
-        return sum(place.block.numel() for place in self._places)
+        """Device memory that the slots take now."""
+        return sum(slot.block.numel() for slot in self._slots)
 
     def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
         """See `dispatch.Prefetching`: resident experts run first, and the others are brought meanwhile."""
-        ready = {p.number for p in self._places if p.pending is None or p.pending.done()}
+        ready = {slot.number for slot in self._slots if slot.pending is None or slot.pending.done()}
         order = sorted(now, key=lambda n: (n not in ready, self._holding(n) is None, n))
         self._queue = deque([*order, *(n for n in next if n not in order)])
         self._bring_ahead(None)
@@ -123,51 +131,50 @@ class ResidentExperts:
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of one expert, which is brought first if it is not there."""
         # Bound before the next ones are brought: the slot of the expert that runs must not be given away.
-        stored, place = self._experts[number], self._bring(number)
-        stored.skeleton.bind(place)
-        self._bring_ahead(place)
-        v = stored.expert.velocity(x_t, t, cond)
-        if place.done is not None:
-            place.done.record(torch.cuda.current_stream(self.device))
+        source, slot = self._experts[number], self._bring(number)
+        source.skeleton.bind(slot)
+        self._bring_ahead(slot)
+        v = source.expert.velocity(x_t, t, cond)
+        if slot.done is not None:
+            # The GPU runs behind the host: whoever overwrites the slot has to wait for this event.
+            slot.done.record(torch.cuda.current_stream(self.device))
         return v
 
     def close(self) -> None:
         """Give all memory back. Experts that are asked afterwards are brought again."""
-        for place in self._places:
-            if place.pending is not None:
+        for slot in self._slots:
+            if slot.pending is not None:
                 with contextlib.suppress(Exception):
-                    place.pending.result()
+                    slot.pending.result()
         if self._host is not None:
             torch.cuda.synchronize(self.device)
             self._host.clear()
-        for skeleton in self._skeletons.values():
-            skeleton.bind(None)
-        self._places.clear()
+        for module in self._skeletons.values():
+            module.bind(None)
+        self._slots.clear()
         self._queue.clear()
-
-    # Bringing experts. Only the caller's thread chooses places; the worker only copies.
 
     def _bring(self, number: int) -> "_Slot":
         with contextlib.suppress(ValueError):
             self._queue.remove(number)
-        place = self._holding(number)
-        if place is None:
-            place = self._free(kept=())
-            assert place is not None
-            self._fill(place, number)
-        if place.pending is not None:
+        slot = self._holding(number)
+        if slot is None:
+            slot = self._free(kept=())
+            assert slot is not None
+            self._fill(slot, number)
+        if slot.pending is not None:
             try:
-                place.pending.result()
+                slot.pending.result()
             except BaseException:
-                place.number = None  # half a copy: neither the expert that was here nor the one that comes
+                slot.number = None  # half a copy: neither the expert that was here nor the one that comes
                 raise
             finally:
-                place.pending = None
-            if place.ready is not None:
-                torch.cuda.current_stream(self.device).wait_event(place.ready)
+                slot.pending = None
+            if slot.ready is not None:
+                torch.cuda.current_stream(self.device).wait_event(slot.ready)
         self._clock += 1
-        place.used = self._clock
-        return place
+        slot.used = self._clock
+        return slot
 
     def _bring_ahead(self, running: "_Slot | None") -> None:
         # Whoever is wanted earlier keeps its slot, or it would have to be brought again.
@@ -177,62 +184,58 @@ class ResidentExperts:
         for position, number in enumerate(wanted):
             if self._holding(number) is not None:
                 continue
-            place = self._free({*wanted[:position]}, running)
-            if place is None:
+            slot = self._free({*wanted[:position]}, running)
+            if slot is None:
                 return
-            self._fill(place, number)
+            self._fill(slot, number)
 
     def _holding(self, number: int) -> "_Slot | None":
-        return next((place for place in self._places if place.number == number), None)
+        return next((slot for slot in self._slots if slot.number == number), None)
 
     def _free(self, kept: Sequence[int] | set[int], running: "_Slot | None" = None) -> "_Slot | None":
-        empty = next((p for p in self._places if p.number is None), None)
+        empty = next((slot for slot in self._slots if slot.number is None), None)
         if empty is not None:
             return empty
-        if len(self._places) < self._most:
-            self._places.append(_Slot.make(self.place_bytes, self.device))
-            return self._places[-1]
+        if len(self._slots) < self._most:
+            self._slots.append(_Slot.make(self.place_bytes, self.device))
+            return self._slots[-1]
         # The expert that is wanted last makes room, as in Belady's rule; of those unwanted the oldest first.
         wanted = {number: -position for position, number in enumerate(self._queue)}
-        open_ = [p for p in self._places if p is not running and p.number not in kept]
-        return min(open_, key=lambda p: (wanted.get(p.number or 0, -len(wanted) - 1), p.used), default=None)
+        open_ = [slot for slot in self._slots if slot is not running and slot.number not in kept]
+        return min(
+            open_, key=lambda slot: (wanted.get(slot.number or 0, -len(wanted) - 1), slot.used), default=None
+        )
 
-    def _fill(self, place: "_Slot", number: int) -> None:
-        place.number = number
+    def _fill(self, slot: "_Slot", number: int) -> None:
+        slot.number = number
         self.loads += 1
         self.loaded_bytes += self._experts[number].skeleton.layout.nbytes
         if self._worker is not None:
-            place.pending = self._worker.submit(self._copy, place, number)
-        else:
-            place.pending = Future()
-            try:
-                self._copy(place, number)
-                place.pending.set_result(None)
-            except BaseException as error:
-                place.pending.set_exception(error)
-
-    def _copy(self, place: "_Slot", number: int) -> None:
-        stored = self._experts[number]
-        layout, read = stored.skeleton.layout, stored.read
-        if self._host is None or self._stream is None:
-            read(place.block)
+            slot.pending = self._worker.submit(self._copy, slot, number)
             return
-        with torch.cuda.stream(self._stream), self._host.holding(number, read) as block:
-            assert place.done is not None and place.ready is not None
-            self._stream.wait_event(place.done)  # whoever ran here before has to be finished
-            place.block[: layout.nbytes].copy_(block[: layout.nbytes], non_blocking=True)
-            place.ready.record(self._stream)
+        slot.pending = Future()
+        try:
+            self._copy(slot, number)
+            slot.pending.set_result(None)
+        except BaseException as error:
+            slot.pending.set_exception(error)
 
-    def _own(
-        self, stored: StoredExpert, number: int, dtype: torch.dtype | None, compile: Mapping[str, Any] | None
-    ) -> "_ExpertSlot":
-        key = digest({"family": stored.family, "config": dict(stored.config)})
-        if key not in self._skeletons:
-            self._skeletons[key] = _SharedModule.make(stored, self.device, dtype, compile)
-        skeleton = self._skeletons[key]
-        skeleton.layout.check(stored, f"expert {number}")
-        expert = Expert(skeleton.network, stored.family, stored.prediction, stored.schedule, stored.card)
-        return _ExpertSlot(stored, skeleton, expert)
+    def _copy(self, slot: "_Slot", number: int) -> None:
+        source = self._experts[number]
+        layout = source.skeleton.layout
+
+        def read(block: Tensor) -> None:
+            layout.read(source.stored, block)
+
+        if self._host is None or self._stream is None:
+            read(slot.block)
+            return
+        # A stream of its own: on the default one the copy would wait for the step that it should run beside.
+        with torch.cuda.stream(self._stream), self._host.holding(number, read) as block:
+            assert slot.done is not None and slot.ready is not None
+            self._stream.wait_event(slot.done)  # whoever ran here before has to be finished
+            slot.block[: layout.nbytes].copy_(block[: layout.nbytes], non_blocking=True)
+            slot.ready.record(self._stream)
 
 
 @dataclass(frozen=True)
@@ -250,11 +253,7 @@ class ResidentExpert:
 
 
 class Layout:
-    """Where the tensors of one architecture lie in one flat block of memory.
-
-    Args:
-        specs: the tensors.
-    """
+    """Where the tensors of one architecture lie in one flat block of memory."""
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         self.specs, self.starts, self.nbytes = dict(specs), dict[str, int](), 0
@@ -271,15 +270,14 @@ class Layout:
         return tensors
 
     def check(self, expert: StoredExpert, name: str) -> None:
-        """Refuse weights that are not those of this architecture, in name or shape."""
-        there = expert.weights.keys()
-        for missing in self.specs.keys() - there:
+        """Refuse weights that are not those of this architecture, in name or shape (`StoreError`)."""
+        there = expert.specs
+        for missing in self.specs.keys() - there.keys():
             raise StoreError(f"{name} has no tensor {missing}", REMEDY)
-        for unknown in there - self.specs.keys():
+        for unknown in there.keys() - self.specs.keys():
             raise StoreError(f"{name} has a tensor {unknown} that its network lacks", REMEDY)
         for key, spec in self.specs.items():
-            shape = _shape(expert.weights, key)
-            if shape != spec.shape:
+            if (shape := there[key].shape) != spec.shape:
                 raise StoreError(f"{key} of {name} has shape {shape}, its network {spec.shape}", REMEDY)
 
     def read(self, expert: StoredExpert, block: Tensor) -> None:
@@ -290,10 +288,6 @@ class Layout:
                 weights.read(key, view)
             else:
                 view.copy_(weights[key])
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    return weights.specs[name].shape if isinstance(weights, FileWeights) else tuple(weights[name].shape)
 
 
 @dataclass(eq=False)
@@ -324,10 +318,9 @@ class _Slot:
             block = torch.empty(size, dtype=torch.uint8, device=device)
         if device.type != "cuda":
             return cls(block)
-        place = cls(block, done=torch.cuda.Event(), ready=torch.cuda.Event())
-        assert place.done is not None
-        place.done.record(torch.cuda.current_stream(device))  # the memory may still be in use by what had it
-        return place
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))  # the memory may still be in use by what had it
+        return cls(block, done=done, ready=torch.cuda.Event())
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
         if id(layout) not in self.views:
@@ -339,55 +332,47 @@ class _Slot:
 class _SharedModule:
     """A network of one architecture, whose parameters point at one expert's weights at a time."""
 
-    def __init__(self, network: nn.Module, layout: Layout) -> None:
-        self.network, self.layout = network, layout
-        self._held: dict[str, Tensor] = dict(network.state_dict(keep_vars=True))
-        self._nothing = {name: value.detach() for name, value in self._held.items()}
-        self._place: _Slot | None = None
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         stored: StoredExpert,
         device: torch.device,
         dtype: torch.dtype | None,
         compile: Mapping[str, Any] | None,
-    ) -> "_SharedModule":
-        """The network of these settings, without memory for weights."""
+    ) -> None:
         with torch.inference_mode(False):
-            network = stored.network().eval().requires_grad_(False)
+            self.network: nn.Module = stored.network().eval().requires_grad_(False)
             specs = {}
-            for name, value in network.state_dict(keep_vars=True).items():
+            for name, value in self.network.state_dict(keep_vars=True).items():
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 specs[name] = Spec(kind, tuple(value.shape))
                 # The module takes no memory of its own; `bind` points its parameters into a slot.
                 value.data = value.data.new_empty(0)
-            nn.Module.to(network, device=device, dtype=dtype)  # diffusers' own warns of nothing
+            nn.Module.to(self.network, device=device, dtype=dtype)  # diffusers' own warns of nothing
             if compile is not None:
-                network.compile(**compile)
-            return cls(network, Layout(specs))
+                self.network.compile(**compile)
+            self.layout = Layout(specs)
+            self._held: dict[str, Tensor] = dict(self.network.state_dict(keep_vars=True))
+            self._nothing = {name: value.detach() for name, value in self._held.items()}
+        self._slot: _Slot | None = None
 
-    def bind(self, place: _Slot | None) -> None:
-        """Use the weights in this place from now on; with None they take no memory."""
-        if place is not None and place is self._place:
+    def bind(self, slot: _Slot | None) -> None:
+        """Use the weights in this slot from now on; with None they take no memory."""
+        if slot is not None and slot is self._slot:
             return
-        self._place = place
-        tensors = self._nothing if place is None else place.tensors(self.layout)
+        self._slot = slot
+        tensors = self._nothing if slot is None else slot.tensors(self.layout)
         # `.data` is exchanged and not the parameter: compiled code holds on to the parameters themselves.
         for name, held in self._held.items():
             held.data = tensors[name]
 
 
 @dataclass(frozen=True)
-class _ExpertSlot:
+class _ResidentSource:
     """What is kept of one expert wherever its weights are."""
 
     stored: StoredExpert
     skeleton: _SharedModule
     expert: Expert
-
-    def read(self, block: Tensor) -> None:
-        self.skeleton.layout.read(self.stored, block)
 
 
 class HostMemory:
@@ -406,16 +391,20 @@ class HostMemory:
 
     @contextlib.contextmanager
     def holding(self, number: int, read: Callable[[Tensor], None]) -> Iterator[Tensor]:
-        """An expert's block; what is done with it within goes to the current stream of the GPU.
+        """An expert's block, which `read` fills if the expert is not there.
 
-        Args:
-            number: of the expert.
-            read: fills a block, if the expert is not there.
+        What is done with it within goes to the current stream of the GPU.
         """
         if number in self._blocks:
             block, copied = self._blocks.pop(number)
         else:
-            block, copied = self._room()
+            if len(self._blocks) < self.places:
+                block, copied = torch.empty(self.size, dtype=torch.uint8), torch.cuda.Event()
+                # Registered, not allocated as pinned: torch rounds pinned blocks up to a power of two.
+                torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
+            else:
+                _, (block, copied) = self._blocks.popitem(last=False)
+                copied.synchronize()  # the GPU may still read what was there
             try:
                 read(block)
             except BaseException:
@@ -426,16 +415,6 @@ class HostMemory:
         finally:
             copied.record()
             self._blocks[number] = block, copied
-
-    def _room(self) -> tuple[Tensor, torch.cuda.Event]:
-        if len(self._blocks) < self.places:
-            block = torch.empty(self.size, dtype=torch.uint8)
-            # Registered, not allocated as pinned: torch rounds pinned blocks up to a power of two.
-            torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
-            return block, torch.cuda.Event()
-        _, (block, copied) = self._blocks.popitem(last=False)
-        copied.synchronize()  # the GPU may still read what was there
-        return block, copied
 
     def clear(self) -> None:
         """Give the memory back; nothing may be on its way."""

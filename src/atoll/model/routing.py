@@ -7,7 +7,9 @@ read without torch, so nothing here imports it before weights are computed, whic
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -29,16 +31,6 @@ _GRAMMAR = re.compile(
 
 def _forms() -> str:
     return ", ".join(entry.forms for entry in STRATEGIES.values() if entry.forms)
-
-
-def _takes_two(function: WeightFunction) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # a builtin does not tell
-        return True
-    return True
 
 
 class Routing(Config):
@@ -69,10 +61,13 @@ class Routing(Config):
     def _check(self) -> Self:
         if self.strategy not in STRATEGIES or (self.strategy == "function") != (self.function is not None):
             raise ConfigError(f"there is no routing {self.strategy!r}", f"valid: {_forms()}")
-        if self.function is not None and not _takes_two(self.function):
-            raise ConfigError(
-                f"routing {str(self)!r} is no strategy", "give a function of logits and uniforms"
-            )
+        if self.function is not None:
+            try:
+                with suppress(ValueError):  # a builtin does not tell
+                    inspect.signature(self.function).bind(None, None)
+            except TypeError:
+                fix = "give a function of logits and uniforms"
+                raise ConfigError(f"routing {str(self)!r} is no strategy", fix) from None
         null = self.null
         if isinstance(null, Routing) and (null.fixed_at_start or null.null or null.without):
             raise ConfigError(
@@ -88,32 +83,28 @@ class Routing(Config):
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
-        if self.k < 1:
-            raise ConfigError(f"routing {self.strategy!r} with k = {self.k}", "give k of 1 or more")
-        if "p" in uses and (self.p is None or not 0 < self.p <= 1):
-            raise ConfigError(f"routing {self.strategy!r} with p = {self.p}", "give p above 0, at most 1")
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigError(
-                f"routing {self.strategy!r} at temperature {self.temperature}", "give one above 0"
-            )
-        if self.every < 1:
-            raise ConfigError(f"routing {self.strategy!r} every {self.every} steps", "give 1 or more")
+        out_of_range = (
+            (self.k < 1, f"with k = {self.k}", "give k of 1 or more"),
+            ("p" in uses and not 0 < (self.p or 0) <= 1, f"with p = {self.p}", "give p above 0, at most 1"),
+            (not 0 < self.temperature < inf, f"at temperature {self.temperature}", "give one above 0"),
+            (self.every < 1, f"every {self.every} steps", "give 1 or more"),
+        )
+        for wrong, value, fix in out_of_range:
+            if wrong:
+                raise ConfigError(f"routing {self.strategy!r} {value}", fix)
         return self
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The routing of a name or of a function; anything else as it is."""
+        """The routing of a name or of a function; anything else as it is, for pydantic to judge."""
         if isinstance(value, str):
             return cls.named(value)
         return cls(strategy="function", function=value) if callable(value) else value
 
     @classmethod
     def named(cls, text: str) -> Self:
-        """Parse a name: "top-2", "nucleus(0.9, 2)", "top-1 every 5", "once null sample-1" or "null pretrain".
-
-        Raises:
-            ConfigError: no strategy is called so, or a number is missing, malformed or out of range.
-        """
+        """Parse a name, such as "nucleus(0.9, 2)", "top-1 every 5" or "once null sample-1"."""
+        # The null branch comes last, so that "every" and "without" may belong to either branch.
         conditional, word_null, null = text.strip().lower().partition(" null ")
         match = _GRAMMAR.fullmatch(conditional.strip())
         groups = ("word", "dash", "args", "every", "without")
@@ -149,7 +140,7 @@ class Routing(Config):
 
     @property
     def named_only(self) -> bool:
-        """Whether its name says all: a function's name does not say what it computes."""
+        """Whether its name says all: a function's does not say what it computes, so nothing is kept by it."""
         return self.function is None and (not isinstance(self.null, Routing) or self.null.named_only)
 
     @property
@@ -170,12 +161,6 @@ class Routing(Config):
     def uniforms(self) -> int:
         """Uniforms per sample that one call of `route` uses."""
         return self._entry.uniforms(self)
-
-    @property
-    def mass(self) -> float:
-        """`p`, for strategies that need one."""
-        assert self.p is not None
-        return self.p
 
     @property
     def of_null(self) -> "Routing | None":
@@ -262,7 +247,7 @@ class Strategy:
 
 def keep(p: "Tensor", mask: "Tensor") -> "Tensor":
     """Probabilities where the mask is 1, renormalised."""
-    kept = p * mask
+    kept = p * mask  # a NaN stays one, in either factor: no expert is chosen by it in silence
     return kept / kept.sum(-1, keepdim=True)
 
 
@@ -283,15 +268,16 @@ def _top(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
 
 
 def _threshold(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
+    # The top one always stays: with many experts none may reach the threshold.
     top = p.new_zeros(p.shape).scatter(-1, p.argmax(-1, keepdim=True), 1)
-    return keep(p, top.masked_fill(p > routing.mass, 1))
+    return keep(p, top.masked_fill(p > (routing.p or 0), 1))
 
 
 def _nucleus(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
-    """Draw from the smallest set of experts with at least this mass (arXiv 1904.09751)."""
+    # From the smallest set of experts with at least this mass (arXiv 1904.09751).
     falling, order = p.sort(stable=True, dim=-1, descending=True)
     before = falling.cumsum(-1) - falling
-    nucleus = p.new_zeros(p.shape).scatter(-1, order, (before < routing.mass).to(p.dtype))
+    nucleus = p.new_zeros(p.shape).scatter(-1, order, (before < (routing.p or 0)).to(p.dtype))
     return draw(keep(p, nucleus), uniforms)
 
 

@@ -54,7 +54,6 @@ class Row:
     """A picture in flight.
 
     Attributes:
-        generation: how it is drawn.
         position: its place in the random streams; its noise and draws depend on nothing else.
         label: its cluster, for `oracle`.
         owner: what the caller keeps with it.
@@ -81,9 +80,9 @@ class Row:
         positions: Sequence[Position],
         labels: Sequence[int] | Tensor | None = None,
     ) -> list[Self]:
-        """Rows that are drawn alike."""
-        known = [None] * len(positions) if labels is None else [int(label) for label in labels]
-        return [cls(generation, *row) for row in zip(positions, known, strict=True)]
+        """Rows that are drawn by one generation."""
+        clusters = [None] * len(positions) if labels is None else [int(label) for label in labels]
+        return [cls(generation, *row) for row in zip(positions, clusters, strict=True)]
 
 
 class Sampler:
@@ -93,8 +92,7 @@ class Sampler:
         bank: networks and router. Without a router the rows' routings do not count.
         cond: conditions of the rows.
         null: the null condition, one row or one for each.
-        rows: the pictures.
-        x: their states `(B, C, H, W)`.
+        rows: the pictures, whose states are `x`.
         weights: `(B, K)` of the first step, where the router was asked before.
         next: experts that are wanted after this batch, in order; those on disk are brought ahead.
         scheduler: a diffusers scheduler of flows with its times set, for rows at the same step; Euler's
@@ -108,9 +106,6 @@ class Sampler:
         v: velocities of the last step `(B, C, H, W)`.
         t: times at which it began `(B,)`.
         routing_seconds: what it took to ask the router and to regroup.
-
-    Raises:
-        ConfigError: a routing that the bank cannot follow.
     """
 
     def __init__(
@@ -171,12 +166,10 @@ class Sampler:
     @property
     def done(self) -> bool:
         """Whether every row has taken all of its steps."""
-        return all(row.step >= self._steps_of(row) for row in self.rows)
-
-    def _steps_of(self, row: Row) -> int:
         if self.scheduler is None:
-            return row.generation.steps
-        return -(-len(self.scheduler.timesteps) // int(self.scheduler.order))
+            return all(row.step >= row.generation.steps for row in self.rows)
+        steps = -(-len(self.scheduler.timesteps) // int(self.scheduler.order))
+        return all(row.step >= steps for row in self.rows)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -188,31 +181,28 @@ class Sampler:
                 float(np.float32(row.times[row.step + 1]) - np.float32(t))
                 for row, t in zip(self.rows, now, strict=True)
             ]
-            t = self._each(now)
-            self._route(self.x, t)
-            v = self.velocity(self.x, t)
+            start = self._each(now)
+            self._route(self.x, start)
+            v = self.velocity(self.x, start)
+            # Rows at one step take a number and not a tensor: the same product, without a copy to the device.
             alike = len(set(ahead)) == 1
             x = self.x + (ahead[0] if alike else self._each(ahead).view(-1, 1, 1, 1)) * v
         else:
-            x, v, t = self._scheduled()
-        self.x, self.v, self.t = x, v, t
+            # A step of a scheduler's may call the networks several times (Heun: twice).
+            scheduler, order, x, step = self.scheduler, int(self.scheduler.order), self.x, self.rows[0].step
+            takes = self.generator is not None and "generator" in inspect.signature(scheduler.step).parameters
+            more = {"generator": self.generator} if takes else {}
+            for call in range(step * order, min((step + 1) * order, len(scheduler.timesteps))):
+                # t is read from sigmas, since some schedulers round their timesteps.
+                t = x.new_full((len(x),), float(scheduler.sigmas[call]))
+                if call == step * order:  # the router is asked once in a step, at its beginning
+                    self._route(x, t)
+                    start = t
+                v = self.velocity(x, t)
+                x = scheduler.step(v, scheduler.timesteps[call], x, **more).prev_sample
+        self.x, self.v, self.t = x, v, start
         for row in self.rows:
             row.step += 1
-
-    def _scheduled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A step of a scheduler's, which may call the networks several times (Heun: twice)."""
-        scheduler, order, x, step = self.scheduler, int(self.scheduler.order), self.x, self.rows[0].step
-        takes = inspect.signature(scheduler.step).parameters
-        more = {"generator": self.generator} if self.generator is not None and "generator" in takes else {}
-        for call in range(step * order, min((step + 1) * order, len(scheduler.timesteps))):
-            # t is read from sigmas, since some schedulers round their timesteps.
-            t = x.new_full((len(x),), float(scheduler.sigmas[call]))
-            if call == step * order:  # the router is asked once in a step, at its beginning
-                self._route(x, t)
-                first = t
-            v = self.velocity(x, t)
-            x = scheduler.step(v, scheduler.timesteps[call], x, **more).prev_sample
-        return x, v, first
 
     def _each(self, values: Sequence[float]) -> Tensor:
         """A number for each row; where all are the same nothing is copied to the device."""
@@ -243,21 +233,22 @@ class Sampler:
             samplers: one or more, without a scheduler of their own.
             kept: of each the numbers of the rows that go on; all by default.
         """
-        kept = [range(len(one.rows)) for one in samplers] if kept is None else kept
+        kept = [range(len(part.rows)) for part in samplers] if kept is None else kept
         parts = list(zip(samplers, kept, strict=True))
         merged = cls(
             samplers[0].bank,
-            concatenate([rows_of(one.cond, numbers) for one, numbers in parts]),
-            concatenate([rows_of(one.null, numbers) for one, numbers in parts]),
-            [one.rows[n] for one, numbers in parts for n in numbers],
-            torch.cat([rows_of(one.x, numbers) for one, numbers in parts]),
+            concatenate([rows_of(part.cond, numbers) for part, numbers in parts]),
+            concatenate([rows_of(part.null, numbers) for part, numbers in parts]),
+            [part.rows[n] for part, numbers in parts for n in numbers],
+            torch.cat([rows_of(part.x, numbers) for part, numbers in parts]),
         )
-        merged.logits = _joined([one.logits for one in samplers], kept)
-        merged.v = _joined([one.v for one in samplers], kept)
-        # What is known goes along: a row that was routed at its step is not routed again by moving.
+        merged.logits = _joined([part.logits for part in samplers], kept)
+        merged.v = _joined([part.v for part in samplers], kept)
+        # What is known goes along: a row that was routed at its step is not routed again by moving. A second
+        # answer in a batch of another size could differ in its last bit, and then choose another expert.
         for branch in (0, 1):
-            merged._chosen[branch] = _joined([one._chosen[branch] for one in samplers], kept)
-            merged._known[branch] = [one._known[branch][n] for one, numbers in parts for n in numbers]
+            merged._chosen[branch] = _joined([part._chosen[branch] for part in samplers], kept)
+            merged._known[branch] = [part._known[branch][n] for part, numbers in parts for n in numbers]
         return merged
 
     def take(self, kept: Sequence[int]) -> "Sampler":
@@ -274,11 +265,9 @@ class Sampler:
         return other.experts <= self.experts or len(self.experts | other.experts) <= capacity
 
     def split(self, capacity: int, turn: frozenset[int]) -> tuple[list[int], list[list[int]]]:
-        """Rows that go on with at most `capacity` experts, and groups of the others.
-
-        Those go first whose experts have their turn, then those of the most rows. The first group stays in
-        any case, and with it whatever needs none but its experts.
-        """
+        """Rows that go on with at most `capacity` experts, and groups of the others."""
+        # Those go first whose experts have their turn, so that nobody waits for ever, then those of the most
+        # rows. The first group stays in any case, and with it whatever needs none but its experts.
         groups: dict[frozenset[int], list[int]] = {}
         for n, row in enumerate(self.rows):
             groups.setdefault(row.experts, []).append(n)
@@ -296,6 +285,7 @@ class Sampler:
 
     def velocity(self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
         """Guided velocity, with the routing of the step in hand."""
+        # Both branches in one evaluation: an expert that serves both is called once, on twice the rows.
         if not self._guided:
             return self._evaluate(x_t, t)
         v = self._evaluate(torch.cat([x_t, self._of_guided(x_t)]), torch.cat([t, self._of_guided(t)]))
@@ -341,6 +331,7 @@ class Sampler:
                 fresh = self._ask(branch, asking, x_t, t)
                 self._chosen[branch] = replaced(self._chosen[branch], asking, fresh, len(x_t))
             self._known[branch] = steps
+        # By identity: weights that were kept are the same tensor, and comparing values would wait for a GPU.
         if self._dispatch is None or any(a is not b for a, b in zip(before, self._chosen, strict=True)):
             weights = both = self._chosen[0]
             assert weights is not None and both is not None
@@ -381,10 +372,11 @@ class Sampler:
         logits = self.bank.without_missing(x_t.new_zeros(len(rows), self.bank.k))
         if asked:
             some = [rows[place] for place in asked]
-            own = rows_of(cond, some).map(torch.Tensor.contiguous)  # a repeated row meets other kernels
-            answer = self.bank.logits(rows_of(x_t, some), rows_of(t, some), own)
+            asked_for = rows_of(cond, some).map(torch.Tensor.contiguous)  # a repeated row meets other kernels
+            answer = self.bank.logits(rows_of(x_t, some), rows_of(t, some), asked_for)
             logits = replaced(logits, asked, answer, len(rows))
             self._count_router(len(asked))
+        # `without`: as if these experts were missing, so their share goes to the others.
         out = [(p, k) for p, n in enumerate(rows) for k in self.rows[n].generation.routing.without]
         if out:
             places, experts = torch.tensor(out, device=logits.device).T
@@ -393,27 +385,21 @@ class Sampler:
             self.logits = replaced(self.logits, rows, logits, len(self.rows))
         weights: Tensor | None = None
         for (routing, step), group in groups.items():
-            chosen = self._routed(
-                routing, rows_of(logits, group), [self.rows[rows[p]] for p in group], branch, step
-            )
-            weights = replaced(weights, group, chosen, len(rows))
+            own, pictures = rows_of(logits, group), [self.rows[rows[p]] for p in group]
+            labels, draws = None, own.new_empty(len(group), routing.uniforms)
+            if routing.needs_labels:
+                labels = torch.tensor([row.label for row in pictures])
+            elif routing.uniforms:
+                # A stream for each branch and step: what a row draws depends on neither batch nor noise.
+                positions = [
+                    row.position if isinstance(row.position, tuple) else (row.generation.seed, row.position)
+                    for row in pictures
+                ]
+                stream = f"{('route', 'route-null')[branch]}/{step}"
+                draws = uniforms(0, stream, positions, (routing.uniforms,)).to(own)
+            weights = replaced(weights, group, route(routing, own, draws, labels), len(rows))
         assert weights is not None
         return weights
-
-    def _routed(
-        self, routing: Routing, logits: Tensor, rows: Sequence[Row], branch: int, step: int
-    ) -> Float[Tensor, "n K"]:
-        if routing.needs_labels:
-            return route(routing, logits, logits, torch.tensor([row.label for row in rows]))
-        if not routing.uniforms:
-            return route(routing, logits, logits.new_empty(len(logits), 0))
-        # A stream for each branch and step: what a row draws depends on neither its batch nor its noise.
-        places = [
-            row.position if isinstance(row.position, tuple) else (row.generation.seed, row.position)
-            for row in rows
-        ]
-        draws = uniforms(0, f"{('route', 'route-null')[branch]}/{step}", places, (routing.uniforms,))
-        return route(routing, logits, draws.to(logits))
 
     def _count_router(self, samples: int) -> None:
         costs = self.bank.costs
@@ -435,6 +421,7 @@ def replaced(old: Tensor | None, rows: Sequence[int], new: Tensor, count: int) -
     """`count` rows, of which some are new; those that were never known are NaN."""
     if list(rows) == list(range(count)):
         return new
+    # NaN and not 0: rows that are used before they are known then show in the picture.
     if old is None:
         old = new.new_full((count, *new.shape[1:]), math.nan)
     return old.index_copy(0, torch.tensor(list(rows), dtype=torch.long, device=old.device), new.to(old.dtype))

@@ -26,11 +26,7 @@ class Residency(Config):
         return self.experts is not None or self.bytes is not None
 
     def places(self, count: int, size: int) -> tuple[int, int]:
-        """How many of `count` experts stay, and in how many places of `size` bytes each.
-
-        Raises:
-            ConfigError: not one fits.
-        """
+        """How many of `count` experts stay, and in how many places of `size` bytes each."""
         places = count if self.experts is None else min(count, self.experts + self.prefetch)
         places = _fitting(places, self.bytes, size, "bytes")
         return places - (self.prefetch and 1 < places < count), places

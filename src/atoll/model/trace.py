@@ -12,13 +12,7 @@ from atoll.model.card import Card
 
 @dataclass(frozen=True)
 class Costs:
-    """Operations of one evaluation of one sample (the `forward_flops` of the cards).
-
-    Attributes:
-        router: of the router.
-        experts: of every expert, by number; 0 where one is missing.
-        pretrain: of shared pretraining's network; 0 where it is missing.
-    """
+    """Operations of one evaluation of one sample, as cards say; 0 where a network is missing."""
 
     router: float
     experts: Sequence[float]
@@ -26,7 +20,7 @@ class Costs:
 
     @classmethod
     def of(cls, router: Card, experts: Mapping[int, Card], k: int, pretrain: Card | None = None) -> "Costs":
-        """What the cards say, of K places."""
+        """What the cards say, of K experts."""
         each = [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
         return cls(router.forward_flops, each, 0.0 if pretrain is None else pretrain.forward_flops)
 
@@ -68,12 +62,9 @@ class Trace:
     def joined(cls, traces: Sequence["Trace"]) -> "Trace":
         """One trace of several batches that took the same number of steps, samples one after the other."""
         steps = zip(*(t.weights for t in traces), strict=True)
+        sums = ("router_calls", "expert_calls", "expert_runs", "router_flops", "expert_flops")
         return cls(
             [torch.cat(parts) for parts in steps],
-            sum(t.router_calls for t in traces),
-            sum(t.expert_calls for t in traces),
-            sum(t.expert_runs for t in traces),
-            sum(t.router_flops for t in traces),
-            sum(t.expert_flops for t in traces),
-            traces[0].branches,
+            *(sum(getattr(trace, name) for trace in traces) for name in sums),
+            branches=traces[0].branches,
         )

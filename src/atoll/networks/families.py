@@ -149,15 +149,13 @@ class PixArt(Family):
 
 
 class _Joint(Family):
-    """A class whose text runs through the same attention as the picture.
-
-    It takes no mask by itself and would attend to padding, so that a picture would depend on the longest
-    prompt of its batch. Without `pooled` it crashes: zeros.
-    """
+    """A class whose text runs through the same attention as the picture."""
 
     def _joint(
         self, network: Any, x: Tensor, time: Tensor, cond: Condition, seen: Tensor, **more: Tensor
     ) -> Tensor:
+        # Without `pooled` the class crashes. It takes no mask by itself and would attend to padding: then a
+        # picture would depend on the longest prompt of its batch.
         pooled = cond.pooled
         if pooled is None:
             pooled = time.new_zeros(len(time), network.config.pooled_projection_dim)
@@ -308,7 +306,7 @@ def family(name: str) -> Family:
 
 
 def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors that belong to a network's file beside its parameters: SD3's table of positions."""
+    """The tensors of a network's file beside its parameters: SD3's table of positions."""
     buffers = {}
     for prefix, module in network.named_modules():
         for name, value in module.named_buffers(recurse=False):

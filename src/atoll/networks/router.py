@@ -22,21 +22,13 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """`p(k | x_t, t, condition)` as logits.
 
     Args:
-        num_experts: K.
-        in_channels: C of a latent.
-        sample_size: H = W of a latent.
         patch_size: side of a patch; coarser than the experts' is cheaper.
-        num_layers: blocks.
-        num_attention_heads: heads.
-        attention_head_dim: width of a head.
         caption_channels: D of the text states; 0 for a router that sees no text.
         num_classes: class labels; 0 for a router that sees no label.
-
-    Attributes:
-        card: what it is, once published; as a component of a pipeline it travels alone.
     """
 
     card: Any = None
+    """What it is, once published; as a component of a pipeline it travels alone."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -94,9 +86,16 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         modulation, embedded = self.adaln_single(
             t * 1000.0, batch_size=x_t.shape[0], hidden_dtype=tokens.dtype
         )
-        text, mask = self._text(cond, tokens.dtype)
+        text = mask = None
+        if self.caption_projection is not None and cond.text is not None and cond.mask is not None:
+            text = self.caption_projection(cond.text.to(tokens.dtype))
+            mask = ((1 - cond.mask.to(tokens.dtype)) * -10000.0)[:, None]  # diffusers' convention
         if self.label_embedding is not None:
-            tokens = tokens + self._labels(cond, x_t)[:, None].to(tokens.dtype)
+            embedding, labels = cast(Any, self.label_embedding), cond.labels
+            if labels is None:
+                null = embedding.num_classes
+                labels = torch.full((x_t.shape[0],), null, device=x_t.device, dtype=torch.long)
+            tokens = tokens + embedding(labels)[:, None].to(tokens.dtype)
         for block in self.transformer_blocks:
             tokens = block(
                 tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=modulation
@@ -104,16 +103,3 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         shift, scale = (self.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
         head = self.norm_out(tokens[:, :1]) * (1 + scale) + shift
         return cast(Tensor, self.proj_out(head[:, 0]).float())
-
-    def _text(self, cond: Condition, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        if self.caption_projection is None or cond.text is None or cond.mask is None:
-            return None, None
-        bias = (1 - cond.mask.to(dtype)) * -10000.0  # diffusers' convention for masked keys
-        return self.caption_projection(cond.text.to(dtype)), bias[:, None]
-
-    def _labels(self, cond: Condition, x_t: Tensor) -> Tensor:
-        embedding = cast(Any, self.label_embedding)
-        labels = cond.labels
-        if labels is None:
-            labels = torch.full((x_t.shape[0],), embedding.num_classes, device=x_t.device, dtype=torch.long)
-        return cast(Tensor, embedding(labels))
