@@ -49,11 +49,6 @@ def adopt(
         checkpoint: folder, relative to the current one, or hub name.
         prediction: what it predicts; by default what its `scheduler_config.json` says.
         noise: name of the schedule that it was trained on; by default likewise.
-
-    Raises:
-        ConfigError: no such checkpoint, or one that does not fit the campaign's data.
-        PartitionError: no such island, or one that has an expert or has begun to train one.
-        Held: the island is being trained.
     """
     # The island: it is there, and nobody has begun to train its expert.
     k, run = campaign.config.partition.k, Run("expert", island)

@@ -41,14 +41,9 @@ def assemble(
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
 
     Args:
-        campaign: partitioned.
         quarantine: experts that are left out, beside those of the settings.
         trusted: public keys, beside those of the settings, one of which must have signed each part; None, and
             none in the settings, takes unsigned ones too.
-
-    Raises:
-        PartitionError: nothing to assemble, or parts of different campaigns.
-        StoreError: a network is not the one that its run published.
     """
     store, sampling = campaign.store, campaign.config.sampling
     k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})

@@ -116,20 +116,11 @@ def publish_initial(
     """Give a network what fits of its origin's weights, and publish that as `init/` of a run's folder.
 
     Args:
-        store: narrowed to the run's folder.
         network: initialised from scratch; changed in place.
-        kind: what the origin is.
-        origin: plain data that names it.
-        partition: hash of the run's partition.
         weights: reads the origin's by name, which may be many gigabytes; called if they are needed.
-        whose: what the weights are of, for messages.
 
     Returns:
         What was taken over; None if it lies there already.
-
-    Raises:
-        PartitionError: there lie initial weights of another origin.
-        StoreError: what was written reads back differently.
     """
 
     def check_origin() -> None:
@@ -224,18 +215,8 @@ class Checkpoints:
 def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     """Check a freshly drawn network, or give it the weights of the run's own `init/`.
 
-    Args:
-        network: as drawn from `plan.init_seed`.
-        plan: of the run.
-        run: narrowed to the run's folder.
-        name: of the run, for messages.
-
     Returns:
         The plan with the digest and the origin of the weights that the run really starts from.
-
-    Raises:
-        PartitionError: the run needs an `init/` that is missing or was made for another run.
-        StoreError: a file is damaged.
     """
     if plan.init == "scratch":
         if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
@@ -269,10 +250,6 @@ def copy_initial_weights(campaign: Campaign) -> None:
     """Write the pretrained, averaged weights into `islands/K/init/` of every expert that has none.
 
     An expert of another size than shared pretraining takes over what fits; the rest is drawn.
-
-    Raises:
-        PartitionError: shared pretraining is of another partition than an island.
-        StoreError: shared pretraining has not published, is damaged, or an expert's are of another one.
     """
     store = campaign.store
     pretrained = Checkpoint(store, "pretrain/expert")

@@ -65,11 +65,7 @@ class TrainingRun:
         return near if abs(near.step / self.steps - share) <= rounding else None
 
     def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
-        """The network with a milestone's averaged weights, or as it was published, on the device.
-
-        Raises:
-            StoreError: a file is missing, damaged, or not what log and commit name.
-        """
+        """The network with a milestone's averaged weights, or as it was published, on the device."""
         checkpoint = Checkpoint(self.store, self.part)
         if milestone is None:
             return checkpoint.expert(device)

@@ -74,8 +74,6 @@ def flow_velocity(
 
     Args:
         predict: the network, `(x (B, C, H, W), tau (B,)) -> (B, C, H, W)`, in its own schedule's time.
-        x_t: the state on the rectified-flow path.
-        t: rectified-flow times in [0, 1].
         bound: largest absolute value of the data, if it is known; 1 for pixels.
     """
     if schedule == RECTIFIED and prediction == "v":

@@ -23,9 +23,6 @@ def trained_on(settings: Mapping[str, Any]) -> tuple[Prediction, str]:
     """Prediction and schedule (as `flow.schedule.schedule` takes it) of a network by its scheduler's file.
 
     Which solver the settings name does not matter, but for those of flows: their networks give the velocity.
-
-    Raises:
-        ConfigError: the settings are of a kind that is not converted.
     """
     config = {**_USUAL, **{key: value for key, value in settings.items() if value is not None}}
     flow = str(config.get("_class_name", "")).startswith("FlowMatch") or config.get("use_flow_sigmas")

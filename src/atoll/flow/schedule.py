@@ -229,9 +229,6 @@ def schedule(name: str) -> Schedule:
     """The schedule of this name, such as "vp-cosine", "ddpm-linear" or "ddpm-linear(1000, 0.0001, 0.02)".
 
     Discrete schedules may be followed by their number of levels, first and last beta (what has betas).
-
-    Raises:
-        ConfigError: there is none, or its numbers make none.
     """
     base, bracket, numbers = name.partition("(")
     if base not in _SCHEDULES:

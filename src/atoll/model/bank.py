@@ -34,9 +34,7 @@ class Bank:
     Args:
         experts: denoisers in the order of the router's logits: a list, with None where one does not exist,
             or `residency.ResidentExperts`.
-        router: gives the logits; None for one network.
         missing: numbers of experts that do not exist, beside those that are None; they get no weight.
-        costs: operations of the parts, for the trace.
         pretrain: network of shared pretraining, the bank's last member. The router has no logit for it, so
             that only guidance's null branch asks it (`null pretrain`).
     """

@@ -121,11 +121,6 @@ class Checkpoint:
     def write(self, network: nn.Module, weights: Mapping[str, Tensor], card: Card) -> Card:
         """Publish a network: settings and weights first, read back, then `card.json` if-absent.
 
-        Args:
-            network: of these settings.
-            weights: by name; they need not be the network's own (the average, say).
-            card: its digests are set here.
-
         Raises:
             Conflict: a card is there already.
             StoreError: what was written reads back differently.
@@ -133,12 +128,7 @@ class Checkpoint:
         return self._write(settings_of(network), _serialised(weights), card)
 
     def save(self, network: nn.Module, card: Card) -> Card:
-        """Write a network over an earlier one; the same one that lies there is left alone.
-
-        Returns:
-            The card as written: weights that were changed since (another type of numbers, say) have another
-            digest.
-        """
+        """Write a network over an earlier one; the same one that lies there is left alone."""
         weights, settings = network.state_dict(), settings_of(network)
         data = _serialised(weights)
         # A pipeline may have been moved to 16 bits since: its card says so, and names other weights.

@@ -60,8 +60,6 @@ class Dispatch:
 
     Args:
         weights: of every expert for every row `(B, K)`; 0 is not evaluated.
-        cond: conditions of the rows.
-        before: of an earlier step with the same conditions.
 
     Attributes:
         numbers: experts with any weight, rising.

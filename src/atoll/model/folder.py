@@ -114,17 +114,7 @@ def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
 def verify_folder(
     folder: Store, manifest: Manifest, parts: Mapping[str, Checkpoint], components: Iterable[str] = ()
 ) -> None:
-    """Compare every file that a load reads with its entry in the manifest, and demand that it has one.
-
-    Args:
-        folder: the store, narrowed to the folder.
-        manifest: its `ensemble.json`.
-        parts: networks that are read, by their names in the manifest.
-        components: folders of the parts that libraries read, which look for files of many names.
-
-    Raises:
-        StoreError: a file is not listed, is missing, or is not what its entry says.
-    """
+    """Compare every file that a load reads with its entry in the manifest, and demand that it has one."""
     small = [f"{part}/{file}" for part in parts for file in (CONFIG, CARD)]
     small += [key for component in components for key in folder.list(component)]
     small += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
@@ -173,12 +163,7 @@ def index_entries(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 class FolderWriter:
-    """Writes the folder of a pipeline: parts first, then `describe`, then `finish`.
-
-    Args:
-        folder: the store, narrowed to the folder.
-        k: number of clusters.
-    """
+    """Writes the folder of a pipeline: parts first, then `describe`, then `finish`."""
 
     def __init__(self, folder: Store, k: int) -> None:
         self.folder, self.k = folder, k
@@ -223,10 +208,6 @@ class FolderWriter:
     def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:
         """Write what lists the parts, remove experts that are none of them, and hash all files.
 
-        Args:
-            components: library and class of the scheduler, and of the encoders that have a folder.
-            generation: `defaults` of a call.
-
         Returns:
             Whether any file is another one than the last manifest names.
         """
@@ -261,13 +242,7 @@ class FolderWriter:
         return self.entries != self.before
 
     def finish(self, about: Mapping[str, Any], picture: bytes | None = None, name: str = "FOLDER") -> None:
-        """Write the model card and its picture (a PNG; None removes it), and the manifest last.
-
-        Args:
-            about: what the model card says beside the cards.
-            picture: to show in it.
-            name: how the model card calls the folder.
-        """
+        """Write the model card and its picture (a PNG; None removes it), and the manifest last."""
         assert self.router is not None
         if picture is None:
             self.folder.delete(PICTURE)

@@ -116,14 +116,7 @@ def fetch(name: str, patterns: list[str], fix: str, ignored: list[str] | None = 
 
 @dataclass(frozen=True)
 class Fit:
-    """What of a checkpoint a network can take over.
-
-    Attributes:
-        kept: names of the tensors that fit.
-        drawn: names of the network's other tensors, with the reason; they keep what they were drawn as.
-        unused: names of tensors that the network does not have.
-        share: kept part of the network's numbers.
-    """
+    """What of a checkpoint a network can take over."""
 
     kept: tuple[str, ...]
     drawn: Mapping[str, str]

@@ -63,10 +63,8 @@ class Model:
     Args:
         bank: on the device; or a function that loads it when the first sample is drawn.
         card: the router's, or the network's: condition, shape, latents and text encoder.
-        device: where it samples.
         generation: what a call draws by that says nothing else.
         encoder: of texts; by default the one that the card names, loaded when it is first needed.
-        vae: of pictures; likewise.
     """
 
     def __init__(
@@ -106,15 +104,10 @@ class Model:
                 lie in the folder are taken from there.
             name: `ensemble`, or in a campaign a run on all the data, such as `monolith`.
             residency: how many experts stay on the device; the others are brought when they are needed.
-            device: where it samples.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
             trusted: public keys, one of which must have signed the exported folder or the one network; None
                 takes unsigned too.
-
-        Raises:
-            StoreError: not assembled or not published, or a file is not what the manifest says.
-            ConfigError: no such folder or hub name, or the budget holds no expert.
         """
         if isinstance(source, Store):
             store = source
@@ -222,9 +215,6 @@ class Model:
             negative: what guidance leads away from, one text for all or one for each prompt.
             each: samples of every prompt; without prompts, samples.
             cut: cut texts that are too long, instead of refusing them.
-
-        Raises:
-            ConfigError: prompts that do not fit the model's condition.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if each < 1:
@@ -313,7 +303,6 @@ class Model:
             prompts: a text, or texts or class labels; none for an unconditional model.
             each: pictures of each prompt.
             generation: how; the model's own by default.
-            batch: most pictures at once; it does not change them.
             changes: `steps`, `guidance`, `routing` (a name, or a function of logits and uniforms), `size`,
                 `seed`, in place of the generation's.
         """

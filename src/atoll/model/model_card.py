@@ -27,14 +27,10 @@ def model_card(
     """Write the text of README.md, with the hub's metadata at its head.
 
     Args:
-        router: its card.
-        experts: cards of the experts that are there, by number.
-        k: number of clusters.
         about: what the cards do not say: `name`, `data`, `partition`, `monolith`, `evaluation`, `picture`,
             `signed` (key that signed each part, or None). Everything is optional, and what is missing is
             said to be missing.
         defaults: `num_inference_steps`, `guidance_scale`, `routing` of a call that names none.
-        picture: whether `picture.png` lies beside it.
         name: how the snippet calls the folder.
     """
     # The picture's caption: its prompts and how it was drawn.

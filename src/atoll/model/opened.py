@@ -44,13 +44,8 @@ class OpenFolder:
     """What the folder of a pipeline holds, all checked.
 
     Attributes:
-        root: the folder.
-        k: number of clusters.
-        experts: cards of the experts that were chosen.
-        router: card of the router.
         parts: digests of all parts that the manifest names, those that were not chosen too.
         components: names of the encoders' parts that have a folder.
-        about: what the model card says beside the cards.
     """
 
     root: Path
@@ -69,7 +64,6 @@ def open_folder(
 
     Args:
         name: a folder, or a hub name; of a hub's, only what is needed is fetched.
-        experts: numbers of the experts, or `auto`.
         trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
         hub: `revision`, `local_files_only`, `cache_dir`, `token` of huggingface_hub.
 
@@ -208,14 +202,7 @@ def select_experts(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_router(card: Card, experts: Iterable[Card], k: int, knows: Any) -> None:
-    """Refuse a router that does not belong to these experts (`PartitionError`).
-
-    Args:
-        card: of the router.
-        experts: cards of the experts, and of shared pretraining's network.
-        k: places of the bank.
-        knows: logits of the router, as its config says.
-    """
+    """Refuse a router that does not belong to these experts (`PartitionError`)."""
     if card.role != "router":
         raise PartitionError(f"a card of role {card.role!r} lies in router/", "put the router's own there")
     if knows != k:

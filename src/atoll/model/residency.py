@@ -34,20 +34,12 @@ class ResidentExperts:
     Args:
         stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
             network of its own.
-        residency: the budget.
-        device: where experts run.
         dtype: of their weights; by default that of the network's class (float32).
         compile: arguments of `nn.Module.compile`, or None to leave the networks as they are.
 
     Attributes:
         capacity: experts that a step can use without bringing any of them twice in the next.
         place_bytes: device memory of a slot; the largest expert fills it.
-        loads: experts brought to the device so far.
-        loaded_bytes: bytes of them.
-
-    Raises:
-        ConfigError: the budget holds no expert.
-        StoreError: weights are not those of their network's class.
     """
 
     def __init__(
@@ -292,24 +284,14 @@ class Layout:
 
 @dataclass(eq=False)
 class _Slot:
-    """One expert's room on the device.
+    """One expert's room on the device."""
 
-    Attributes:
-        block: the memory, uint8.
-        number: the expert in it, or on its way into it.
-        pending: its copy, until somebody has waited for it.
-        used: when it last ran.
-        done: the GPU has evaluated what was asked of it here.
-        ready: the GPU has copied it.
-        views: the tensors of each layout in it.
-    """
-
-    block: Tensor
-    number: int | None = None
-    pending: "Future[None] | None" = None
+    block: Tensor  # the memory, uint8
+    number: int | None = None  # the expert in it, or on its way into it
+    pending: "Future[None] | None" = None  # its copy, until somebody has waited for it
     used: int = 0
-    done: torch.cuda.Event | None = None
-    ready: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None  # the GPU has evaluated what was asked of it here
+    ready: torch.cuda.Event | None = None  # the GPU has copied it
     views: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -379,10 +361,6 @@ class HostMemory:
     """Experts in host memory on their way to a GPU: pinned, so that copies run beside computation.
 
     The least recently used expert makes room. For one thread.
-
-    Args:
-        places: most experts.
-        size: bytes of the largest.
     """
 
     def __init__(self, places: int, size: int) -> None:

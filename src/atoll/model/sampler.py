@@ -56,7 +56,6 @@ class Row:
     Attributes:
         position: its place in the random streams; its noise and draws depend on nothing else.
         label: its cluster, for `oracle`.
-        owner: what the caller keeps with it.
         step: the next one, from 0.
         experts: those that served it at its last step, in either branch; none before the first.
     """
@@ -90,9 +89,7 @@ class Sampler:
 
     Args:
         bank: networks and router. Without a router the rows' routings do not count.
-        cond: conditions of the rows.
         null: the null condition, one row or one for each.
-        rows: the pictures, whose states are `x`.
         weights: `(B, K)` of the first step, where the router was asked before.
         next: experts that are wanted after this batch, in order; those on disk are brought ahead.
         scheduler: a diffusers scheduler of flows with its times set, for rows at the same step; Euler's
@@ -227,12 +224,7 @@ class Sampler:
 
     @classmethod
     def merge(cls, samplers: Sequence["Sampler"], kept: Sequence[Sequence[int]] | None = None) -> "Sampler":
-        """Rows of several samplers of one bank in one, as far as each has come.
-
-        Args:
-            samplers: one or more, without a scheduler of their own.
-            kept: of each the numbers of the rows that go on; all by default.
-        """
+        """Rows of several samplers of one bank in one, as far as each has come."""
         kept = [range(len(part.rows)) for part in samplers] if kept is None else kept
         parts = list(zip(samplers, kept, strict=True))
         merged = cls(

@@ -60,10 +60,6 @@ class FileWeights(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for, straight into where it belongs.
 
     It is read and not mapped: see docs/decisions/0009.
-
-    Raises:
-        Absent: there is no such file.
-        StoreError: it is damaged, or no safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,10 +177,7 @@ def build_network(
     """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
 
     Args:
-        load: builds the network of a config.
-        config: from outside.
         weights: what has a `shape`, by name.
-        where: the part, for messages.
 
     Raises:
         StoreError: the config makes no network, or another one than the weights are of.
