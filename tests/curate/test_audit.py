@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -15,29 +14,28 @@ import torch
 from atoll.base.text import percent
 from atoll.campaign.folder import Campaign
 from atoll.curate.counts import ConceptCounts, count, evenness, spread
-from atoll.curate.image_hits import FLOOR
+from atoll.curate.image_hits import FLOOR, linear, write_hits
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.words import telling, words_of
 from atoll.encoders.vision import ClipEncoder, extractor
-from helpers import command, partitioned, refused
+from curate.conftest import Said
+from helpers import refused
 from helpers_extractors import save_clip
 
 CONCEPTS = ["letter", "small letter", "Capital Letters", "digit", "sans", "serif", "unicorn"]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("concepts") / "c"
-    partitioned(folder)
-    (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
-    return folder
+def index(said: Said, campaign: Path, concepts: list[str] = CONCEPTS) -> tuple[Vocabulary, Finder]:
+    (campaign / "concepts.txt").write_text("\n".join(concepts))
+    answer = said("concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    assert answer.code == 0 and f"{len(concepts)} concepts (concepts.txt)" in answer.out
+    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
+    return vocabulary, Finder(vocabulary)
 
 
-@pytest.fixture
-def campaign(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "c")
-    return tmp_path / "c"
+def counts_of(campaign: Path) -> ConceptCounts:
+    return ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
 
 
 def tags(folder: Path, **columns: list[object]) -> Path:
@@ -50,10 +48,9 @@ def captions(folder: Path) -> list[str]:
     return texts
 
 
-def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    answer = command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
-    assert answer.code == 0 and "7 concepts (concepts.txt)" in answer.out
-    audit = command(capsys, "concepts", "audit", campaign)
+def test_counts_are_those_of_every_caption(campaign: Path, said: Said):
+    index(said, campaign)
+    audit = said("concepts", "audit", campaign)
     dataset, partition = Campaign.open(campaign).clustered()
     assert len(dataset.shards) > 1
     held, texts = set(dataset.split("heldout").tolist()), captions(campaign)
@@ -63,7 +60,7 @@ def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.Captur
             for concept in CONCEPTS:
                 phrase = f" {' '.join(words_of(concept))} ".replace("letters ", "letter ")
                 expected[concept, int(partition.clusters[row])] += phrase in f" {' '.join(words_of(text))} "
-    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
+    counts = counts_of(campaign)
     assert {(c, k): counts.text[n][k] for n, c in enumerate(CONCEPTS) for k in (0, 1)} == dict(expected)
     assert expected["small letter", 0] > 3 and expected["unicorn", 0] == 0
     absent = sum(not any(row) for row in counts.text)
@@ -74,31 +71,25 @@ def test_counts_are_those_of_every_caption(campaign: Path, capsys: pytest.Captur
     assert all(int(r["text"]) == int(r["expert_0"]) + int(r["expert_1"]) for r in table)
 
 
-def test_only_shards_that_changed_are_searched_again(campaign: Path, monkeypatch: pytest.MonkeyPatch):
-    opened = Campaign.open(campaign)
-    command_of = ["concepts", "index", str(campaign), "--vocabulary", str(campaign / "concepts.txt")]
-    from atoll.cli import main as cli
-
-    cli.atoll.main(command_of, standalone_mode=False)
-    before = {p.name: p.read_bytes() for p in (campaign / "data/columns" / COLUMN).iterdir()}
-    lost = campaign / "data/columns" / COLUMN / "00001.safetensors"
-    lost.unlink()
+def test_only_shards_that_changed_are_searched_again(
+    campaign: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+):
+    index(said, campaign)
+    folder = campaign / "data/columns" / COLUMN
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (folder / "00001.safetensors").unlink()
     searched: list[str] = []
     whole = Finder.__call__
     monkeypatch.setattr(Finder, "__call__", lambda self, text: searched.append(text) or whole(self, text))
-    cli.atoll.main(command_of, standalone_mode=False)
-    assert len(searched) == opened.dataset().shards[1].rows
-    assert {p.name: p.read_bytes() for p in (campaign / "data/columns" / COLUMN).iterdir()} == before
+    index(said, campaign)
+    assert len(searched) == Campaign.open(campaign).dataset().shards[1].rows
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_tags_are_imported_counted_with_captions_and_by_threshold(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
-):
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path, said: Said):
+    vocabulary, finder = index(said, campaign)
     dataset, partition = Campaign.open(campaign).clustered()
-    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
-    train = dataset.split("train")
-    finder, texts = Finder(vocabulary), captions(campaign)
+    train, texts = dataset.split("train"), captions(campaign)
     small = [int(row) for row in train if "small letter" in texts[int(row)]][:6]
     rows = [dataset.ids[row] for row in small]
     path = tags(
@@ -107,105 +98,73 @@ def test_tags_are_imported_counted_with_captions_and_by_threshold(
         concept=["Small_letter", "unicorn", "unicorn", "letters", "letters", "no such", "letter", "letter"],
         probability=[0.9, 0.8, 0.71, 0.6, FLOOR / 2, 1.0, 0.99, 1.0],
     )
-    assert command(capsys, "concepts", "tag", campaign, path).code == 0
-    answer = command(capsys, "concepts", "audit", campaign)
-    counts = count(dataset, vocabulary, train, partition.clusters[train], 2, 0.7)
-    assert counts.table("image").sum(1).tolist() == [1, 1, 0, 0, 0, 0, 2]
-    looser = count(dataset, vocabulary, train, partition.clusters[train], 2, 0.5)
-    assert looser.table("image").sum() == counts.table("image").sum() + 1
-    said = [set(finder(texts[int(row)])) for row in train]
-    tagged = dict(zip(small, ({1, 0}, {6}, {6}), strict=False))
-    seen = [tagged.get(int(row), set[int]()) for row in train]
-    both = [a & b for a, b in zip(said, seen, strict=True)]
-    assert counts.table("both").sum() == sum(map(len, both)) > 0
-    told = [bool(a) and bool(b) for a, b in zip(said, seen, strict=True)]
-    assert sum(counts.comparable) == sum(told)
-    apart = sum(t and not b for t, b in zip(told, both, strict=True))
-    assert sum(counts.misaligned) == apart > 0
-    assert f"misaligned: {apart} of {sum(told)} rows" in answer.out
-
-
-def test_counts_of_islands_add_up_to_those_of_the_whole(
-    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
-    command(capsys, "concepts", "audit", campaign)
-    dataset, partition = Campaign.open(campaign).clustered()
-    vocabulary, train = (
-        Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE),
-        dataset.split("train"),
+    assert said("concepts", "tag", campaign, path).code == 0
+    answer = said("concepts", "audit", campaign)
+    counts, looser = (
+        count(dataset, vocabulary, train, partition.clusters[train], 2, threshold) for threshold in (0.7, 0.5)
     )
-    for part, rows in enumerate(np.array_split(train, 3)):
-        counts = count(dataset, vocabulary, rows, partition.clusters[rows], 2)
-        (tmp_path / f"{part}.json").write_text(json.dumps(counts.to_json()))
+    assert counts.table("image").sum(1).tolist() == [1, 1, 0, 0, 0, 0, 2]
+    assert looser.table("image").sum() == counts.table("image").sum() + 1
+    in_text = [set(finder(texts[int(row)])) for row in train]
+    tagged = dict(zip(small, ({1, 0}, {6}, {6}), strict=False))
+    in_image = [tagged.get(int(row), set[int]()) for row in train]
+    both = [a & b for a, b in zip(in_text, in_image, strict=True)]
+    assert counts.table("both").sum() == sum(map(len, both)) > 0
+    comparable = [bool(a) and bool(b) for a, b in zip(in_text, in_image, strict=True)]
+    assert sum(counts.comparable) == sum(comparable)
+    apart = sum(t and not b for t, b in zip(comparable, both, strict=True))
+    assert sum(counts.misaligned) == apart > 0
+    assert f"misaligned: {apart} of {sum(comparable)} rows" in answer.out
+
+
+def test_counts_of_islands_add_up_to_those_of_the_whole(campaign: Path, tmp_path: Path, said: Said):
+    vocabulary, _ = index(said, campaign)
+    said("concepts", "audit", campaign)
+    dataset, partition = Campaign.open(campaign).clustered()
     files = [tmp_path / f"{part}.json" for part in range(3)]
-    assert command(capsys, "concepts", "add", *files, "--out", tmp_path / "all").code == 0
+    for path, rows in zip(files, np.array_split(dataset.split("train"), 3), strict=True):
+        path.write_text(json.dumps(count(dataset, vocabulary, rows, partition.clusters[rows], 2).to_json()))
+    assert said("concepts", "add", *files, "--out", tmp_path / "all").code == 0
     one, all_ = ((p / ConceptCounts.PLACE).read_bytes() for p in (campaign, tmp_path / "all"))
     assert one == all_
-    other = json.loads(files[0].read_text()) | {"vocabulary": "another"}
-    files[0].write_text(json.dumps(other))
-    refused(command(capsys, "concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
+    files[0].write_text(json.dumps(json.loads(files[0].read_text()) | {"vocabulary": "another"}))
+    refused(said("concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
     assert not (tmp_path / "no" / "reports").exists()
 
 
-def test_labels_are_concepts_too(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    (campaign / "faces.txt").write_text("DejaVuSans\nDejaVuSerif\n")
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "faces.txt")
-    assert command(capsys, "concepts", "tag", campaign, "labels").code == 0
-    assert "alone are counted" not in command(capsys, "concepts", "audit", campaign).out
-    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
+def test_labels_are_concepts_too_and_another_vocabulary_leaves_them_out(campaign: Path, said: Said):
+    index(said, campaign, ["DejaVuSans", "DejaVuSerif"])
+    assert said("concepts", "tag", campaign, "labels").code == 0
+    assert "alone are counted" not in said("concepts", "audit", campaign).out
     dataset = Campaign.open(campaign).dataset()
     labels = dataset.take(dataset.split("train"))["label"].to_pylist()
-    assert counts.table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
-
-
-def test_another_vocabulary_leaves_the_tags_of_the_first_out(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
-):
-    (campaign / "faces.txt").write_text("DejaVuSans\nDejaVuSerif\n")
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "faces.txt")
-    command(capsys, "concepts", "tag", campaign, "labels")
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
-    answer = command(capsys, "concepts", "audit", campaign)
+    assert counts_of(campaign).table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
+    index(said, campaign)
+    answer = said("concepts", "audit", campaign)
     assert answer.code == 0 and "captions alone are counted" in answer.out
-    counts = ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
-    assert counts.image is None and len(counts.concepts) == len(CONCEPTS)
+    assert counts_of(campaign).image is None
 
 
-def test_a_linear_tagger_learns_what_captions_say(campaign: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_linear_tagger_learns_what_captions_say(campaign: Path, said: Said):
     """Features that hold the answer: tags of held-out rows, which it never saw, must be the captions'."""
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
-    dataset = Campaign.open(campaign).dataset()
-    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
-    finder, texts = Finder(vocabulary), captions(campaign)
+    vocabulary, finder = index(said, campaign)
+    dataset, texts = Campaign.open(campaign).dataset(), captions(campaign)
     noise = np.random.default_rng(0).normal(0, 0.05, (len(texts), 16)).astype(np.float32)
     for row, text in enumerate(texts):
         noise[row, finder(text)] += 1
-
-    def features(shard: int) -> dict[str, torch.Tensor]:
-        low, high = dataset.bounds[shard : shard + 2]
-        return {"values": torch.from_numpy(noise[low:high]).half()}
-
-    from atoll.curate.image_hits import linear, write_hits
-
-    dataset.write_column("features-told", {"name": "told"}, features)
+    dataset.write_values("features-told", {"name": "told"}, noise.astype(np.float16))
     about, hits = linear(dataset, vocabulary, "features-told", epochs=300)
-    column = write_hits(dataset, vocabulary, about, hits)
-    heldout = dataset.split("heldout")
-    likely = dataset.column("concepts-image-probabilities")
+    column, heldout = write_hits(dataset, vocabulary, about, hits), dataset.split("heldout")
     values, mask = column.read_ragged(heldout)
-    mask &= likely.read_ragged(heldout)[0] >= 0.5
+    mask &= dataset.column("concepts-image-probabilities").read_ragged(heldout)[0] >= 0.5
     found = [set(v[m].tolist()) for v, m in zip(values, mask, strict=True)]
     assert found == [set(finder(texts[int(row)])) for row in heldout]
 
 
-def test_a_clip_tags_each_concept_against_a_plain_photo(
-    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (campaign / "words.txt").write_text("red\napple\n")
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "words.txt")
+def test_a_clip_tags_each_concept_against_a_plain_photo(campaign: Path, tmp_path: Path, said: Said):
+    index(said, campaign, ["red", "apple"])
     name = str(save_clip(tmp_path / "clip"))
-    assert command(capsys, "concepts", "tag", campaign, f"clip:{name}").code == 0
+    assert said("concepts", "tag", campaign, f"clip:{name}").code == 0
     dataset, encoder = Campaign.open(campaign).dataset(), extractor(name)
     assert isinstance(encoder, ClipEncoder)
     row = 37
@@ -219,8 +178,8 @@ def test_a_clip_tags_each_concept_against_a_plain_photo(
     wanted = {n: pytest.approx(float(p), abs=1e-4) for n, p in enumerate(expected) if p >= FLOOR}
     assert found == wanted and wanted
     bare = save_clip(tmp_path / "bare", tokenizer=False)
-    refused(command(capsys, "concepts", "tag", campaign, f"clip:{bare}"), "no tokenizer")
-    refused(command(capsys, "concepts", "tag", campaign, "clip:pixels"), "is no CLIP")
+    refused(said("concepts", "tag", campaign, f"clip:{bare}"), "no tokenizer")
+    refused(said("concepts", "tag", campaign, "clip:pixels"), "is no CLIP")
 
 
 def test_how_concepts_are_spread():
@@ -234,44 +193,35 @@ def test_how_concepts_are_spread():
     assert evenness(table[:, :1], rows[:1]).tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["index", "C", "--vocabulary", "C/none.txt"], ["none.txt", "No such file"]),
-        (["index", "C", "--vocabulary", "C"], ["cannot read", "directory"]),
-        (["index", "C", "--vocabulary", "C/binary.txt"], ["no UTF-8 text"]),
-        (["index", "C", "--vocabulary", "C/empty.txt"], ["holds no concepts"]),
-        (["index", "C", "--vocabulary", "C/twice.txt"], ["line 2", "again"]),
-        (["tag", "C", "labels"], ["no vocabulary", "atoll concepts index"]),
-        (["audit", "C"], ["no vocabulary", "atoll concepts index"]),
-        (["add", "C/campaign.yaml"], ["campaign.yaml"]),
-    ],
-)
-def test_bad_input_is_one_line(
-    campaign: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
-):
-    (campaign / "binary.txt").write_bytes(bytes(range(256)))
-    (campaign / "empty.txt").write_text("\n \n")
-    (campaign / "twice.txt").write_text("dog\nDog\n")
-    refused(command(capsys, "concepts", *(a.replace("C", str(campaign), 1) for a in argv)), *words)
+def test_bad_input_is_one_line(campaign: Path, said: Said):
+    for argv, *words in (
+        (["index", campaign, "--vocabulary", campaign / "none.txt"], "none.txt", "No such file"),
+        (["index", campaign, "--vocabulary", campaign], "cannot read", "directory"),
+        (["tag", campaign, "labels"], "no vocabulary", "atoll concepts index"),
+        (["audit", campaign], "no vocabulary", "atoll concepts index"),
+        (["add", campaign / "campaign.yaml"], "campaign.yaml"),
+    ):
+        refused(said("concepts", *argv), *words)
+    for content, *words in (
+        (bytes(range(256)), "no UTF-8 text"),
+        (b"\n \n", "holds no concepts"),
+        (b"dog\nDog\n", "line 2", "again"),
+    ):
+        (campaign / "wrong.txt").write_bytes(content)
+        refused(said("concepts", "index", campaign, "--vocabulary", campaign / "wrong.txt"), *words)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"id": ["x"], "concept": ["letter"]}, ["tags no row"]),
-        ({"id": ["x"]}, ["no column 'concept'"]),
-        ({"id": ["x"], "concept": ["letter"], "probability": [1.5]}, ["row 0", "1.5"]),
-        ({"id": ["x"], "concept": ["letter"], "probability": ["high"]}, ["row 0", "'high'"]),
-        ({"id": ["x"], "concept": ["letter"], "probability": [float("nan")]}, ["row 0", "nan"]),
-    ],
-)
-def test_tags_that_are_none(
-    campaign: Path, capsys: pytest.CaptureFixture[str], content: dict[str, list[object]], words: list[str]
-):
-    command(capsys, "concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
-    refused(command(capsys, "concepts", "tag", campaign, tags(campaign, **content)), *words)
-    assert not (campaign / "data/columns/concepts-image").exists()
+def test_tags_that_are_none(campaign: Path, said: Said):
+    index(said, campaign)
+    for content, *words in (
+        ({"id": ["x"], "concept": ["letter"]}, "tags no row"),
+        ({"id": ["x"]}, "no column 'concept'"),
+        ({"id": ["x"], "concept": ["letter"], "probability": [1.5]}, "row 0", "1.5"),
+        ({"id": ["x"], "concept": ["letter"], "probability": ["high"]}, "row 0", "'high'"),
+        ({"id": ["x"], "concept": ["letter"], "probability": [float("nan")]}, "row 0", "nan"),
+    ):
+        refused(said("concepts", "tag", campaign, tags(campaign, **content)), *words)
     (campaign / "tags.parquet").write_bytes(b"PAR1 and then nothing")
-    refused(command(capsys, "concepts", "tag", campaign, campaign / "tags.parquet"), "no parquet")
-    refused(command(capsys, "concepts", "tag", campaign, "clairvoyance"), "no tagger or file")
+    refused(said("concepts", "tag", campaign, campaign / "tags.parquet"), "no parquet")
+    refused(said("concepts", "tag", campaign, "clairvoyance"), "no tagger or file")
+    assert not (campaign / "data/columns/concepts-image").exists()

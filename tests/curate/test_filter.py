@@ -16,18 +16,18 @@ from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.weights import candidates
-from helpers import command, partitioned, refused
+from curate.conftest import Said
+from helpers import refused
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A campaign with scores that fall with the row's number, higher by 0.5 in cluster 1."""
-    folder = tmp_path_factory.mktemp("filter") / "c"
-    campaign = partitioned(folder)
+    folder = Path(shutil.copytree(toy, tmp_path_factory.mktemp("filter") / "c"))
     (folder / "concepts.txt").write_text("letter\nsmall letter\ngreek\ndigit\n")
     argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
     cli.atoll.main(argv, standalone_mode=False)
-    dataset, partition = campaign.clustered()
+    dataset, partition = Campaign.open(folder).clustered()
     score = 0.45 - 0.4 * np.arange(len(dataset)) / len(dataset) + 0.5 * (partition.clusters == 1)
     columns = {"id": dataset.ids[::-1], "MetaVoter": score[::-1], "Looks": np.ones(len(dataset)) / 2}
     pq.write_table(pa.table(columns), folder / "scores.parquet")
@@ -38,8 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def campaign(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "c")
-    return tmp_path / "c"
+    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 def shares(folder: Path) -> tuple[float, list[float], float]:
@@ -51,48 +50,45 @@ def shares(folder: Path) -> tuple[float, list[float], float]:
     return float(kept.mean()), each, 1 / min(partition.sizes)
 
 
-@pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
-def test_every_cluster_keeps_its_share(campaign: Path, quantile: float, capsys: pytest.CaptureFixture[str]):
-    argv = ["data", "filter", campaign, "--keep", f"score >= q{quantile}"]
-    assert command(capsys, *argv, "--per-cluster").code == 0
-    whole, each, row = shares(campaign)
-    assert each == pytest.approx([1 - quantile] * len(each), abs=max(0.01, row))
-    assert whole == pytest.approx(1 - quantile, abs=0.01)
-    assert command(capsys, *argv).code == 0
-    whole, each, _ = shares(campaign)
-    assert whole == pytest.approx(1 - quantile, abs=0.01)
-    assert each[1] > each[0] + 0.1  # cluster 1 scores higher
+def test_every_cluster_keeps_its_share(campaign: Path, said: Said):
+    for quantile in (0.25, 0.5, 0.9):
+        argv = ["data", "filter", campaign, "--keep", f"score >= q{quantile}"]
+        assert said(*argv, "--per-cluster").code == 0
+        whole, each, row = shares(campaign)
+        assert each == pytest.approx([1 - quantile] * len(each), abs=max(0.01, row))
+        assert whole == pytest.approx(1 - quantile, abs=0.01)
+        assert said(*argv).code == 0
+        whole, each, _ = shares(campaign)
+        assert whole == pytest.approx(1 - quantile, abs=0.01)
+        assert each[1] > each[0] + 0.1  # cluster 1 scores higher
 
 
-def test_what_is_kept_is_told_and_drawn(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    dry = command(capsys, "data", "filter", campaign, "--keep", "score >= 0.3", "--dry-run")
+def test_what_is_kept_is_told_and_drawn(campaign: Path, said: Said):
+    dry = said("data", "filter", campaign, "--keep", "score >= 0.3", "--dry-run")
     dataset = Campaign.open(campaign).dataset()
     assert not dataset.has_column("weights") and not (campaign / "reports" / "kept.txt").exists()
-    real = command(capsys, "data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
+    real = said("data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
     assert dry.out.splitlines() == real.out.splitlines()[:-1]
-    dataset = Campaign.open(campaign).dataset()
+    dataset, store = Campaign.open(campaign).dataset(), Campaign.open(campaign).store
     weights, train = dataset.weights, candidates(dataset)
     kept = (campaign / "reports" / "kept.txt").read_text().split("\n")[:-1]
     assert kept == [dataset.ids[row] for row in train if weights[row] == 1]
     assert set(weights.tolist()) == {0.0, 1.0} and weights[dataset.split("heldout")].min() == 1
-    store = Campaign.open(campaign).store
-    left = {one.title: one for one in findings(store)}
+    left = {table.title: table for table in findings(store)}
     scores = {row[0]: row[1] for row in left["Scores of the pictures"].rows}
     told = {k: f"mean score {scores[f'cluster {k}']}" for k in (0, 1)}
     assert of_clusters(store) == told == model_card_facts(Campaign.open(campaign), {})["data"]["clusters"]
     table = left["Rows that were kept"]
     assert table.rows[0][1:3] == [len(train), len(kept)]
     assert [row[0] for row in table.rows[1:3]] == ["cluster 0", "cluster 1"]
-    page = command(capsys, "report", campaign)
-    assert page.code == 0
-    html = (campaign / "reports" / "index.html").read_text()
-    assert "Rows that were kept" in html and "Scores of the pictures" in html and "score &gt;= 0.3" in html
+    with pytest.raises(ValueError, match="another number of cells"):
+        ReportTable(title="t", text="x", columns=["a", "b"], rows=[["1"]])
 
 
-def test_protected_concepts_are_whole(campaign: Path, capsys: pytest.CaptureFixture[str]):
+def test_protected_concepts_are_whole(campaign: Path, said: Said):
     (campaign / "tail.txt").write_text("Greeks\n\ndigits\n")
     argv = ["data", "filter", campaign, "--keep", "score > 0.9"]
-    assert command(capsys, *argv, "--protect", campaign / "tail.txt").code == 0
+    assert said(*argv, "--protect", campaign / "tail.txt").code == 0
     opened = Campaign.open(campaign)
     dataset, train = opened.dataset(), candidates(opened.dataset())
     finder = Finder(Vocabulary.read(opened.store, Vocabulary.PLACE))
@@ -103,67 +99,48 @@ def test_protected_concepts_are_whole(campaign: Path, capsys: pytest.CaptureFixt
     assert (dataset.weights[train] == (safe | (scores > 0.9))).all()
 
 
-def test_weights_are_multiplied_if_so_asked(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    command(capsys, "concepts", "rebalance", campaign, "--t", "5")
+def test_weights_are_multiplied_if_so_asked(campaign: Path, said: Said):
+    said("concepts", "rebalance", campaign, "--t", "5")
     before = Campaign.open(campaign).dataset().weights
-    command(capsys, "data", "filter", campaign, "--keep", "score >= q0.5", "--times")
+    said("data", "filter", campaign, "--keep", "score >= q0.5", "--times")
     dataset = Campaign.open(campaign).dataset()
     after, train = dataset.weights, candidates(dataset)
     assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}
     assert len(np.unique(before)) > 2
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--keep", "score"], ["no condition"]),
-        (["--keep", "score >= qq"], ["no condition"]),
-        (["--keep", "score >= 1e"], ["no condition"]),
-        (["--keep", "score >= q1.5"], ["quantile"]),
-        (["--keep", "Beauty >= q0.5"], ["no score 'Beauty'"]),
-        (["--keep", "Looks >= q0.5"], ["describes a person", "--allow-sensitive"]),
-        (["--keep", "score > 1"], ["keeps no row"]),
-        (["--keep", "score >= 0", "--protect", "gone.txt"], ["cannot read"]),
-        (["--keep", "score >= 0", "--protect", "wrong.txt"], ["'unicorn' is no concept"]),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    campaign: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_is_refused(campaign: Path, said: Said):
     (campaign / "wrong.txt").write_text("greek\nunicorn\n")
-    options = [str(campaign / one) if one.endswith(".txt") else one for one in options]
-    refused(command(capsys, "data", "filter", campaign, *options), *words)
+    for keep, *words in (
+        ("score", "no condition"),
+        ("score >= qq", "no condition"),
+        ("score >= 1e", "no condition"),
+        ("score >= q1.5", "quantile"),
+        ("Beauty >= q0.5", "no score 'Beauty'"),
+        ("Looks >= q0.5", "describes a person", "--allow-sensitive"),
+        ("score > 1", "keeps no row"),
+    ):
+        refused(said("data", "filter", campaign, "--keep", keep), *words)
+    for name, words in (("gone.txt", "cannot read"), ("wrong.txt", "'unicorn' is no concept")):
+        refused(said("data", "filter", campaign, "--keep", "score >= 0", "--protect", campaign / name), words)
     assert not Campaign.open(campaign).dataset().has_column("weights")
+    assert said("data", "filter", campaign, "--keep", "Looks >= 0.5", "--allow-sensitive").code == 0
 
 
-def test_a_sensitive_score_is_used_if_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    argv = ["data", "filter", campaign, "--keep", "Looks >= 0.5", "--allow-sensitive"]
-    assert command(capsys, *argv).code == 0
+def test_scores_that_do_not_fit_are_refused(campaign: Path, said: Said):
+    table = pq.read_table(campaign / "scores.parquet")
+    for wrong, words in (
+        (table.slice(3), "lacks 3 of"),
+        (table.set_column(1, "MetaVoter", pa.array([7.5] * len(table))), "is 7.5"),
+        (table.set_column(1, "MetaVoter", pa.array([float("nan")] * len(table))), "is nan"),
+        (table.select(["id"]), "columns of scores"),
+        (table.drop(["id"]), "needs a column 'id'"),
+    ):
+        pq.write_table(wrong, campaign / "wrong.parquet")
+        refused(said("aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), words)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda t: t.slice(3), "lacks 3 of"),
-        (lambda t: t.set_column(1, "MetaVoter", pa.array([7.5] * len(t))), "is 7.5"),
-        (lambda t: t.set_column(1, "MetaVoter", pa.array([float("nan")] * len(t))), "is nan"),
-        (lambda t: t.select(["id"]), "columns of scores"),
-        (lambda t: t.drop(["id"]), "needs a column 'id'"),
-    ],
-)
-def test_scores_that_do_not_fit_are_refused(
-    campaign: Path, change, word: str, capsys: pytest.CaptureFixture[str]
-):
-    pq.write_table(change(pq.read_table(campaign / "scores.parquet")), campaign / "wrong.parquet")
-    refused(command(capsys, "aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), word)
-
-
-def test_a_finding_is_a_table(tmp_path: Path):
-    with pytest.raises(ValueError, match="another number of cells"):
-        ReportTable(title="t", text="x", columns=["a", "b"], rows=[["1"]])
-
-
-def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, said: Said):
     """A licence, a source, or any other text; commas between texts, and `not in` for all others."""
     dataset = Campaign.open(campaign).dataset()
     groups = dataset.table(["group"])["group"].to_pylist()
@@ -171,11 +148,11 @@ def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, capsys: pytest.Captur
     one, other = sorted({groups[row] for row in train})[:2]
     chosen = [groups[row] in (one, other) for row in train]
     argv = ["data", "filter", campaign, "--keep"]
-    assert command(capsys, *argv, f"group in ({one}, {other})").code == 0
+    assert said(*argv, f"group in ({one}, {other})").code == 0
     assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == chosen
-    assert command(capsys, *argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
+    assert said(*argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
     assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == [not c for c in chosen]
-    refused(command(capsys, *argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
-    refused(command(capsys, *argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
-    refused(command(capsys, *argv, "group in ()"), "is no condition")
-    refused(command(capsys, *argv, f"group in ({one}) extra"), "is no condition")
+    refused(said(*argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
+    refused(said(*argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
+    refused(said(*argv, "group in ()"), "is no condition")
+    refused(said(*argv, f"group in ({one}) extra"), "is no condition")

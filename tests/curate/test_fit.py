@@ -11,7 +11,8 @@ from scipy import stats
 
 from atoll.base.errors import DataError
 from atoll.curate.fit import Fit, binned, fit
-from helpers import command, refused
+from curate.conftest import Said
+from helpers import refused
 
 
 def published(shared_data: Path, pretraining: str, search: str, backbone: str) -> Fit:
@@ -23,9 +24,9 @@ def published(shared_data: Path, pretraining: str, search: str, backbone: str) -
         return row["downstream"], "airplane" if plane else concept
 
     def rows(table: str, **where: str) -> list[dict[str, Any]]:
-        every = pq.read_table(shared_data / "frequency" / f"{table}.parquet").to_pylist()
-        chosen = [row for row in every if all(row[key] == value for key, value in where.items())]
-        return [row for row in chosen if row["downstream"] != "imagenet-r"]
+        filters = [(key, "==", value) for key, value in where.items()]
+        path = shared_data / "frequency" / f"{table}.parquet"
+        return pq.read_table(path, filters=[*filters, ("downstream", "!=", "imagenet-r")]).to_pylist()
 
     counts = {name(r): r["count"] for r in rows("counts", pretraining=pretraining, search=search)}
     results = rows("accuracy", pretraining=pretraining, backbone=backbone)
@@ -67,13 +68,13 @@ def test_a_gain_costs_times_the_examples_and_without_a_trend_infinitely_many():
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says():
     held = 0
-    for seed in range(100):
+    for seed in range(60):
         generator = np.random.default_rng(seed)
         counts = np.exp(generator.uniform(0, 8, 80))
         results = 3 * np.log10(counts) + generator.normal(0, 2, 80)
         _, low, high = fit(counts, results, draws=100, seed=seed).slope
         held += low < 3 < high
-    assert 86 <= held <= 99
+    assert 51 <= held <= 59
 
 
 def test_the_published_bins_count_an_empty_one_as_nothing():
@@ -83,9 +84,8 @@ def test_the_published_bins_count_an_empty_one_as_nothing():
     assert binned(np.array([1.0, 1, 100_000]), np.array([1.0, 2, 3])) is None  # all inner bins are empty
 
 
-@pytest.mark.parametrize(
-    ("counts", "results", "what"),
-    [
+def test_what_cannot_be_fitted():
+    for counts, results, words in (
         ([1, 2], [1, 2, 3], "2 counts for 3 results"),
         ([1, 2], [1, 2], "2 concepts"),
         ([1, 2, -3], [1, 2, 3], "negative"),
@@ -93,11 +93,9 @@ def test_the_published_bins_count_an_empty_one_as_nothing():
         ([5, 5, 5], [1, 2, 3], "all counts are 5"),
         ([0, 1, 0], [1, 2, 3], "all counts are 0 or 1"),
         ([1, 2, 3], [4, 4, 4], "all results are 4"),
-    ],
-)
-def test_what_cannot_be_fitted(counts: list[float], results: list[float], what: str):
-    with pytest.raises(DataError, match=what):
-        fit(counts, results)
+    ):
+        with pytest.raises(DataError, match=words):
+            fit(counts, results)
 
 
 COUNTS = "concept,set,count\nHot_Dog,a,10\ncat,a,100\nbird,a,1000\nbird,b,5\nfish,a,10000\n"
@@ -107,37 +105,30 @@ RESULTS = "concept,set,score\nhot dog,a,1\ncats,a,9\ncat,a,2\nBIRD,a,3\nbird,b,0
 def options(folder: Path, counts: str = COUNTS) -> list[str]:
     (folder / "c.csv").write_text(counts)
     (folder / "r.csv").write_text(RESULTS)
-    return [
-        *("concepts", "fit", "--counts", f"{folder}/c.csv", "--results", f"{folder}/r.csv"),
-        *("--out", str(folder)),
-    ]
+    files = ["--counts", f"{folder}/c.csv", "--results", f"{folder}/r.csv", "--out", str(folder)]
+    return ["concepts", "fit", *files]
 
 
-def test_tables_are_joined_by_concept_and_common_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tables_are_joined_by_concept_and_common_words(tmp_path: Path, said: Said):
     argv = options(tmp_path)
-    answer = command(capsys, *argv, "--where", "set=a")
+    answer = said(*argv, "--where", "set=a")
     assert answer.code == 0 and "4 concepts; 1 results have no count" in answer.out
     written = json.loads((tmp_path / "reports/concepts/fit.json").read_text())
     assert written["slope"][0] == pytest.approx(1) and written["pearson"][0] == pytest.approx(1)
-    assert command(capsys, *argv).code == 0
+    assert said(*argv).code == 0
     assert json.loads((tmp_path / "reports/concepts/fit.json").read_text())["concepts"] == 5
 
 
-@pytest.mark.parametrize(
-    ("counts", "more", "words"),
-    [
-        (COUNTS, "--where set=b", ["1 concepts", "three or more"]),
-        (COUNTS, "--where sett=b", ["neither table has 'sett'", "set"]),
-        (COUNTS, "--where set", ["COLUMN=VALUE"]),
-        (COUNTS, "--count size", ["no numbers 'size'", "count"]),
-        (COUNTS + "BIRD,a,7\n", "", ["bird / a stands twice", "1000 and 7"]),
-        ("name,count\ncat,1\n", "", ["no column 'concept'"]),
-        ("concept,count,size\ncat,1,2\n", "", ["2 columns of numbers", "count, size"]),
-        ("concept,kind\ncat,x\n", "", ["0 columns of numbers"]),
-        ("", "", ["no parquet"]),
-    ],
-)
-def test_tables_that_cannot_be_joined(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], counts: str, more: str, words: list[str]
-):
-    refused(command(capsys, *options(tmp_path, counts), *more.split()), *words)
+def test_tables_that_cannot_be_joined(tmp_path: Path, said: Said):
+    for counts, more, *words in (
+        (COUNTS, "--where set=b", "1 concepts", "three or more"),
+        (COUNTS, "--where sett=b", "neither table has 'sett'", "set"),
+        (COUNTS, "--where set", "COLUMN=VALUE"),
+        (COUNTS, "--count size", "no numbers 'size'", "count"),
+        (COUNTS + "BIRD,a,7\n", "", "bird / a stands twice", "1000 and 7"),
+        ("name,count\ncat,1\n", "", "no column 'concept'"),
+        ("concept,count,size\ncat,1,2\n", "", "2 columns of numbers", "count, size"),
+        ("concept,kind\ncat,x\n", "", "0 columns of numbers"),
+        ("", "", "no parquet"),
+    ):
+        refused(said(*options(tmp_path, counts), *more.split()), *words)

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan
+from atoll.cli import main as cli
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
+from atoll.data.dataset import DataSet
+from atoll.data.order import Order
 from atoll.data.partition import load
 from atoll.train.run import train_run
-from helpers import command, partitioned, refused, write_campaign
+from curate.conftest import Said
+from helpers import refused, write_campaign
 
 CONCEPTS = ["letter", "small letter", "capital letter", "greek", "unicorn"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rebalance") / "c"
-    partitioned(folder)
+def made(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(toy, tmp_path_factory.mktemp("rebalance") / "c"))
     (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
-    from atoll.cli import main as cli
-
     argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
     cli.atoll.main(argv, standalone_mode=False)
     return folder
@@ -33,8 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def campaign(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "c")
-    return tmp_path / "c"
+    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 def expected(folder: Path, t: float, per_expert: bool = False, other: float = 1.0) -> list[float]:
@@ -55,41 +54,37 @@ def expected(folder: Path, t: float, per_expert: bool = False, other: float = 1.
     return weights
 
 
-@pytest.mark.parametrize(("t", "options"), [(5, []), (20, ["--other", "0.25"]), (3, ["--per-expert"])])
-def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(
-    campaign: Path, capsys: pytest.CaptureFixture[str], t: int, options: list[str]
-):
-    answer = command(capsys, "concepts", "rebalance", campaign, "--t", str(t), *options)
-    assert answer.code == 0
-    dataset = Campaign.open(campaign).dataset()
-    wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
-    weights = dataset.weights
-    assert weights.tolist() == pytest.approx(wanted, abs=1e-6) and weights.min() < 0.5 < weights.max()
-    kept = weights[dataset.split("train")].sum()
-    assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
+def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(campaign: Path, said: Said):
+    for t, options in ((5, []), (20, ["--other", "0.25"]), (3, ["--per-expert"])):
+        answer = said("concepts", "rebalance", campaign, "--t", str(t), *options)
+        assert answer.code == 0
+        dataset = Campaign.open(campaign).dataset()
+        wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
+        weights = dataset.weights
+        assert weights.tolist() == pytest.approx(wanted, abs=1e-6) and weights.min() < 0.5 < weights.max()
+        kept = weights[dataset.split("train")].sum()
+        assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
 
 
-def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(
-    campaign: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, said: Said):
     argv = ["concepts", "rebalance", campaign, "--target-size", "30"]
-    answer = command(capsys, *argv, "--dry-run")
+    answer = said(*argv, "--dry-run")
     assert answer.code == 0 and "an epoch has 30 of 76" in answer.out and "expert 1: " in answer.out
     assert not Campaign.open(campaign).dataset().has_column("weights")
-    assert command(capsys, *argv).code == 0
+    assert said(*argv).code == 0
     dataset = Campaign.open(campaign).dataset()
     assert 29 < dataset.weights[dataset.split("train")].sum() <= 30
-    refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
-    refused(command(capsys, "concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
-    refused(command(capsys, "concepts", "rebalance", campaign), "--t or --target-size")
+    refused(said("concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
+    refused(said("concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
+    refused(said("concepts", "rebalance", campaign), "--t or --target-size")
 
 
 @pytest.fixture
-def weighted(campaign: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def weighted(campaign: Path, said: Said) -> Path:
     """Another campaign on the same data, which draws by weight."""
-    command(capsys, "concepts", "rebalance", campaign, "--t", "4")
+    said("concepts", "rebalance", campaign, "--t", "4")
     folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
-    assert command(capsys, "partition", folder).code == 0
+    assert said("partition", folder).code == 0
     return folder
 
 
@@ -103,9 +98,6 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
     store = Campaign.open(weighted).store
     plans = [RunPlan.read(store, f"islands/{number}/island.json") for number in (0, 1)]
     assert plans[0].steps / plans[1].steps == pytest.approx(masses[0] / masses[1], rel=0.1)
-    from atoll.data.dataset import DataSet
-    from atoll.data.order import Order
-
     ids = dict(zip(dataset.ids, weights, strict=True))
     for run in ("islands/0", "islands/1", "router"):
         own = DataSet.open(store, f"{run}/data")
@@ -116,38 +108,36 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
         assert RunPlan.read(store, f"{run}/island.json").weighted
 
 
-def test_parts_of_other_weights_make_no_ensemble(
-    campaign: Path, weighted: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_parts_of_other_weights_make_no_ensemble(campaign: Path, weighted: Path, said: Said):
     for folder, runs in (
         (weighted, [("expert", 0), ("expert", 1), ("router", None)]),
         (campaign, [("expert", 1)]),
     ):
         for role, number in runs:
             train_run(Campaign.open(folder), role, number)
-    assert command(capsys, "assemble", weighted).code == 0
-    card = command(capsys, "export", weighted, "--to", weighted.parent / "out")
+    assert said("assemble", weighted).code == 0
+    card = said("export", weighted, "--to", weighted.parent / "out")
     assert card.code == 0 and '"name": "rebalance"' in (weighted.parent / "out" / "README.md").read_text()
     shutil.rmtree(weighted / "islands/1")
     shutil.copytree(campaign / "islands/1", weighted / "islands/1")
     shutil.rmtree(weighted / "ensemble")
-    refused(command(capsys, "assemble", weighted), "partition")
+    refused(said("assemble", weighted), "partition")
 
 
-def test_an_island_without_its_weights_does_not_train(weighted: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_island_without_its_weights_does_not_train(weighted: Path, said: Said):
     shutil.rmtree(weighted / "islands/0/data/columns/weights")
-    refused(command(capsys, "train", "expert", weighted, "--expert", "0"), "weights")
+    refused(said("train", "expert", weighted, "--expert", "0"), "weights")
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_weights_that_are_none(campaign: Path, capsys: pytest.CaptureFixture[str], value: float):
+def test_weights_that_are_none(campaign: Path, said: Said):
     dataset = Campaign.open(campaign).dataset()
     folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
-    refused(command(capsys, "partition", folder), "no column 'weights'")
-    bad = [torch.full((shard.rows,), value) for shard in dataset.shards]
-    dataset.write_column("weights", {"name": "mine"}, lambda shard: {"values": bad[shard]})
-    refused(command(capsys, "partition", folder), "negative or no number")
-    dataset.write_column(
-        "weights", {"name": "none"}, lambda shard: {"values": torch.zeros(dataset.shards[shard].rows)}
-    )
-    refused(command(capsys, "partition", folder), "no training row has any weight")
+    refused(said("partition", folder), "no column 'weights'")
+    for value, words in (
+        (-1.0, "negative or no number"),
+        (float("nan"), "negative or no number"),
+        (float("inf"), "negative or no number"),
+        (0.0, "no training row has any weight"),
+    ):
+        dataset.write_values("weights", {"name": str(value)}, np.full(len(dataset), value, dtype=np.float32))
+        refused(said("partition", folder), words)

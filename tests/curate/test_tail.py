@@ -13,7 +13,8 @@ from atoll.cli import main as cli
 from atoll.curate.counts import ConceptCounts
 from atoll.curate.tail import FARTHEST, RealPictures, TailPrompts
 from atoll.train.run import train_run
-from helpers import assembled, command, refused
+from curate.conftest import Said
+from helpers import assembled, refused
 
 TEXT = {
     "condition": "text",
@@ -37,8 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def campaign(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "c")
-    return tmp_path / "c"
+    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 def real_pictures() -> RealPictures:
@@ -65,14 +65,12 @@ def test_a_real_picture_does_not_judge_itself():
     assert FARTHEST < -1
 
 
-def test_rare_concepts_are_paired_with_common_ones(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    answer = command(capsys, "concepts", "tail", campaign, "--n", "5", "--least", "2", "--template", "a {}")
+def test_rare_concepts_are_paired_with_common_ones(campaign: Path, said: Said):
+    answer = said("concepts", "tail", campaign, "--n", "5", "--least", "2", "--template", "a {}")
     assert answer.code == 0, answer.err
     store = Campaign.open(campaign).store
-    prompts, counts = (
-        TailPrompts.read(store, TailPrompts.PLACE),
-        ConceptCounts.read(store, ConceptCounts.PLACE),
-    )
+    prompts = TailPrompts.read(store, TailPrompts.PLACE)
+    counts = ConceptCounts.read(store, ConceptCounts.PLACE)
     totals = counts.table().sum(1)
     rare, common = zip(*prompts.pairs, strict=True)
     there = sorted(int(total) for total in totals if total >= 2)
@@ -81,11 +79,11 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, capsys: pytes
     assert prompts.templates == ("a {}",)
 
 
-def test_models_are_drawn_and_judged(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    command(capsys, "concepts", "tail", campaign, "--n", "4", "--least", "2")
+def test_models_are_drawn_and_judged(campaign: Path, said: Said):
+    said("concepts", "tail", campaign, "--n", "4", "--least", "2")
     argv = ["concepts", "evaluate", campaign, "--each", "2", "--extractor", "pixels"]
     models = ["--model", "monolith", "--model", "ensemble:top-1", "--model", "ensemble:full"]
-    answer = command(capsys, *argv, *models)
+    answer = said(*argv, *models)
     assert answer.code == 0, answer.err
     rows = list(csv.DictReader((campaign / "reports" / "concepts" / "tail.csv").read_text().splitlines()))
     models = {row["model"] for row in rows}
@@ -101,22 +99,17 @@ def test_models_are_drawn_and_judged(campaign: Path, capsys: pytest.CaptureFixtu
     (finding,) = [x for x in findings(Campaign.open(campaign).store) if "Rare" in x.title]
     assert [row[0] for row in finding.rows][1:] == ["monolith", "ensemble:top-1", "ensemble:full"]
     before = (campaign / "reports" / "concepts" / "tail.csv").read_bytes()
-    assert (
-        command(capsys, *argv, *[x for m in sorted(models) if "real" not in m for x in ("--model", m)]).code
-        == 0
-    )
+    assert said(*argv, *[x for m in sorted(models) if "real" not in m for x in ("--model", m)]).code == 0
     again = (campaign / "reports" / "concepts" / "tail.csv").read_bytes()
     assert sorted(again.splitlines()) == sorted(before.splitlines())  # the same noise, the same pictures
 
 
-def test_what_is_missing_is_said(campaign: Path, capsys: pytest.CaptureFixture[str]):
-    refused(command(capsys, "concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
-    refused(command(capsys, "concepts", "tail", campaign, "--n", "9999"), "ask for at most")
-    refused(
-        command(capsys, "concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept"
-    )
-    command(capsys, "concepts", "tail", campaign, "--n", "2")
-    command(capsys, "concepts", "index", campaign, "--least", "4")
-    refused(command(capsys, "concepts", "evaluate", campaign), "other concepts")
+def test_what_is_missing_is_said(campaign: Path, said: Said):
+    refused(said("concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
+    refused(said("concepts", "tail", campaign, "--n", "9999"), "ask for at most")
+    refused(said("concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept")
+    said("concepts", "tail", campaign, "--n", "2")
+    said("concepts", "index", campaign, "--least", "4")
+    refused(said("concepts", "evaluate", campaign), "other concepts")
     (campaign / "reports" / "concepts" / "counts.json").unlink()
-    refused(command(capsys, "concepts", "tail", campaign), "no counts", "atoll concepts audit")
+    refused(said("concepts", "tail", campaign), "no counts", "atoll concepts audit")

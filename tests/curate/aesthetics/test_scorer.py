@@ -54,19 +54,12 @@ def gradients(module: torch.nn.Module) -> dict[str, bool]:
 def test_the_published_scale_is_its_tree():
     human = Scale.load("human")
     whole = {human.names[human.root]: {human.names[n] for n in human.parts[human.root]}}
-    assert whole == {
-        "Comprehensive Aesthetic Score": {
-            "Facial Aesthetic Score",
-            "Environment",
-            "General Appearance Aesthetic Score",
-        }
-    }
+    parts = {"Facial Aesthetic Score", "Environment", "General Appearance Aesthetic Score"}
+    assert whole == {"Comprehensive Aesthetic Score": parts}
     assert [len(parts) for parts in human.parts] == [0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 3, 3]
     assert human.question(0, whole=False).endswith("of the human image from 12 different dimensions?")
-    assert (
-        human.answers([0, 4] + [-1] * 10)
-        == "1. Facial Brightness : bad\n2. Facial Feature Clarity : excellent"
-    )
+    answer = "1. Facial Brightness : bad\n2. Facial Feature Clarity : excellent"
+    assert human.answers([0, 4] + [-1] * 10) == answer
     scores = torch.tensor([0.0, 0.19, 0.2, 0.59, 0.6, 0.99, 1.0, float("nan")])
     assert human.level(scores).tolist() == [0, 0, 1, 2, 3, 4, 4, -1]
 
@@ -134,9 +127,7 @@ def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels:
     again, file = Scorer.load(str(tmp_path / "s"))
     assert torch.equal(again.scores(seen), scores)
     assert file.scale == SCALE and file.training["epochs"] == 40
-    assert torch.equal(scorer.scores(seen[:1]), scores[:1]) or torch.allclose(
-        scorer.scores(seen[:1]), scores[:1], atol=1e-5
-    )
+    assert torch.allclose(scorer.scores(seen[:1]), scores[:1], atol=1e-5)
 
 
 def test_an_image_text_model_is_trained_by_lora_and_loaded(tmp_path: Path):
@@ -187,36 +178,30 @@ def test_levels_are_counted_by_hand():
     assert found["F1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
-WRONG_SCALES = {
-    "cycle": [("a", "b"), ("b", "a"), ("c", None)],
-    "which is no dimension": [("a", "b"), ("c", None)],
-    "stands twice": [("a", None), ("a", None)],
-    "exactly one": [("a", None), ("b", None)],
-}
+def test_a_scale_that_is_no_tree_is_refused():
+    for words, tree in (
+        ("cycle", [("a", "b"), ("b", "a"), ("c", None)]),
+        ("which is no dimension", [("a", "b"), ("c", None)]),
+        ("stands twice", [("a", None), ("a", None)]),
+        ("exactly one", [("a", None), ("b", None)]),
+    ):
+        dimensions = [{"name": name, "parent": parent} for name, parent in tree]
+        with pytest.raises(ConfigError, match=words):
+            Scale.parse({"dimensions": dimensions}, "a scale")
 
 
-@pytest.mark.parametrize("what", WRONG_SCALES)
-def test_a_scale_that_is_no_tree_is_refused(what: str):
-    tree = {"dimensions": [{"name": name, "parent": parent} for name, parent in WRONG_SCALES[what]]}
-    with pytest.raises(ConfigError, match=what):
-        Scale.parse(tree, "a scale")
-
-
-WRONG_LABELS = {
-    "2 scores for 3 dimensions": [{"image": "0-0.png", "scores": [0.1, 0.2]}],
-    "not from 0 to 1": [{"image": "0-0.png", "score": 7.0}],
-    "is no score": [{"image": "0-0.png", "score": "good"}],
-    "has no score": [{"image": "0-0.png", "score": None}, {"image": "0-1.png", "score": 0.5}],
-    "does not say which pictures": [{"picture": "0-0.png", "score": 0.5}],
-    "cannot read": [{"image": "gone.png", "score": 0.5}, {"image": "0-1.png", "score": 0.5}],
-}
-
-
-@pytest.mark.parametrize("what", WRONG_LABELS)
-def test_wrong_labels_are_refused_in_one_line(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_labels_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pictures(tmp_path, groups=1, each=2)
     (tmp_path / "scale.yaml").write_text(json.dumps(SCALE.model_dump()))
-    pq.write_table(pa.Table.from_pylist(WRONG_LABELS[what]), tmp_path / "wrong.parquet")
     how = ["--scale", tmp_path / "scale.yaml", "--backbone", BACKBONE, "--out", tmp_path / "s"]
-    refused(command(capsys, "aesthetics", "train", tmp_path / "wrong.parquet", *how), what)
+    for words, *rows in (
+        ("2 scores for 3 dimensions", {"image": "0-0.png", "scores": [0.1, 0.2]}),
+        ("not from 0 to 1", {"image": "0-0.png", "score": 7.0}),
+        ("is no score", {"image": "0-0.png", "score": "good"}),
+        ("has no score", {"image": "0-0.png", "score": None}, {"image": "0-1.png", "score": 0.5}),
+        ("does not say which pictures", {"picture": "0-0.png", "score": 0.5}),
+        ("cannot read", {"image": "gone.png", "score": 0.5}, {"image": "0-1.png", "score": 0.5}),
+    ):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "wrong.parquet")
+        refused(command(capsys, "aesthetics", "train", tmp_path / "wrong.parquet", *how), words)
     assert not (tmp_path / "s").exists()
