@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,23 +152,18 @@ def _rejects(campaign: Campaign, contents: Contents) -> list[tuple[Reject, Pictu
         seen[reject.reason] += 1
         if seen[reject.reason] <= REJECTED // min(REJECTED, len(reasons)):
             chosen.append(reject)
-    pictures = dict(_in_source(campaign, {reject.key for reject in chosen}))
-    return [(reject, pictures.get(reject.key)) for reject in chosen]
 
-
-def _in_source(campaign: Campaign, keys: set[str]) -> Iterator[tuple[str, Picture]]:
-    """Pictures of the source's positions of these keys, as far as it has them and they can be read."""
+    # A reject is in no shard: its picture is only where it was rejected from, if that can still be read.
+    keys, pictures = {reject.key for reject in chosen}, dict[str, Picture]()
     source = campaign.config.source(campaign.store.location)
-    if not keys or source is None or source == "glyphs":
-        return
-    try:
-        opened = open_sources(source, campaign.config.data.ingest)
-        for item in opened.records(0, min(len(opened), SEARCHED)):
-            if isinstance(item, Record) and clean_key(item.key) in keys and isinstance(item.image, bytes):
-                with suppress(BadImageError):
-                    yield clean_key(item.key), _thumbnail(decode(item.image))
-    except AtollError:
-        return
+    if keys and source is not None and source != "glyphs":
+        with suppress(AtollError):
+            opened = open_sources(source, campaign.config.data.ingest)
+            for item in opened.records(0, min(len(opened), SEARCHED)):
+                if isinstance(item, Record) and clean_key(item.key) in keys and isinstance(item.image, bytes):
+                    with suppress(BadImageError):
+                        pictures[clean_key(item.key)] = _thumbnail(decode(item.image))
+    return [(reject, pictures.get(reject.key)) for reject in chosen]
 
 
 def _thumbnail(image: Image.Image) -> Picture:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
@@ -79,18 +79,56 @@ def pixelated(pictures: Sequence[Picture | None]) -> bool:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run with its plan and the card of its published network, where they are there, and its log."""
+    """A run as far as it is, from its plan, its log and the card of its published network."""
 
     run: Run
     plan: RunPlan | None
     card: Card | None
-    lines: Sequence[MetricsLine]
+    losses: list[Point]
+    """Images seen and training loss, where it is finite."""
+    not_finite: int
+    """Training losses that are not."""
+    validation: list[Point]
+    """Times t of the last validation and losses."""
+    accuracy: list[Point]
+    """Times t of the last validation and the router's accuracy."""
+    validation_loss: float | None
+    """Mean of the last validation losses; none where one of them is not finite."""
+    seen: int
+    """Images so far."""
+    seconds: float | None
+    """Of training so far."""
+
+    @classmethod
+    def of(cls, run: Run, plan: RunPlan | None, card: Card | None, lines: Sequence[MetricsLine]) -> Self:
+        """A run with the lines of its log, those of training and of validations mixed."""
+        trained = [line for line in lines if "loss" in line.model_fields_set]
+        losses = [(float(line.samples), finite(line.loss)) for line in trained]
+        known = [(seen, loss) for seen, loss in losses if loss is not None]
+        last = next((line for line in reversed(lines) if line.validation), MetricsLine(samples=0))
+        validation, accuracy = (
+            [(t, v) for t, value in zip(last.times, of, strict=False) if (v := finite(value)) is not None]
+            for of in (last.validation, last.accuracy_by_time)
+        )
+        complete = validation and len(validation) == len(last.validation)
+        spent = finite(card.provenance.get("seconds")) if card else None
+        return cls(
+            run=run,
+            plan=plan,
+            card=card,
+            losses=known,
+            not_finite=len(losses) - len(known),
+            validation=validation,
+            accuracy=accuracy,
+            validation_loss=sum(v for _, v in validation) / len(validation) if complete else None,
+            seen=card.samples if card else max((line.samples for line in lines), default=0),
+            seconds=trained[-1].seconds if trained and not card else spent,
+        )
 
     @property
     def name(self) -> str:
         """As the page calls it."""
-        number = "" if self.run.expert is None else f" {self.run.expert}"
-        return f"{self.run.kind.title}{number}"
+        return f"{self.run.kind.title}{'' if self.run.expert is None else f' {self.run.expert}'}"
 
     @property
     def style(self) -> str:
@@ -102,59 +140,11 @@ class LoggedRun:
         """Whether the network is published."""
         return self.card is not None
 
-    @cached_property
-    def trained(self) -> list[MetricsLine]:
-        """Lines of training, not of a validation."""
-        return [line for line in self.lines if "loss" in line.model_fields_set]
-
-    @cached_property
-    def losses(self) -> list[Point]:
-        """Images seen and training loss, where it is finite."""
-        points = ((float(line.samples), finite(line.loss)) for line in self.trained)
-        return [(seen, loss) for seen, loss in points if loss is not None]
-
-    @cached_property
-    def checked(self) -> MetricsLine:
-        """The last validation; an empty line where there was none."""
-        return next((line for line in reversed(self.lines) if line.validation), MetricsLine(samples=0))
-
-    @property
-    def validation(self) -> list[Point]:
-        """Times t of the last validation and losses."""
-        return self._over_time(self.checked.validation)
-
-    @property
-    def accuracy(self) -> list[Point]:
-        """Times t of the last validation and the router's accuracy."""
-        return self._over_time(self.checked.accuracy_by_time)
-
-    def _over_time(self, values: Sequence[float | None]) -> list[Point]:
-        pairs = zip(self.checked.times, map(finite, values), strict=False)
-        return [(t, value) for t, value in pairs if value is not None]
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Mean of the last validation losses; none where one of them is not finite."""
-        values = [value for _, value in self.validation]
-        return sum(values) / len(values) if values and len(values) == len(self.checked.validation) else None
-
-    @property
-    def seen(self) -> int:
-        """Images seen so far."""
-        return self.card.samples if self.card else max((line.samples for line in self.lines), default=0)
-
     @property
     def samples(self) -> int | None:
         """Images of the whole run."""
         numbers = self.card or self.plan
         return numbers.samples if numbers else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of training so far."""
-        if self.card:
-            return finite(self.card.provenance.get("seconds"))
-        return self.trained[-1].seconds if self.trained else None
 
     @property
     def train_flops(self) -> float | None:
@@ -192,7 +182,7 @@ class Facts:
             runs = runs_as(role, self.partition.k)
             if role.assembled or role.name == BASELINE or self.store.exists(runs[0].plan):
                 chosen[role.name] = [
-                    LoggedRun(
+                    LoggedRun.of(
                         run,
                         self.optional(run.plan, RunPlan),
                         self.optional(f"{run.network}/card.json", Card),
