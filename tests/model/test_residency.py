@@ -292,8 +292,10 @@ def test_weights_of_another_network_are_refused(change, message: str, tmp_path: 
     change(weights)
     save_file(weights, tmp_path / "a")
     for held in (weights, FileWeights(tmp_path / "a")):
-        with pytest.raises(StoreError, match=message):
-            ResidentExperts([StoredExpert(one.config, one.family, one.prediction, one.schedule, held)])
+        other = replace(one, weights=held)
+        for stored in ([other], [one, other]):  # the first of its architecture, or not
+            with pytest.raises(StoreError, match=message):
+                ResidentExperts(stored)
 
 
 def test_a_file_that_changes_while_it_is_open(experts: list[Expert], tmp_path: Path) -> None:

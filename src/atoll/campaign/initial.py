@@ -147,6 +147,7 @@ def publish_initial(
         unused=list(fit.unused),
     )
     data = save_tensors(tensors, metadata={"format": "pt"})
+    # Weights first, then `init.json` if-absent: what it names is whole, and of the first that came.
     try:
         publish(store, FOLDER, {"config.json": to_json(settings), WEIGHTS: data}, MANIFEST, initial)
     except Conflict:  # two that finish pretraining at once lay the same weights

@@ -80,6 +80,7 @@ class TextEncoder:
 
     def states(self, captions: Iterable[str], batch: int = 128) -> dict[str, Tensor]:
         """Token states `(length, D)` of every distinct caption, float32."""
+        # By length, so that captions of a batch are about equally long and are encoded in few calls.
         distinct = sorted(set(captions), key=lambda c: (len(c), c))
         states: dict[str, Tensor] = {}
         for start in range(0, len(distinct), batch):

@@ -69,6 +69,7 @@ class Bank:
         """See `dispatch.Prefetching`; shared pretraining's network is always at hand."""
         if not isinstance(self.experts, Prefetching):
             return now
+        # Shared pretraining's network is no resident expert, and so never one that has to be brought.
         own = self.experts.prefetch([number for number in now if number < self.k], next)
         return [*own, *(number for number in now if number >= self.k)]
 

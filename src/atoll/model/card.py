@@ -107,6 +107,7 @@ def text_length(card: Card) -> int:
 
 def check_together(cards: list[Card]) -> None:
     """Refuse parts of different partitions, latents, text encoders or conditions (`PartitionError`)."""
+    # Parts that differ in one of these would sample all the same, and draw noise or other pictures.
     first = cards[0]
     for card in cards[1:]:
         for field in ("partition", "latents", "text", "condition"):

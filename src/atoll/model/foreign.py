@@ -167,6 +167,7 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
             " (network.depth, heads, head_width, patch)",
         )
     parameters = dict(network.named_parameters())
+    # A damaged checkpoint would only show as a loss that is NaN, hours of queueing later.
     for key in fit.kept:
         if not torch.isfinite(weights[key]).all():
             raise ConfigError(f"{key} of {name} holds numbers that are not finite", "use another checkpoint")

@@ -51,4 +51,5 @@ class Generation(Config):
 
     def for_condition(self, kind: str) -> Self:
         """As a model of this kind of condition (`text`, `class`, `none`) draws: without one, unguided."""
+        # Both branches would be one network at one input: guidance would cost twice and change nothing.
         return self.with_(guidance=1.0) if kind == "none" else self

@@ -166,6 +166,7 @@ def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
         raise ConfigError(f"{root} is a file", "give a folder")
     index = root / MODEL_INDEX
     held = read_tree(index).get("_class_name") if index.is_file() else None
+    # Parts that are not of this pipeline are removed on writing: a wrong path must not cost a folder.
     if root.is_dir() and any(root.iterdir()) and held != kind:
         raise ConfigError(f"{root} holds something else", "give a new folder")
     if (root.parent / "campaign.json").is_file():

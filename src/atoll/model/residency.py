@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.model.expert import Expert
 from atoll.model.settings import Residency
-from atoll.model.stored import REMEDY, FileWeights, Spec, StoredExpert
+from atoll.model.stored import FileWeights, Spec, StoredExpert
 
 ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 
@@ -60,7 +60,8 @@ class ResidentExperts:
                 if key not in self._skeletons:
                     self._skeletons[key] = _SharedModule(source, self.device, dtype, compile)
                 module = self._skeletons[key]
-                module.layout.check(source, f"expert {number}")
+                if _shapes(source.specs) != _shapes(module.layout.specs):
+                    source.network()  # refuses it, by the first tensor that is not its settings'
                 expert = Expert(
                     module.network, source.family, source.prediction, source.schedule, source.card
                 )
@@ -261,17 +262,6 @@ class Layout:
             tensors[name] = part.view(spec.dtype).view(spec.shape)
         return tensors
 
-    def check(self, expert: StoredExpert, name: str) -> None:
-        """Refuse weights that are not those of this architecture, in name or shape (`StoreError`)."""
-        there = expert.specs
-        for missing in self.specs.keys() - there.keys():
-            raise StoreError(f"{name} has no tensor {missing}", REMEDY)
-        for unknown in there.keys() - self.specs.keys():
-            raise StoreError(f"{name} has a tensor {unknown} that its network lacks", REMEDY)
-        for key, spec in self.specs.items():
-            if (shape := there[key].shape) != spec.shape:
-                raise StoreError(f"{key} of {name} has shape {shape}, its network {spec.shape}", REMEDY)
-
     def read(self, expert: StoredExpert, block: Tensor) -> None:
         """Fill a block of the CPU with an expert's weights, converted where dtypes differ."""
         weights = expert.weights
@@ -280,6 +270,10 @@ class Layout:
                 weights.read(key, view)
             else:
                 view.copy_(weights[key])
+
+
+def _shapes(specs: Mapping[str, Spec]) -> dict[str, tuple[int, ...]]:
+    return {name: spec.shape for name, spec in specs.items()}
 
 
 @dataclass(eq=False)

@@ -217,6 +217,7 @@ class Sampler:
     def estimates(self, numbers: Sequence[int]) -> Float[Tensor, "n C H W"]:
         """What the latents of some rows are taken to be after the last step: `x_0 = x_t - t v`."""
         assert self.v is not None
+        # The flow at the last step, followed straight to t = 0; v is kept for it, so no network is asked.
         t = self.x.new_tensor([self.rows[n].times[self.rows[n].step] for n in numbers])
         return self.x[list(numbers)] - t.view(-1, 1, 1, 1) * self.v[list(numbers)]
 

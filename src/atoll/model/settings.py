@@ -29,6 +29,7 @@ class Residency(Config):
         """How many of `count` experts stay, and in how many places of `size` bytes each."""
         places = count if self.experts is None else min(count, self.experts + self.prefetch)
         places = _fitting(places, self.bytes, size, "bytes")
+        # One place is for the expert on its way, unless all fit, or there is only one.
         return places - (self.prefetch and 1 < places < count), places
 
     def host_places(self, count: int, size: int) -> int:

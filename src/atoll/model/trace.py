@@ -55,6 +55,7 @@ class Trace:
     @property
     def router_share(self) -> float:
         """The router's part of all operations; NaN where costs are unknown."""
+        # NaN spreads through the sum: a share of unknown costs is unknown, not 0.
         total = self.router_flops + self.expert_flops
         return self.router_flops / total if total else math.nan
 
@@ -62,9 +63,7 @@ class Trace:
     def joined(cls, traces: Sequence["Trace"]) -> "Trace":
         """One trace of several batches that took the same number of steps, samples one after the other."""
         steps = zip(*(t.weights for t in traces), strict=True)
-        sums = ("router_calls", "expert_calls", "expert_runs", "router_flops", "expert_flops")
-        return cls(
-            [torch.cat(parts) for parts in steps],
-            *(sum(getattr(trace, name) for trace in traces) for name in sums),
-            branches=traces[0].branches,
-        )
+        joined = cls([torch.cat(parts) for parts in steps], branches=traces[0].branches)
+        for name in ("router_calls", "expert_calls", "expert_runs", "router_flops", "expert_flops"):
+            setattr(joined, name, sum(getattr(trace, name) for trace in traces))
+        return joined

@@ -258,6 +258,7 @@ class Flux(_Joint):
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         common = super().arguments(config, shape)
         width = common["attention_head_dim"]
+        # Rotary positions take an even width, in the published proportions.
         side = width * 7 // 32 * 2  # of 128: 56 for each side of the picture, 16 for the first axis
         if width % 2 or not side:
             raise ConfigError(f"flux heads are {width} wide", "make head_width even and at least 6")
