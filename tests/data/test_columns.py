@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import DataError, StoreError
-from atoll.data.audit import audit
 from atoll.data.columns import Column, describe, ragged
+from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
 from atoll.data.formats import Shard

@@ -7,7 +7,7 @@ import torch
 
 from atoll.base.errors import DataError, StoreError
 from atoll.base.hashing import digest_strings
-from atoll.data.audit import audit
+from atoll.data.contents import audit
 from atoll.data.dataset import DataSet, to_parquet
 from atoll.data.subsets import union, write_subset
 from atoll.store.store import Store

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageEnhance
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
 from atoll.data import partition as partitions
-from atoll.data.audit import audit
+from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
 from atoll.data.ingest import ingest

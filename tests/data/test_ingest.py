@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.audit import audit
+from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.images import safe_id

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.audit import audit
+from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.ingest import IngestJob, ingest

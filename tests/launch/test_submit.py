@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from atoll.campaign.folder import Campaign
-from atoll.data.audit import audit
+from atoll.data.contents import audit
 from atoll.launch import sky
 from atoll.launch.submit import data_jobs, plan_jobs
 from helpers import Run, partitioned, refused, write_campaign

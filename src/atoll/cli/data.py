@@ -60,7 +60,7 @@ def show(campaign: str, page: Path | None) -> None:
 @CAMPAIGN
 def audit(campaign: str) -> None:
     """Check every file of the data set against its size and hash."""
-    from atoll.data.audit import audit as check
+    from atoll.data.contents import audit as check
 
     problems = check(open_campaign(campaign).dataset())
     for problem in problems:

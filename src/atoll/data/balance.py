@@ -131,8 +131,8 @@ def set_prices(
             prices[number] = _price(gains, weights, low[number], high[number])
             costs[number] = distances[number] + prices[number]
         held = np.bincount(costs.argmin(0), weights, len(prices))
-        kept = (held >= low * (1 - 1e-9)).all() and (held <= high * (1 + 1e-9)).all()
-        if kept and np.abs(prices - before).max() < CLOSE:
+        within = (held >= low * (1 - 1e-9)).all() and (held <= high * (1 + 1e-9)).all()
+        if within and np.abs(prices - before).max() < CLOSE:
             break
     return prices.astype(np.float64)
 

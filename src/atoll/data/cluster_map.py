@@ -52,41 +52,37 @@ def cluster_map(
         axes, explained = _plane(middles, values)
         places = ((values - middles.mean(0)) @ axes.T).round(4)
         points = [(float(x), float(y), int(c)) for (x, y), c in zip(places, clusters[rows], strict=True)]
-    return ClusterMap(points=points, explained=explained, words=_words(dataset, train, clusters, k))
+
+    # Words by cluster, from the captions of some shards: all captions of a large data set take hours.
+    counts, rows_of = [Counter[str]() for _ in range(k)], np.zeros(k, np.int64)
+    trained = np.zeros(len(dataset), bool)
+    trained[train] = True
+    for shard in some_rows(np.arange(len(dataset.shards)), SHARDS).tolist():
+        captions = dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()
+        for row, caption in enumerate(captions, int(dataset.bounds[shard])):
+            if trained[row]:
+                rows_of[clusters[row]] += 1
+                counts[clusters[row]].update(set(words_of(caption or "")) - NO_NOUNS)
+    words = sorted({word for counter in counts for word, count in counter.items() if count >= LEAST})
+    table = np.array([[counter[word] for counter in counts] for word in words]).reshape(len(words), k)
+    best = telling(table, rows_of, WORDS, LEAST) if words else [[] for _ in range(k)]
+    return ClusterMap(points=points, explained=explained, words=[[words[n] for n in each] for each in best])
 
 
 def _plane(middles: Features, values: Features) -> tuple[Features, float]:
     """Two directions `(2, D)`, first those in which middles differ, and the part of that variance in them."""
     _, scales, directions = np.linalg.svd(middles - middles.mean(0), full_matrices=False)
-    kept = directions[: min(2, len(middles) - 1)]
-    if len(kept) < 2:  # two middles lie on a line, one on a point: the rows tell the rest
+    first = directions[: min(2, len(middles) - 1)]
+    if len(first) < 2:  # two middles lie on a line, one on a point: the rows tell the rest
         rest = values - values.mean(0)
-        rest = rest - rest @ kept.T @ kept
-        kept = np.concatenate([kept, np.linalg.svd(rest, full_matrices=False)[2][: 2 - len(kept)]])
+        rest = rest - rest @ first.T @ first
+        first = np.concatenate([first, np.linalg.svd(rest, full_matrices=False)[2][: 2 - len(first)]])
     axes = np.zeros((2, middles.shape[1]), np.float32)
-    axes[: len(kept)] = kept
+    axes[: len(first)] = first
     # A direction is as good as its opposite: its largest entry is positive.
     axes *= np.sign(np.take_along_axis(axes, np.abs(axes).argmax(1)[:, None], 1))
     whole = float((scales**2).sum())
     return axes, min(1.0, float((scales[:2] ** 2).sum()) / whole) if whole > 0 else 1.0
-
-
-def _words(dataset: DataSet, train: I64, clusters: I64, k: int) -> list[list[str]]:
-    chosen = some_rows(np.arange(len(dataset.shards)), SHARDS)
-    counts, rows = [Counter[str]() for _ in range(k)], np.zeros(k, np.int64)
-    trained = np.zeros(len(dataset), bool)
-    trained[train] = True
-    for shard in chosen.tolist():
-        captions = dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()
-        for row, caption in enumerate(captions, int(dataset.bounds[shard])):
-            if trained[row]:
-                rows[clusters[row]] += 1
-                counts[clusters[row]].update(set(words_of(caption or "")) - NO_NOUNS)
-    words = sorted({word for counter in counts for word, count in counter.items() if count >= LEAST})
-    if not words:
-        return [[] for _ in range(k)]
-    table = np.array([[counter[word] for counter in counts] for word in words])
-    return [[words[n] for n in best] for best in telling(table, rows, WORDS, LEAST)]
 
 
 def _some(features: Column, train: I64, most: int) -> tuple[I64, Features]:

@@ -43,36 +43,25 @@ class _Mapped(NamedTuple):
     bytes: Bytes  # of each value, in the same memory
     lengths: Rows  # empty for a fixed column
     starts: Rows
-    which: Rows  # the index; empty where row n has sequence n
+    index: Rows  # sequences that rows choose from, row after row
     bounds: Rows  # of each row's part of it
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "_Mapped":
-        none = torch.empty(0)
-        lengths, index, choices = (
-            tensors.get(name, none).numpy().astype(np.int64) for name in ("lengths", "index", "choices")
-        )
-        bounds = np.concatenate([[0], choices.cumsum()])
-        values = tensors["values"]
+        values, lengths = tensors["values"], tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
+        index, bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)  # row n has sequence n
+        if "index" in tensors:
+            index = tensors["index"].numpy().astype(np.int64)
+            bounds = np.concatenate([[0], tensors["choices"].numpy().astype(np.int64).cumsum()])
         return cls(values, _bytes(values), lengths, lengths.cumsum() - lengths, index, bounds)
-
-    @property
-    def chooses(self) -> bool:  # whether a row has several sequences
-        return len(self.which) > len(self.bounds) - 1
 
     def sequences(self, rows: Rows, chances: NDArray[np.float32] | None) -> Rows:
         """The sequence of each row: the first of its own, or that which chance in [0, 1) falls on."""
-        if not len(self.which):
-            return rows
         first, end = self.bounds[rows], self.bounds[rows + 1]
         if chances is None:
-            return self.which[first]
-        return self.which[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
-
-    def all_sequences(self, row: int) -> list[int]:
-        if not len(self.which):
-            return [row]
-        return [*map(int, self.which[self.bounds[row] : self.bounds[row + 1]])]
+            return self.index[first]
+        # A chance of nearly 1 may round up to the end.
+        return self.index[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
 
 
 class Column:
@@ -146,9 +135,9 @@ class Column:
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
-        chances = (
-            draw().numpy() if draw is not None and any(mapped.chooses for mapped, _, _ in parts) else None
-        )
+        # Nothing is drawn where there is no choice: uniforms of every batch would cost more than the reading.
+        several = any(len(mapped.index) > len(mapped.bounds) - 1 for mapped, _, _ in parts)
+        chances = draw().numpy() if draw is not None and several else None
         parts = [
             (mapped, where, mapped.sequences(local, None if chances is None else chances[where]))
             for mapped, where, local in parts
@@ -178,7 +167,8 @@ class Column:
         for shard, where, local in by_shard(self.bounds, rows):
             mapped = self._map(shard)
             for place, row in zip(where.tolist(), local.tolist(), strict=True):
-                keys[place] = [(shard, sequence) for sequence in mapped.all_sequences(row)]
+                sequences = mapped.index[mapped.bounds[row] : mapped.bounds[row + 1]].tolist()
+                keys[place] = [(shard, sequence) for sequence in sequences]
 
         def sequence(key: tuple[int, int]) -> Tensor:
             mapped = self._map(key[0])
@@ -279,8 +269,12 @@ def describe(tensors: Mapping[str, Tensor], kind: Kind, rows: int, where: str) -
         if not _are_counts(lengths, None if shared else rows):
             raise DataError(f"{where}: lengths of shape {tuple(lengths.shape)} for {rows} rows")
         longest, count = int(lengths.max()), int(lengths.sum())
-        if shared and not _is_index(tensors["index"], tensors["choices"], rows, len(lengths)):
-            raise DataError(f"{where}: index and choices do not fit {rows} rows and {len(lengths)} sequences")
+        if shared:  # every row has a sequence, and every sequence is there
+            index, choices = tensors["index"], tensors["choices"]
+            fits = _are_counts(choices, rows) and int(choices.min()) > 0
+            if not (fits and _are_counts(index, int(choices.sum())) and int(index.max()) < len(lengths)):
+                what = f"index and choices do not fit {rows} rows and {len(lengths)} sequences"
+                raise DataError(f"{where}: {what}")
     if values.ndim == 0 or values.shape[0] != count:
         raise DataError(f"{where}: values of shape {tuple(values.shape)} for {count} entries")
     return str(values.dtype).removeprefix("torch."), list(values.shape[1:]), longest
@@ -290,12 +284,6 @@ def _are_counts(numbers: Tensor, count: int | None) -> bool:
     whole = not (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype == torch.bool)
     size = numbers.ndim == 1 and len(numbers) > 0 and count in (None, len(numbers))
     return whole and size and int(numbers.min()) >= 0
-
-
-def _is_index(index: Tensor, choices: Tensor, rows: int, sequences: int) -> bool:
-    if not (_are_counts(choices, rows) and int(choices.min()) > 0):
-        return False
-    return _are_counts(index, int(choices.sum())) and int(index.max()) < sequences
 
 
 def by_shard(bounds: Rows, rows: Rows) -> Iterator[tuple[int, Rows, Rows]]:

@@ -126,9 +126,9 @@ class DataSet:
         """Rows by number, in order; only the shards that hold them are read, each once."""
         parts = list(by_shard(self.bounds, np.asarray(rows, dtype=np.int64)))
         table = pa.concat_tables([self.shard_table(shard).take(pa.array(local)) for shard, _, local in parts])
-        place = np.concatenate([where for _, where, _ in parts])
+        positions = np.concatenate([where for _, where, _ in parts])
         # Ascending rows, such as an island's, lie in order: their texts may be more than Arrow moves at once.
-        return table if (np.diff(place) > 0).all() else table.take(pa.array(np.argsort(place)))
+        return table if (np.diff(positions) > 0).all() else table.take(pa.array(np.argsort(positions)))
 
     @cached_property
     def ids(self) -> list[str]:

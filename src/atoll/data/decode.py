@@ -186,13 +186,13 @@ def merged(pictures: Mapping[Size, int], buckets: Sequence[Size], least: int) ->
 
     `pictures` counts them by width and height.
     """
-    kept, count = list(buckets), np.array(list(pictures.values()))
+    sizes, counts = list(buckets), np.array(list(pictures.values()))
     if not pictures:
-        return kept
+        return sizes
     widths, heights = np.array(list(pictures)).T
-    while len(kept) > 1:
-        held = np.bincount(nearest(widths, heights, kept), count, len(kept))
+    while len(sizes) > 1:
+        held = np.bincount(nearest(widths, heights, sizes), counts, len(sizes))
         if held.min() >= least:
             break
-        del kept[int(held.argmin())]
-    return kept
+        del sizes[int(held.argmin())]
+    return sizes

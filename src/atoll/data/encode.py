@@ -81,10 +81,10 @@ def text_job(
         captions = captions_of(dataset, shard)
         distinct = {caption: None for row in captions for caption in row}
         if precompute:
-            found = {caption: states.half() for caption, states in encoder.states(distinct).items()}
+            states = {caption: state.half() for caption, state in encoder.states(distinct).items()}
         else:
-            found = dict(zip(distinct, encoder.tokens([*distinct]), strict=True))
-        return ragged(captions, found.__getitem__)
+            states = dict(zip(distinct, encoder.tokens([*distinct]), strict=True))
+        return ragged(captions, states.__getitem__)
 
     # The null condition is the encoding of "" with its mask: an all-zero mask would be uniform attention.
     null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
@@ -98,4 +98,4 @@ def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     if "captions" not in table.column_names:
         return [[caption] for caption in first]
     every = table.column("captions").to_pylist()
-    return [list(dict.fromkeys([one, *(more or [])])) for one, more in zip(first, every, strict=True)]
+    return [list(dict.fromkeys([main, *(others or [])])) for main, others in zip(first, every, strict=True)]

@@ -105,7 +105,7 @@ class BucketOrder:
         self.batch, self.seed = batch, seed
         self.id_hash = f"{id_hash}/{hashlib.blake2b(buckets.tobytes(), digest_size=16).hexdigest()}"
         mass = np.ones(len(buckets)) if weights is None else np.asarray(weights, dtype=np.float64)
-        self.members = [np.flatnonzero((buckets == one) & (mass > 0)) for one in np.unique(buckets)]
+        self.members = [np.flatnonzero((buckets == bucket) & (mass > 0)) for bucket in np.unique(buckets)]
         self.members = [rows for rows in self.members if len(rows)]
         self.masses = np.array([mass[rows].sum() for rows in self.members])
         self.streams = [

@@ -381,11 +381,11 @@ def merge(
     capacities = np.array(config.capacities or [1.0] * k)
     held, merged = np.zeros(k), [list[str]() for _ in range(k)]
     for number in np.argsort(-totals, kind="stable"):
-        place = int(((held + totals[number]) / capacities).argmin())
-        held[place] += totals[number]
-        merged[place].append(str(names[number]))
+        emptiest = int(((held + totals[number]) / capacities).argmin())
+        held[emptiest] += totals[number]
+        merged[emptiest].append(str(names[number]))
     order = range(k) if config.capacities else np.argsort(-held, kind="stable").tolist()
-    return [merged[place] for place in order]
+    return [merged[number] for number in order]
 
 
 def clusters_by(values: NDArray[np.str_], merged: Sequence[Sequence[str]]) -> NDArray[np.int64]:

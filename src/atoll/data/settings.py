@@ -193,14 +193,14 @@ class BucketConfig(Config):
         """
         if not isinstance(self.sizes, str):
             return [parse_size(text) for text in self.sizes]
-        found: dict[Size, None] = {}
+        sizes: dict[Size, None] = {}
         for width, height in ASPECTS[self.sizes]:
             aspect = width / height
             exact = (size * size / aspect) ** 0.5
             sides = (exact * aspect, exact)
             wide, high = (max(self.multiple, round(side / self.multiple) * self.multiple) for side in sides)
-            found[wide, high] = None
-        return list(found)
+            sizes[wide, high] = None
+        return list(sizes)
 
 
 class IngestConfig(SourceOptions):

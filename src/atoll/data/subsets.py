@@ -99,26 +99,26 @@ def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence
     finished = DataSet.find(store, prefix, identity, "other parts")
     # A column's `column.json` names the shards of all parts.
     for name in columns:
-        place, metas = join(prefix, "columns", name), [part.column(name).meta for part in parts]
+        target, metas = join(prefix, "columns", name), [part.column(name).meta for part in parts]
         if any(_form(meta) != _form(metas[0]) for meta in metas):
             what = f"column {name!r} differs between the data sets"
             raise DataError(what, "write it again from one producer")
-        places = [join(folder, "columns", name) for folder in folders]
+        sources = [join(folder, "columns", name) for folder in folders]
         entries = [
             entry
-            for meta, source in zip(metas, places, strict=True)
-            for entry in _moved(dict(enumerate(meta.shards)), source, place).values()
+            for meta, source in zip(metas, sources, strict=True)
+            for entry in _moved(dict(enumerate(meta.shards)), source, target).values()
         ]
         joined = metas[0].model_copy(
             update={
                 "max_length": max(meta.max_length for meta in metas),
                 "content": [content for meta in metas for content in meta.content],
                 "shards": entries,
-                "extras": _moved(metas[0].extras, places[0], place),
+                "extras": _moved(metas[0].extras, sources[0], target),
             }
         )
-        store.put_json(f"{place}/column.json", joined.to_json())
-        remove_others(store, place, joined)
+        store.put_json(f"{target}/column.json", joined.to_json())
+        remove_others(store, target, joined)
     return finished or DataSet(store, prefix, manifest).finish()
 
 

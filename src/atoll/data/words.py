@@ -21,8 +21,8 @@ NO_NOUNS = frozenset(_SMALL_WORDS.split())
 
 def words_of(text: str) -> list[str]:
     """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
-    found = WORD.findall(text.casefold())
-    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in found]
+    words = WORD.findall(text.casefold())
+    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]
 
 
 def telling(table: I64, rows: I64, most: int = 5, least: int = 5) -> list[list[int]]:

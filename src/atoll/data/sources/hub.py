@@ -31,12 +31,12 @@ class Name:
     """What `hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT` or `hf:///FOLDER?split=SPLIT` names.
 
     Attributes:
-        place: OWNER/NAME, or the absolute path of a folder.
+        location: OWNER/NAME, or the absolute path of a folder.
         revision: a commit, branch or tag; None for a folder.
         config: the subset; None for the only one.
     """
 
-    place: str
+    location: str
     revision: str | None
     config: str | None
     split: str
@@ -69,10 +69,10 @@ def open_hub(text: str, options: RowOptions) -> Source:
         ConfigError: the package `datasets` is not installed.
     """
     name = Name.parse(text)
-    commit = None if name.revision is None else _commit(name.place, name.revision)
-    if commit is None and not Path(name.place).is_dir():
-        raise DataError(f"there is no folder {name.place}", "check the path")
-    place = f"{name.place}@{commit}" if commit else name.place
+    commit = None if name.revision is None else _commit(name.location, name.revision)
+    if commit is None and not Path(name.location).is_dir():
+        raise DataError(f"there is no folder {name.location}", "check the path")
+    place = f"{name.location}@{commit}" if commit else name.location
     try:
         import datasets
     except ImportError:
@@ -80,7 +80,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        builder = datasets.load_dataset_builder(name.place, name.config, revision=commit)
+        builder = datasets.load_dataset_builder(name.location, name.config, revision=commit)
     except Exception as error:  # of many packages
         what = f"datasets cannot open {place}: {first_line(error)[:300]}"
         raise DataError(what, "check its name, its revision and its layout") from None

@@ -102,7 +102,7 @@ class FilesSource:
 
 
 def to_record(
-    row: Mapping[str, Any], options: RowOptions, key: str, image: bytes | None, place: str
+    row: Mapping[str, Any], options: RowOptions, key: str, image: bytes | None, place_id: str
 ) -> Record | Reject:
     """A row of a table as a record, or what is wrong with it.
 
@@ -111,7 +111,7 @@ def to_record(
         options: resolved options.
         key: where the row is, for people.
         image: bytes of the picture.
-        place: the id, where no column holds it.
+        place_id: the id, where no column holds it.
     """
     if not isinstance(image, bytes) or not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
@@ -126,7 +126,7 @@ def to_record(
         return Reject(key, captions, f"it is of type {type(caption).__name__}" if typed else "")
     if label is None:
         return Reject(key, "label is no integer", repr(value)[:100])
-    name = row.get(options.id) if options.id else place
+    name = row.get(options.id) if options.id else place_id
     if name is None or name == "":
         return Reject(key, "no id", f"column {options.id!r} is empty")
     group = row.get(options.group) if options.group else None
