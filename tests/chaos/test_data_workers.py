@@ -17,7 +17,7 @@ import pytest
 from atoll.store.store import Store
 from chaos.proxy import Weather, stormy
 from chaos.sweep import content, differences
-from data.test_job import repeated
+from data.test_ingest import repeated
 from helpers import write_campaign
 from nursery import Child, Nursery
 from s3 import BUCKET, S3

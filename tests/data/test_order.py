@@ -83,18 +83,10 @@ def test_shuffles_are_even() -> None:
     assert np.abs(ahead - 0.5)[~np.eye(rows, dtype=bool)].max() < 0.04
 
 
-def test_weights_of_one_are_every_row_once() -> None:
-    rows = 300
-    seen = Order.weighted(np.ones(rows), 3, "ids").at(range(3 * rows))
-    for epoch in range(3):
-        assert np.array_equal(np.sort(seen[epoch * rows : (epoch + 1) * rows]), np.arange(rows))
-
-
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
-    weights=st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.5, 1.0, 1.7, 3.0]), min_size=1, max_size=80).filter(
-        any
-    ),
+    weights=st.just([1.0] * 300)
+    | st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.5, 1.0, 1.7, 3.0]), min_size=1, max_size=80).filter(any),
     seed=st.integers(0, 99),
 )
 def test_rows_are_seen_in_proportion_to_their_weights(weights: list[float], seed: int) -> None:
@@ -172,27 +164,6 @@ def test_any_number_of_processes_resumed_anywhere_sees_the_same(
         ]
         assert len({shape for part in seen for shape in buckets[part].tolist()}) == 1
         assert np.array_equal(np.concatenate(seen), rows)
-
-
-def test_what_is_left_over_comes_first_in_the_next_epoch() -> None:
-    """Of ten rows and steps of four, two are left: the third step begins with them."""
-    order = BucketOrder(np.zeros(10, dtype=np.int64), 4, 0, "ids")
-    stream = order.streams[0]
-    begins = order.at(range(4 * 4 * 5)).reshape(-1, 4)
-    assert [int(order.steps_before(epoch)[0]) for epoch in range(5)] == [0, 2, 5, 7, 10]
-    first_epoch = {int(row) for step in begins[:2] for row in step}
-    left = set(range(10)) - first_epoch
-    turns = {tuple(stream.at(range(4 * turn, 4 * turn + 4)).tolist()): turn for turn in range(20)}
-    assert {turns[tuple(step.tolist())] for step in begins[2:5]} == {2, 3, 4}
-    assert set(stream.at([8, 9]).tolist()) == left
-
-
-def test_a_bucket_smaller_than_a_step_waits_until_it_fills_one() -> None:
-    buckets = np.array([0] * 100 + [1] * 3)
-    order = BucketOrder(buckets, 16, 0, "ids")
-    seen = each_step(order, int(order.steps_before(32).sum()))
-    rare = [rows for rows in seen if buckets[rows[0]] == 1]
-    assert len(rare) == 6 and np.bincount(np.concatenate(rare) - 100).tolist() == [32, 32, 32]
 
 
 def test_steps_of_all_buckets_are_mixed() -> None:

@@ -163,8 +163,9 @@ class _Search:
             pairs = [index.alike(block[first], block[second])]
             for some in np.array_split(block, -(-len(block) // ASKED)):
                 if multihash.ntotal:
-                    bounds, _, neighbours = multihash.range_search(hashes[some], bits + 1)
-                    asked = np.repeat(np.arange(len(some)), np.diff(bounds.astype(np.int64)))
+                    ends, _, neighbours = multihash.range_search(hashes[some], bits + 1)
+                    ends = ends.astype(np.int64)
+                    asked = np.repeat(np.arange(len(some)), ends[1:] - ends[:-1])
                     # A pair is found by every part that agrees, up to four times.
                     once = np.unique(asked * multihash.ntotal + neighbours)
                     first, second = once // multihash.ntotal, once % multihash.ntotal

@@ -263,7 +263,7 @@ def load(store: Store) -> Partition:
     about = PartitionFile.read(store, PartitionFile.PLACE)
     damage, data = "", store.get(TENSORS)
     try:
-        tensors = {"prices": np.empty(0, np.float32)}
+        tensors: dict[str, NDArray[Any]] = {"prices": np.empty(0, np.float32)}
         tensors |= {name: tensor.numpy() for name, tensor in load_tensors(data).items()}
         clusters, centroids, prices = (tensors[name] for name in ("clusters", "centroids", "prices"))
         typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}

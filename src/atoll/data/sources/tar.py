@@ -176,13 +176,13 @@ def scan(file: BinaryIO, where: str) -> list[Sample]:
     samples: dict[str, dict[str, Span]] = {}
     fix, end, last_offset = "fetch it again", 0, -1
     try:
-        with tarfile.open(fileobj=_Headers(file), mode="r:", errors="surrogateescape") as tar:
+        with tarfile.open(fileobj=_Headers(file), mode="r:", errors="surrogateescape") as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
                 # A forged size can lead back to the same header, which would be read for ever.
                 if member.offset_data <= last_offset or member.size < 0:
                     raise tarfile.ReadError("a header that leads backwards")
                 last_offset = member.offset_data
-                tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header
+                tar.members.clear()  # it would keep every header
                 _add(samples, member)
             end = tar.offset
     except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
