@@ -49,10 +49,10 @@ from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train import loop
-from atoll.train.ema import Ema
-from atoll.train.expert import DenoiserTask
 from atoll.train.preemption import Interrupted
 from atoll.train.rows import Batch, TrainingRows
+from atoll.train.state import Ema
+from atoll.train.tasks import DenoiserTask
 
 EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
 WARM = 8  # steps of a turn before the clock starts

@@ -50,7 +50,6 @@ def create(
     if source != "glyphs" and not is_url(source) and not expanded(source).exists():
         raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = read_yaml(catalogue.text(recipe), recipe)
-    # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
     place = str(source) if source == "glyphs" else str(expanded(source).absolute())
     tree = merged(merged(tree, {"data": {"source": place}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
@@ -96,7 +95,6 @@ def load(
             None takes unsigned ones too.
     """
     where = device or own_device()
-    # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
         if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
             return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)

@@ -59,7 +59,7 @@ def planned(
     sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = None, **changes: Any
 ) -> Plan:
     tree = merged(merged(SMALL, {"partition": {"k": len(sizes)}}), changes)
-    data = DataSpec(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], [])
+    data = DataSpec(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], True, [])
     return make_plan(CampaignConfig.parse(tree, "a test"), data, table or load_gpus(), "h100", gpus_each)
 
 
@@ -330,7 +330,7 @@ def test_from_the_settings_alone(tmp_path: Path) -> None:
     campaign = Campaign.open(write_campaign(tmp_path / "c"))
     spec = data_spec(campaign)
     assert spec.shape == DataShape(1, 8, classes=1000) and spec.rows is None and spec.stored is None
-    assert spec.sizes == [1, 1]
+    assert spec.sizes == [1, 1] and not spec.partitioned
     assert any("equal clusters" in note for note in spec.notes)
     assert any("no data set" in note for note in spec.notes)
     text = lines(make_plan(campaign.config, spec, load_gpus(), "l4"))
@@ -384,7 +384,7 @@ def test_by_the_data_set_and_by_the_partition(made: Path, run: Run, tmp_path: Pa
     fresh = write_campaign(tmp_path / "c", {"data": {"path": str(made / "data")}})
     uncut, cut = data_spec(Campaign.open(fresh)), data_spec(Campaign.open(made))
     assert uncut.shape == cut.shape and uncut.rows == cut.rows == sum(uncut.sizes)
-    assert abs(uncut.sizes[0] - uncut.sizes[1]) <= 1
+    assert abs(uncut.sizes[0] - uncut.sizes[1]) <= 1 and not uncut.partitioned and cut.partitioned
     assert not any("no data set" in note for note in uncut.notes)
 
 

@@ -24,8 +24,8 @@ from atoll.model.stored import WEIGHTS
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.facts import Facts
 from atoll.report.page import summary
-from atoll.train.expert import DenoiserTask
 from atoll.train.run import train_run
+from atoll.train.tasks import DenoiserTask
 from helpers import (
     atoll,
     command,

@@ -1,5 +1,7 @@
 """One process that forks, one campaign that is partitioned, and the same one trained in peace."""
 
+import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,22 +21,35 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is partitioned and not trained."""
-    folder = tmp_path_factory.mktemp("chaos") / "campaign"
-    partitioned(folder, CHANGES)
+def made(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both campaigns, made once by the worker that comes first, while others wait; nobody changes them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "chaos"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            partitioned(folder / "untouched", CHANGES)
+            trained = Path(shutil.copytree(folder / "untouched", folder / "reference"))
+            # The first island by a fresh interpreter: those that are forked must come to its bits.
+            command = ["train", "expert", str(trained), "--expert", str(ISLANDS[0])]
+            assert Fresh([sys.executable, "-m", "atoll", *command], env=environment()).wait() == 0
+            for number in ISLANDS[1:]:
+                assert nursery.train(trained, number).wait() == 0
+            (folder / "made").touch()
     return folder
 
 
 @pytest.fixture(scope="session")
-def reference(nursery: Nursery, untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same campaign, trained without disturbance; the first island by a fresh interpreter."""
-    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("undisturbed") / "campaign"))
-    command = [sys.executable, "-m", "atoll", "train", "expert", str(folder), "--expert", str(ISLANDS[0])]
-    assert Fresh(command, env=environment()).wait() == 0
-    for number in ISLANDS[1:]:
-        assert nursery.train(folder, number).wait() == 0
-    return folder
+def untouched(made: Path) -> Path:
+    """A campaign that is partitioned and not trained."""
+    return made / "untouched"
+
+
+@pytest.fixture(scope="session")
+def reference(made: Path) -> Path:
+    """The same campaign, trained without disturbance."""
+    return made / "reference"
 
 
 @pytest.fixture

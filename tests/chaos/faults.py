@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.store import lease
 from atoll.store.store import Store
-from atoll.train.expert import DenoiserTask
+from atoll.train.tasks import DenoiserTask
 
 
 def clock(seconds: float) -> None:

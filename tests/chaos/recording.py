@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from atoll.cli import main as cli
-from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch
+from atoll.train.tasks import DenoiserTask
 
 batch, step = DenoiserTask.batch, DenoiserTask.step
 

@@ -25,9 +25,9 @@ BATCH = 16
 TOLERANCE = 1e-4
 """Of weights after thirty steps of AdamW, whose first divide by small numbers: sums in another order."""
 CHANGES: dict[str, Any] = {
-    "budget": {"samples": 960},
+    "budget": {"samples": 720},
     "monolith": False,
-    "network": {"depth": 3},
+    "network": {"depth": 2},  # FSDP leaves the first block alone
     "train": {
         "batch": BATCH,
         "checkpoint_every_s": 0.006,

@@ -11,7 +11,7 @@ from atoll.networks.cost import Footprint, count, empty_condition, footprint, sa
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
-from atoll.train.ema import Ema
+from atoll.train.state import Ema
 from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
 

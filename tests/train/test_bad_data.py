@@ -1,6 +1,7 @@
 """Data that cannot be trained on end a run in one line, and what was mended can be trained on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ from atoll.store.store import Store
 from helpers import Run, partitioned, refused
 
 
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad") / "campaign"
+    partitioned(folder, {"budget": {"samples": 320}, "train": {"log_every": 1, "guard": {"patience": 4}}})
+    return folder
+
+
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    partitioned(
-        tmp_path / "campaign",
-        {"budget": {"samples": 320}, "train": {"log_every": 1, "guard": {"patience": 4}}},
-    )
-    return tmp_path / "campaign"
+def copy(untouched: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
 
 
 def spoil(folder: Path, count: int) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import signal
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
-from atoll.base.errors import PartitionError
+from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
+from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
@@ -25,30 +25,23 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.routing import Routing
 from atoll.networks.families import family, initialise
 from atoll.store.store import Store
-from atoll.train.distill import ClusterTeacher, DistillTask, RoutedTeacher, Teacher
+from atoll.train.distill import DistillTask, Teacher
 from atoll.train.loop import train
+from atoll.train.preemption import Interrupted
 from atoll.train.rows import TrainingRows
 from atoll.train.run import train_run
 from helpers import (
     WEIGHTS,
-    atoll,
     command,
     metrics,
     partitioned,
     refused,
-    refused_process,
     same_bits,
-    start,
     write_campaign,
 )
 from helpers_networks import CLASSES, Logits, conditions, expert, noise, router
 
-STUDENT = {"student": {"stock": False}}
-OFTEN = {
-    "checkpoint_every_s": 0.18,
-    "validations": 3,
-    "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},
-}
+STUDENT = {"stock": False, "step_share": 0.2}
 
 
 @dataclass
@@ -67,7 +60,7 @@ class Constant:
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A campaign with a student to be trained; its experts and router are finished."""
     folder = tmp_path_factory.mktemp("taught") / "campaign"
-    campaign = partitioned(folder, {**STUDENT, "budget": {"samples": 640}})
+    campaign = partitioned(folder, {"student": STUDENT, "budget": {"samples": 640}})
     for island in range(2):
         train_run(campaign, "expert", island)
     train_run(campaign, "router")
@@ -107,7 +100,7 @@ def task_of(
 
 def test_the_teacher_of_a_row_is_the_expert_of_its_cluster(taught: Path) -> None:
     """Clusters are looked up by what the islands' own data sets hold."""
-    task = task_of(taught, ClusterTeacher([Constant(0.0), Constant(1.0)]))
+    task = task_of(taught, Teacher([Constant(0.0), Constant(1.0)]))
     store = Store.open(taught)
     islands = [DataSet.open(store, f"islands/{k}/data") for k in range(2)]
     latents = [part.column("latents").read(range(len(part))).float() for part in islands]
@@ -122,7 +115,7 @@ def test_the_teacher_of_a_row_is_the_expert_of_its_cluster(taught: Path) -> None
 
 def test_a_teacher_sees_the_condition_that_the_student_sees(taught: Path) -> None:
     one, two = Constant(0.0), Constant(1.0)
-    task = task_of(taught, ClusterTeacher([one, two]), dropout=0.5)
+    task = task_of(taught, Teacher([one, two]), dropout=0.5)
     batch = task.batch(range(40))
     assert batch.cond.labels is not None and batch.clusters is not None
     dropped = batch.cond.labels == 2
@@ -138,7 +131,7 @@ def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(t
     """The drawn network gives 0 everywhere, so both losses are known."""
     losses = []
     for weight in (0.0, 0.25):
-        task = task_of(taught, ClusterTeacher([Constant(1.0), Constant(3.0)]), data_weight=weight)
+        task = task_of(taught, Teacher([Constant(1.0), Constant(3.0)]), data_weight=weight)
         batch = task.batch(range(30))
         assert batch.clusters is not None
         losses.append(task.step(batch)[0].detach())
@@ -153,7 +146,7 @@ def test_experts_of_any_prediction_teach_their_velocity(prediction: Prediction) 
     experts = [expert(n, CLASSES, prediction, "vp-cosine") for n in range(2)]
     x_t, t, cond = noise(5, CLASSES), torch.linspace(0.1, 0.9, 5), conditions(5, CLASSES)
     clusters = torch.tensor([0, 1, 1, 0, 1])
-    v = ClusterTeacher(experts).velocity(x_t, t, cond, clusters, torch.empty(5, 0))
+    v = Teacher(experts).velocity(x_t, t, cond, clusters, torch.empty(5, 0))
     for row, number in enumerate(clusters.tolist()):
         part = slice(row, row + 1)
         alone = experts[number].velocity(x_t[part], t[part], cond.select(part))
@@ -168,16 +161,16 @@ def test_a_routed_teacher_is_the_ensemble_as_it_is_sampled() -> None:
     nobody, draws = torch.zeros(6, dtype=torch.long), torch.linspace(0.05, 0.95, 6)[:, None]
 
     def velocity(name: str) -> torch.Tensor:
-        return RoutedTeacher(ensemble, Routing.named(name)).velocity(x_t, t, cond, nobody, draws)
+        return Teacher(experts, asked, Routing.named(name)).velocity(x_t, t, cond, nobody, draws)
 
     assert torch.allclose(velocity("full"), ensemble.velocity(x_t, t, cond), atol=1e-6)
     likeliest = asked.logits(x_t, t, cond).argmax(1)
     assert torch.equal(
-        velocity("top-1"), ClusterTeacher(experts).velocity(x_t, t, cond, likeliest, torch.empty(6, 0))
+        velocity("top-1"), Teacher(experts).velocity(x_t, t, cond, likeliest, torch.empty(6, 0))
     )
     assert len(set(likeliest.tolist())) > 1
     drawn = velocity("once")
-    own = torch.stack([ClusterTeacher(experts).velocity(x_t, t, cond, nobody + k, draws) for k in range(3)])
+    own = torch.stack([Teacher(experts).velocity(x_t, t, cond, nobody + k, draws) for k in range(3)])
     assert ((own - drawn).abs().flatten(2).amax(2) < 1e-5).any(0).all()  # one expert for every sample
 
 
@@ -190,7 +183,7 @@ def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: P
     dataset = DataSet.open(Store.open(taught), "student/data")
     task = task_of(
         taught,
-        ClusterTeacher([Constant(-0.7), Constant(0.4)]),
+        Teacher([Constant(-0.7), Constant(0.4)]),
         read_labels(dataset),
         steps=600,
         batch=16,
@@ -205,6 +198,23 @@ def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: P
     assert checked["validation_loss"] > 0.5  # the data are nothing like that
 
 
+def replace_expert(folder: Path, number: int, by: int) -> None:
+    """Publish one expert's weights as another one's."""
+    target = folder / f"islands/{number}/expert"
+    shutil.rmtree(target)
+    shutil.copytree(folder / f"islands/{by}/expert", target)
+    card = json.loads((target / "card.json").read_text())
+    (target / "card.json").write_text(json.dumps({**card, "island": number}))
+
+
+def start_anew(folder: Path, student: dict[str, Any]) -> Path:
+    """The same campaign with another student."""
+    shutil.rmtree(folder / "student", ignore_errors=True)
+    write_campaign(folder, {"student": {**STUDENT, **student}})
+    make_islands(Campaign.open(folder))
+    return folder
+
+
 def test_a_student_that_starts_as_its_teacher_has_nothing_to_learn(copy: Path, tmp_path: Path) -> None:
     replace_expert(copy, 1, by=0)
     for name in ("expert:1", "average"):
@@ -216,23 +226,6 @@ def test_a_student_that_starts_as_its_teacher_has_nothing_to_learn(copy: Path, t
         card = Checkpoint(Store.open(folder), "student/expert").card
         assert card.provenance["init"]["kind"] == "experts"
         assert card.provenance["init"]["start"] == name.partition(":")[0]
-
-
-def replace_expert(folder: Path, number: int, by: int) -> None:
-    """Publish one expert's weights as another one's."""
-    target = folder / f"islands/{number}/expert"
-    shutil.rmtree(target)
-    shutil.copytree(folder / f"islands/{by}/expert", target)
-    card = json.loads((target / "card.json").read_text())
-    (target / "card.json").write_text(json.dumps({**card, "island": number}))
-
-
-def start_anew(folder: Path, student: dict[str, Any]) -> None:
-    """The same campaign with another student."""
-    shutil.rmtree(folder / "student", ignore_errors=True)
-    write_campaign(folder, {"student": {"stock": False, **student}})
-    answer = atoll("partition", folder)
-    assert answer.returncode == 0, answer.stderr
 
 
 def test_the_average_is_that_of_the_weights(copy: Path) -> None:
@@ -258,32 +251,23 @@ def test_where_teachers_lie_changes_no_bit(copy: Path, tmp_path: Path) -> None:
     assert same_bits(copy / "student", other / "student")
 
 
-def killed(folder: Path) -> None:
-    """Start the student's training and kill it after its first checkpoint."""
-    process = start("train", "student", folder)
-    deadline, log = time.monotonic() + 120, folder / "student/run/log"
-    while not any('"commit"' in path.read_text() for path in log.glob("*.json")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert not (folder / "student/expert/card.json").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_student_goes_on_to_the_same_bits(copy: Path, tmp_path: Path) -> None:
-    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 4.0, "train": OFTEN})
-    reference, other = (Path(shutil.copytree(copy, tmp_path / name)) for name in ("reference", "other"))
+def test_a_student_that_left_goes_on_to_the_same_bits(
+    copy: Path, tmp_path: Path, told_to_leave: Callable[[int], None]
+) -> None:
+    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 0.5, "train": {"log_every": 1}})
+    reference = Path(shutil.copytree(copy, tmp_path / "reference"))
     train_run(Campaign.open(reference), "student")
-    killed(copy)
-    shutil.copytree(copy, other, dirs_exist_ok=True)
-    again = atoll("train", "student", copy)
-    assert again.returncode == 0 and "resumed at step" in again.stdout, again.stderr
+    told_to_leave(7)
+    with pytest.raises(Interrupted, match="left at step 7 of"):
+        train_run(Campaign.open(copy), "student")
+    other = Path(shutil.copytree(copy, tmp_path / "other"))
+    train_run(Campaign.open(copy), "student")
     assert same_bits(copy / "student", reference / "student")
     assert metrics(copy / "student") == metrics(reference / "student")
     # Under other teachers it does not go on.
     replace_expert(other, 1, by=0)
-    refused_process(atoll("train", "student", other), "was made with other settings")
+    with pytest.raises(ConfigError, match="was made with other settings"):
+        train_run(Campaign.open(other), "student")
 
 
 def test_the_card_tells_the_teachers(copy: Path) -> None:
@@ -327,19 +311,14 @@ def test_wrong_settings_are_one_line(
     refused(command(capsys, "plan", folder), *words)
 
 
-def test_missing_teachers_are_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (copy / "islands/1/expert/card.json").unlink()
-    refused(command(capsys, "train", "student", copy), "not published: 1", "atoll launch")
-
-
-def test_a_routed_teacher_needs_the_router(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_teachers_that_are_missing_or_misplaced_are_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start_anew(copy, {"teacher": "routed"})
     (copy / "router/expert/card.json").unlink()
     refused(command(capsys, "train", "student", copy), "no router yet")
-
-
-def test_an_expert_in_anothers_place_does_not_teach(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copy / "islands/1/expert")
+    refused(command(capsys, "train", "student", copy), "not published: 1", "atoll launch")
     shutil.copytree(copy / "islands/0/expert", copy / "islands/1/expert")
     refused(command(capsys, "train", "student", copy), "islands/1 holds expert 0")
 

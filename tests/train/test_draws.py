@@ -10,9 +10,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
-from atoll.train.expert import DenoiserTask
-from atoll.train.router import RouterTask
 from atoll.train.rows import Batch, TrainingRows
+from atoll.train.tasks import DenoiserTask, RouterTask
 from helpers import partitioned
 
 

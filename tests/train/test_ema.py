@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.train.ema import Ema
+from atoll.train.state import Ema
 
 
 def network(value: float = 0.0) -> nn.Module:

@@ -20,7 +20,7 @@ from atoll.train import loggers
 from atoll.train.loggers import Trackers
 from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
-from atoll.train.spike_guard import Guard
+from atoll.train.state import Guard
 from helpers import SMALL, metrics, partitioned, same_bits
 
 
@@ -28,6 +28,14 @@ from helpers import SMALL, metrics, partitioned, same_bits
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("track") / "campaign"
     partitioned(folder, {"train": {"log_every": 2}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without trackers."""
+    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("plain") / "campaign"))
+    train_run(Campaign.open(folder), "expert", 0)
     return folder
 
 
@@ -56,36 +64,35 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the run end with an error at a step, with nothing saved: what it tracked is to be taken back."""
+def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, **tracking: object) -> None:
+    """Train to an error at step 12, with nothing saved, then to the end: what was tracked is taken back."""
     admits, seen = Guard.admits, []
 
     def count(guard: Guard, loss: float, norm: float) -> bool:
         seen.append(1)
-        if len(seen) == step:
+        if len(seen) == 12:
             raise Interrupted("stopped")
         return admits(guard, loss, norm)
 
-    monkeypatch.setattr(Guard, "admits", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "admits", count)
+        with pytest.raises(Interrupted):
+            train_run(tracked(folder, **tracking), "expert", 0)
+    run = folder / "islands/0/run"
+    assert not (run / "checkpoints").exists()
+    if (run / "tensorboard").exists():
+        assert max(step for step, _ in events(run / "tensorboard")["loss"]) == 10
+    train_run(Campaign.open(folder), "expert", 0)
 
 
 def test_tensorboard_shows_one_run_over_restarts(
-    copy: Path, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
-    plain = Path(shutil.copytree(untouched, tmp_path / "plain"))
-    train_run(Campaign.open(plain), "expert", 0)
-    with monkeypatch.context() as patch:
-        stop_at(12, patch)
-        with pytest.raises(Interrupted):
-            train_run(tracked(copy, tensorboard=True), "expert", 0)
-    run = copy / "islands/0/run"
-    first = events(run / "tensorboard")
-    assert max(step for step, _ in first["loss"]) == 10
-    assert not (run / "checkpoints").exists()
-    train_run(Campaign.open(copy), "expert", 0)
+    restarted(copy, monkeypatch, tensorboard=True)
     assert same_bits(copy / "islands/0", plain / "islands/0")
     assert metrics(copy / "islands/0") == metrics(plain / "islands/0")
+    run = copy / "islands/0/run"
     names = sorted(path.name for path in (run / "tensorboard").iterdir())
     assert [name.split(".")[3] for name in names] == ["000001", "000002"]
     shown, lines = events(run / "tensorboard"), metrics(copy / "islands/0")
@@ -99,16 +106,10 @@ def test_tensorboard_shows_one_run_over_restarts(
 
 
 def test_wandb_offline_writes_into_the_store(
-    copy: Path, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    plain = Path(shutil.copytree(untouched, tmp_path / "plain"))
-    train_run(Campaign.open(plain), "expert", 0)
-    with monkeypatch.context() as patch:
-        stop_at(12, patch)
-        with pytest.raises(Interrupted):
-            train_run(tracked(copy, wandb="offline", project="p"), "expert", 0)
-    train_run(Campaign.open(copy), "expert", 0)
+    restarted(copy, monkeypatch, wandb="offline", project="p")
     assert same_bits(copy / "islands/0", plain / "islands/0")
     run = copy / "islands/0/run"
     first, second = sorted(run.glob("wandb/*/*.wandb"), key=lambda path: path.parent.name.split("-")[4])

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from atoll.train.precision import Float32Attention
+from atoll.train.parallel import Float32Attention
 from atoll.train.run import train_run
 from helpers import metrics, partitioned
 

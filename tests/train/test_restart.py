@@ -1,35 +1,27 @@
-"""Processes that are killed or told to leave: the bits are as if nothing had happened (see `chaos` too)."""
+"""Runs that leave and go on, and runs elsewhere: the bits are as if nothing had happened (kills: `chaos`)."""
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atoll.campaign.folder import Campaign
-from atoll.train.expert import DenoiserTask
 from atoll.train.preemption import Interrupted
-from atoll.train.rows import Batch
 from atoll.train.run import train_run
-from helpers import atoll, bits, environment, metrics, newest_checkpoint, partitioned, same_bits, start
+from helpers import bits, environment, metrics, newest_checkpoint, partitioned, same_bits
 
-# A run of two seconds that saves its state five times a second.
-OFTEN = {
-    "checkpoint_every_s": 0.18,
-    "validations": 5,
-    "log_every": 7,
-    "lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 2.0},
-}
+OFTEN = {"validations": 5, "log_every": 7}
 CHANGES = {
-    "budget": {"samples": 8000},
+    "budget": {"samples": 3200},
     "train": OFTEN,
     "router": {"share": 0.15, "depth": 2, "train": {**OFTEN, "batch": 8}},
     "partition": {"k": 2},
 }
+RUNS: dict[str, tuple] = {"islands/0": ("expert", 0), "router": ("router",)}  # type: ignore[type-arg]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +35,9 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same campaign with expert 0 and the router trained without interruption."""
-    folder = tmp_path_factory.mktemp("reference") / "campaign"
-    shutil.copytree(untouched, folder)
-    campaign = Campaign.open(folder)
-    train_run(campaign, "expert", 0)
-    train_run(campaign, "router")
+    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("reference") / "campaign"))
+    for run in RUNS:
+        train(folder, run)
     return folder
 
 
@@ -56,76 +46,48 @@ def copy(untouched: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(untouched, tmp_path / "campaign"))
 
 
-def argv(run: str) -> list[str]:
-    return ["expert", "--expert", "0"] if run == "islands/0" else ["router"]
+def train(folder: Path, run: str = "islands/0") -> None:
+    train_run(Campaign.open(folder), *RUNS[run])
 
 
-def train_here(folder: Path, run: str) -> None:
-    train_run(Campaign.open(folder), *(("expert", 0) if run == "islands/0" else ("router",)))
-
-
-def begun(folder: Path, run: str) -> subprocess.Popen[str]:
-    """A process that trains and has committed a checkpoint, but not finished."""
-    what, *options = argv(run)
-    process = start("train", what, folder, *options)
-    try:
-        deadline = time.monotonic() + 120
-        while commits(folder / run) == 0:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"no checkpoint: {process.communicate(timeout=10)}")
-            time.sleep(0.005)
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    return process
-
-
-def commits(run: Path) -> int:
-    entries = [json.loads(path.read_text() or "{}") for path in (run / "run" / "log").glob("*.json")]
-    return sum(entry.get("kind") == "commit" for entry in entries)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(copy: Path, reference: Path) -> None:
-    process, run = begun(copy, "islands/0"), copy / "islands/0"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and not (run / "expert/card.json").exists()
-    again = atoll("train", "expert", copy, "--expert", "0")
-    assert again.returncode == 0, again.stderr
-    assert "resumed at step" in again.stdout
-    assert same_bits(run, reference / "islands/0")
-    assert metrics(run) == metrics(reference / "islands/0")
-    cards = [json.loads((one / "expert/card.json").read_text()) for one in (run, reference / "islands/0")]
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_is_told_to_leave_saves_its_state_and_goes_on(
+    run: str, copy: Path, reference: Path, told_to_leave: Callable[[int], None], capsys
+) -> None:
+    told_to_leave(12)
+    with pytest.raises(Interrupted, match="left at step 12 of"):
+        train(copy, run)
+    assert json.loads((newest_checkpoint(copy / run) / "COMMIT.json").read_text())["step"] == 12
+    assert not (copy / run / "expert/card.json").exists()
+    path = copy / run / "run/metrics.jsonl"
+    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + path.read_bytes())
+    train(copy, run)
+    out = capsys.readouterr().out
+    assert "resumed at step 12 of" in out
+    assert out.count("a damaged line of metrics.jsonl is left out") == 3
+    assert same_bits(copy / run, reference / run) and metrics(copy / run) == metrics(reference / run)
+    cards = [json.loads((folder / run / "expert/card.json").read_text()) for folder in (copy, reference)]
     for card in cards:
         del card["provenance"]["seconds"]
     assert cards[0] == cards[1]
 
 
-@pytest.mark.slow
-def test_a_router_that_is_told_to_leave_saves_its_state(copy: Path, reference: Path) -> None:
-    process, run = begun(copy, "router"), copy / "router"
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert err.startswith("error: ") and "left at step" in err and len(err.splitlines()) == 1
-    assert not (run / "expert/card.json").exists()
-    left = json.loads((newest_checkpoint(run) / "COMMIT.json").read_text())
-    assert f"left at step {left['step']:,} of" in err
-    train_here(copy, "router")
-    assert same_bits(run, reference / "router")
-    assert metrics(run) == metrics(reference / "router")
-
-
-def test_a_finished_run_says_so_and_changes_nothing(
-    reference: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(reference: Path, capsys) -> None:
     run = reference / "islands/0"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    train_here(reference, "islands/0")
+    train(reference)
     assert capsys.readouterr().out == "expert 0: finished already\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_the_same_bits_are_not_seen_where_they_differ(reference: Path, copy: Path) -> None:
+    """The comparison that the other tests rest on does tell runs apart."""
+    path = copy / "islands/0/island.json"
+    changed = json.loads(path.read_text())
+    path.write_text(json.dumps({**changed, "seed": changed["seed"] + 1}))
+    train(copy)
+    assert not same_bits(copy / "islands/0", reference / "islands/0")
+    assert bits(copy / "islands/0").keys() == bits(reference / "islands/0").keys()
 
 
 # Isolation.
@@ -133,9 +95,8 @@ def test_a_finished_run_says_so_and_changes_nothing(
 
 def alone(untouched: Path, folder: Path) -> Path:
     """All that an island is given: `campaign.json` and its own folder."""
-    folder.mkdir(parents=True)
-    shutil.copy(untouched / "campaign.json", folder)
     shutil.copytree(untouched / "islands/0", folder / "islands/0")
+    shutil.copy(untouched / "campaign.json", folder)
     return folder
 
 
@@ -143,7 +104,7 @@ def test_an_island_needs_its_own_folder_and_campaign_json_only(
     untouched: Path, reference: Path, tmp_path: Path
 ) -> None:
     folder = alone(untouched, tmp_path / "elsewhere")
-    train_here(folder, "islands/0")
+    train(folder)
     assert same_bits(folder / "islands/0", reference / "islands/0")
     assert sorted(path.name for path in folder.iterdir()) == ["campaign.json", "islands"]
     assert sorted(path.name for path in (folder / "islands").iterdir()) == ["0"]
@@ -169,37 +130,3 @@ def test_an_island_needs_no_network_and_no_other_folder(
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "0"
     assert same_bits(folder / "islands/0", reference / "islands/0")
-
-
-# What a run does with what it cannot use.
-
-
-def test_damaged_metrics_do_not_stop_a_resume(
-    copy: Path, reference: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step, calls = DenoiserTask.step, list[object]()
-
-    def telling(self: DenoiserTask, batch: Batch) -> object:
-        calls.append(batch)
-        if len(calls) == 12:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, batch)
-
-    monkeypatch.setattr(DenoiserTask, "step", telling)
-    with pytest.raises(Interrupted, match="left at step 12"):
-        train_here(copy, "islands/0")
-    path = copy / "islands/0/run/metrics.jsonl"
-    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + path.read_bytes())
-    train_here(copy, "islands/0")
-    assert capsys.readouterr().out.count("a damaged line of metrics.jsonl is left out") == 3
-    assert same_bits(copy / "islands/0", reference / "islands/0")
-    assert metrics(copy / "islands/0") == metrics(reference / "islands/0")
-
-
-def test_the_same_bits_are_not_seen_where_they_differ(reference: Path, copy: Path) -> None:
-    """The comparison that the tests above rest on does tell runs apart."""
-    changed = json.loads((copy / "islands/0/island.json").read_text())
-    (copy / "islands/0/island.json").write_text(json.dumps({**changed, "seed": changed["seed"] + 1}))
-    train_here(copy, "islands/0")
-    assert not same_bits(copy / "islands/0", reference / "islands/0")
-    assert bits(copy / "islands/0").keys() == bits(reference / "islands/0").keys()

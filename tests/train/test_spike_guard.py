@@ -5,7 +5,7 @@ import math
 import pytest
 
 from atoll.campaign.settings.train import GuardConfig
-from atoll.train.spike_guard import Guard
+from atoll.train.state import Guard
 
 
 def settled(loss: float = 1.0, noise: float = 0.05) -> Guard:

@@ -12,9 +12,7 @@ from atoll.networks.families import family, initialise
 from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Commit, Fenced, Log
 from atoll.store.store import Store
-from atoll.train.ema import Ema
-from atoll.train.spike_guard import Guard
-from atoll.train.state import Saver, TrainState, newest, restore
+from atoll.train.state import Ema, Guard, Saver, TrainState, newest, restore
 from helpers_networks import CLASSES, TINY, conditions, noise
 
 LEARNED = {"lr": 1e-3}

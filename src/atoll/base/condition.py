@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -24,28 +25,30 @@ class Condition:
     mask: Tensor | None = None
     pooled: Tensor | None = None
 
+    def _parts(self) -> dict[str, Tensor]:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if part is not None}
+
     @property
     def empty(self) -> bool:
         """Whether it says nothing, as that of an unconditional model."""
-        return all(getattr(self, f.name) is None for f in fields(self))
+        return not self._parts()
 
     def map(self, change) -> "Condition":  # type: ignore[no-untyped-def]
         """Apply `change` to every part that is present."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: change(v) for k, v in parts.items() if v is not None})
+        return replace(self, **{name: change(part) for name, part in self._parts().items()})
 
     @property
     def rows(self) -> int:
         """B, or 1 where nothing is present."""
-        present = (getattr(self, f.name) for f in fields(self))
-        return next((int(part.shape[0]) for part in present if part is not None), 1)
+        return next((int(part.shape[0]) for part in self._parts().values()), 1)
 
     def take(self, numbers: Sequence[int]) -> "Condition":
         """The condition of the rows of these numbers, in this order."""
         return self.map(lambda part: part[torch.tensor(list(numbers), device=part.device)])
 
     def select(self, rows: Tensor | slice) -> "Condition":
-        """The condition of some rows of the batch."""
+        """Some rows of the batch."""
         return self.map(lambda part: part[rows])
 
     def to(self, device: torch.device | str) -> "Condition":
@@ -64,42 +67,35 @@ class Condition:
         mine, null = pad_text([self, other])
         batch = keep.shape[0]
         null = null.expand(batch) if null.rows == 1 else null
-        pick = {}
-        for field in fields(self):
-            a, b = getattr(mine, field.name), getattr(null, field.name)
-            if a is not None and b is not None:
-                pick[field.name] = torch.where(keep.view(-1, *[1] * (a.ndim - 1)), a, b)
-        return Condition(**pick)
+        ours, theirs = mine._parts(), null._parts()
+        return Condition(
+            **{
+                name: torch.where(keep.view(-1, *[1] * (ours[name].ndim - 1)), ours[name], theirs[name])
+                for name in ours
+                if name in theirs
+            }
+        )
 
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:
     """Conditions one after the other along B, text padded to the longest."""
-    padded = pad_text(conditions)
-    parts = {}
-    for field in fields(Condition):
-        values = [getattr(c, field.name) for c in padded]
-        if all(v is not None for v in values):
-            parts[field.name] = torch.cat(values)
-    return Condition(**parts)
+    parts = [condition._parts() for condition in pad_text(conditions)]
+    shared = [name for name in parts[0] if all(name in others for others in parts)]
+    return Condition(**{name: torch.cat([part[name] for part in parts]) for name in shared})
 
 
 def pad_text(conditions: Sequence[Condition]) -> list[Condition]:
     """The same conditions with text and mask padded to one common length."""
-    lengths = [c.text.shape[1] for c in conditions if c.text is not None]
-    longest = max(lengths, default=0)
-    return [_pad(c, longest) for c in conditions]
-
-
-def _pad(condition: Condition, length: int) -> Condition:
-    text, mask = condition.text, condition.mask
-    if text is None or mask is None or text.shape[1] == length:
-        return condition
-    missing = length - text.shape[1]
-    return replace(
-        condition,
-        text=torch.nn.functional.pad(text, (0, 0, 0, missing)),
-        mask=torch.nn.functional.pad(mask, (0, missing)),
-    )
+    longest = max((c.text.shape[1] for c in conditions if c.text is not None), default=0)
+    padded = []
+    for condition in conditions:
+        text, mask = condition.text, condition.mask
+        if text is not None and mask is not None and (missing := longest - text.shape[1]):
+            # A mask of zeros beside the zeros: networks must not attend to what only makes batches even.
+            text, mask = pad(text, (0, 0, 0, missing)), pad(mask, (0, missing))
+            condition = replace(condition, text=text, mask=mask)
+        padded.append(condition)
+    return padded
 
 
 class Denoiser(Protocol):

@@ -17,13 +17,23 @@ class Config(BaseModel):
     def parse(cls, tree: Mapping[str, Any], where: str) -> Self:
         """Build from plain data, or raise `ConfigError` that names the first wrong key."""
         if not isinstance(tree, Mapping):
-            raise ConfigError(
-                f"{where} holds a {type(tree).__name__}", "write settings as 'key: value' lines"
-            )
+            fix = "write settings as 'key: value' lines"
+            raise ConfigError(f"{where} holds a {type(tree).__name__}", fix)
         try:
             return cls.model_validate(tree)
-        except ValidationError as error:
-            raise _explain(cls, error, where) from None
+        except ValidationError as failure:
+            errors = failure.errors()
+        error, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        path = [str(part) for part in error["loc"]]
+        key = ".".join(path)
+        if error["type"] == "extra_forbidden":
+            valid = _groups_along(cls, path)[-1].model_fields
+            raise ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
+        message = (
+            error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
+        )
+        at = f"{key!r} in {where}" if key else where
+        raise ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
 
 
 def loose(**options: Any) -> Any:
@@ -67,9 +77,8 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
 
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(
-            f"--set {assignment!r} is not of the form key=value", "write for example --set partition.k=8"
-        )
+        fix = "write for example --set partition.k=8"
+        raise ConfigError(f"--set {assignment!r} is not of the form key=value", fix)
     value = read_yaml(text, f"--set {assignment[:100]!r}: the value")
     *groups, last = key.strip().split(".")
     for group in groups:
@@ -83,19 +92,6 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
 def _key_in(tree: dict[Any, Any], name: str) -> Any:
     # The key of this name, which YAML may have read as a number (`islands: {0: ...}`).
     return next((key for key in tree if str(key) == name), name)
-
-
-def _explain(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    key = ".".join(path)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "extra_forbidden":
-        valid = _groups_along(model, path)[-1].model_fields
-        return ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
-    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
-    at = f"{key!r} in {where}" if key else where
-    return ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
 
 
 def _groups_along(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:

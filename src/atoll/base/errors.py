@@ -8,13 +8,9 @@ INTERRUPTED = 75
 
 
 class AtollError(Exception):
-    """A mistake of the user or of the input: says what is wrong, where, and what to do.
+    """A mistake of the user or of the input: `what` is wrong and where; `fix` says what to do about it.
 
     The command line prints it as one line and exits with code 2; there is no traceback.
-
-    Args:
-        what: what is wrong and where, without a final full stop.
-        fix: what to do about it, in the imperative.
     """
 
     alone = False

@@ -57,11 +57,7 @@ class File(Config):
 
     @classmethod
     def of_json(cls, content: Any, where: str) -> Self:
-        """Check plain data and make a value of it.
-
-        Raises:
-            AtollError: `ERROR`, in one line, for another format, another version or wrong content.
-        """
+        """Check plain data and make a value of it; `ERROR`, in one line, where it is of another kind."""
         if not isinstance(content, dict):
             raise cls.ERROR(f"{where} is not what Atoll writes", cls.REMEDY)
         if not cls.fits(content):

@@ -4,7 +4,6 @@ import io
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -40,15 +39,9 @@ def grid(
     labels: Sequence[str] | None = None,
     scale: int = 1,
 ) -> Image.Image:
-    """Pictures in rows, RGB, each in a cell as large as the largest picture.
+    """Pictures in rows, RGB, in cells as large as the largest picture; every pixel `scale` times as wide.
 
-    Args:
-        images: one or more pictures.
-        columns: cells of a row.
-        pad: pixels around every cell.
-        background: colour between cells.
-        labels: a line below each picture, cut to the cell's width; fewer labels than pictures is fine.
-        scale: every pixel becomes `scale` x `scale` pixels.
+    A label is a line below its picture, cut to the cell's width; fewer labels than pictures is fine.
     """
     if not images or columns < 1 or scale < 1:
         raise ValueError("a grid needs at least one picture, one column and a scale of at least 1")
@@ -59,17 +52,15 @@ def grid(
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * step_x + pad, rows * step_y + pad), background)
     draw = ImageDraw.Draw(sheet)
-    for index, (image, label) in enumerate(
-        zip_longest(images, (labels or [])[: len(images)], fillvalue=None)
-    ):
-        assert image is not None
+    for index, image in enumerate(images):
         x, y = pad + index % columns * step_x, pad + index // columns * step_y
         large = image.convert("RGB").resize(
             (image.width * scale, image.height * scale), Image.Resampling.NEAREST
         )
         sheet.paste(large, (x + (width - large.width) // 2, y + (height - large.height) // 2))
-        if label:
-            draw.text((x + width / 2, y + height + 2), _cut(label, width), "#444444", _font(), anchor="ma")
+        if labels and index < len(labels) and labels[index]:
+            text = _cut(labels[index], width)
+            draw.text((x + width / 2, y + height + 2), text, "#444444", _font(), anchor="ma")
     return sheet
 
 

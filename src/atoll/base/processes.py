@@ -20,21 +20,12 @@ Result = TypeVar("Result")
 
 COLLECTIVE = re.compile("gloo|nccl|process group|timed out waiting|connection (closed|reset)", re.IGNORECASE)
 """What torch says when a collective fails within a forward or backward pass."""
-
-
 _BUSY = "busy"
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one run.
-
-    Attributes:
-        rank: number of this one.
-        size: how many there are.
-        device: this one's.
-        limit: seconds after which a collective fails.
-    """
+    """The processes of one run; a collective fails after `limit` seconds."""
 
     rank: int = 0
     size: int = 1
@@ -60,14 +51,11 @@ class ProcessGroup:
         if self.size == 1:
             return do()
         if self.first:
-            value, failure = self._patiently(do)
-        else:
-            while (answer := self._broadcast(None)) == _BUSY:
-                pass
-            value, failure = answer
+            return self._patiently(do)
+        while (answer := self._broadcast(None)) == _BUSY:
+            pass
+        value, failure = answer
         if failure is not None:
-            if self.first:
-                raise failure
             raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
         return cast(Result, value)
 
@@ -80,9 +68,10 @@ class ProcessGroup:
                 else:
                     dist.send(tensor, 0)
 
-    def _patiently(self, do: Callable[[], Result]) -> tuple[Result | None, AtollError | None]:
-        # Do it on rank 0; however long that takes, the others hear in time that it is under way.
-        done, lost = threading.Event(), []
+    def _patiently(self, do: Callable[[], Result]) -> Result:
+        # However long it takes, the others hear in time that it is under way: a collective that they wait in
+        # would fail after `limit` seconds, and an export of many gigabytes takes longer.
+        done, lost = threading.Event(), list[AtollError]()
 
         def reassure() -> None:
             try:
@@ -93,18 +82,21 @@ class ProcessGroup:
 
         thread = threading.Thread(target=reassure, daemon=True, name="reassure")
         thread.start()
-        answer: tuple[Result | None, AtollError | None]
+        value: Any = None
+        failure: AtollError | None = None
         try:
-            answer = do(), None
+            value = do()
         except AtollError as error:
-            answer = None, error
+            failure = error
         finally:
             done.set()
             thread.join()
         if lost:
             raise lost[0]
-        self._broadcast(answer)
-        return answer
+        self._broadcast((value, failure))
+        if failure is not None:
+            raise failure
+        return cast(Result, value)
 
     def _broadcast(self, message: Any) -> Any:
         box = [message]
@@ -115,11 +107,7 @@ class ProcessGroup:
 
 @contextmanager
 def joined(seconds: float = 600.0) -> Iterator[ProcessGroup]:
-    """The processes that `torchrun` started, or this one alone.
-
-    Raises:
-        AtollError: the others did not come in time.
-    """
+    """The processes that `torchrun` started, or this one alone."""
     device = own_device()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ProcessGroup(device=device)

@@ -18,27 +18,25 @@ LONGEST_PATH = 1024
 
 
 def read_json(data: bytes | str) -> Any:
-    """Parse JSON of at most `LARGEST` bytes and 200 levels.
-
-    Raises:
-        ValueError: it is not JSON, too large or too deep, or holds a number of thousands of digits.
-    """
+    """Parse JSON of at most `LARGEST` bytes and 200 levels; `ValueError` where it is something else."""
     if len(data) > LARGEST:
         raise ValueError(f"it has {len(data):,} bytes")
     return from_json(data)
 
 
 def read_yaml(text: bytes | str, where: str) -> Any:
-    """Parse YAML of at most `LARGEST_YAML` bytes and, aliases written out, `MOST_YAML` values.
-
-    Raises:
-        ConfigError: it is not YAML, too large or too deep.
-    """
+    """Parse YAML of at most `LARGEST_YAML` bytes and, aliases written out, `MOST_YAML` values."""
     try:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
         tree = _Loader(text).get_single_data()
-        _must_be_small(tree)
+        # A few lines of aliases of aliases are billions of values, or one that holds itself.
+        rest, count = [tree], 0
+        while rest:
+            value, count = rest.pop(), count + 1
+            if count > MOST_YAML:
+                raise ValueError(f"it holds more than {MOST_YAML:,} values")
+            rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         return tree
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
         reason = " ".join(str(error).split())
@@ -53,16 +51,6 @@ def read_lines(path: Path) -> list[str]:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "give a text file") from None
-
-
-def _must_be_small(tree: Any) -> None:
-    # Refuse aliases that make a few lines billions of values, or a value that holds itself.
-    rest, count = [tree], 0
-    while rest:
-        value, count = rest.pop(), count + 1
-        if count > MOST_YAML:
-            raise ValueError(f"it holds more than {MOST_YAML:,} values")
-        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,11 +80,7 @@ NormalPath = Annotated[str, AfterValidator(_normalised)]
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path whose `~` is the home folder.
-
-    Raises:
-        ConfigError: there is no such user, or the path holds a NUL.
-    """
+    """A path whose `~` is the home folder; `ConfigError` where there is no such user, or a NUL in it."""
     try:
         if "\0" in str(path):
             raise RuntimeError

@@ -4,35 +4,25 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, SupportsFloat
 
 from pydantic import BaseModel, Field, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
+from atoll.base import text as write
 from atoll.base.config import Config
-from atoll.base.text import (
-    NONE,
-    columns,
-    count,
-    duration,
-    flops,
-    percent,
-    printable,
-    ratio,
-    round_sig,
-    size,
-)
+from atoll.base.text import NONE, printable, round_sig
 
 Cell = float | int | str | None
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "bytes": size,
-    "FLOPs": flops,
-    "share": percent,
-    "s": duration,
-    "ratio": ratio,
-    "parameters": count,
+    "bytes": write.size,
+    "FLOPs": write.flops,
+    "share": write.percent,
+    "s": write.duration,
+    "ratio": write.ratio,
+    "parameters": write.count,
     "operations": lambda value: f"{value:.2e}",
     "GiB": lambda value: f"{value / 2**30:.1f}",
 }
@@ -55,7 +45,6 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: key of its values in a row.
         unit: of `FORMATS`, or any other; empty for texts and plain numbers.
         meaning: what the value is, in a sentence.
         digits: significant ones that a terminal shows.
@@ -89,14 +78,7 @@ def columns_of(record: type[BaseModel]) -> tuple[Column, ...]:
 
 @dataclass(frozen=True)
 class Table:
-    """Values in rows and columns.
-
-    Attributes:
-        name: of its file.
-        title: what it is about, for readers.
-        columns: in the order in which they are shown; rows may hold more.
-        rows: typed records, or mappings by column name.
-    """
+    """Values in rows (typed records, or mappings by column name) and columns, which may be fewer."""
 
     name: str
     title: str
@@ -108,26 +90,28 @@ class Table:
         """A table of typed rows."""
         return cls(name, title, columns_of(record), list(rows))
 
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return [column.name for column in self.columns]
+
     @cached_property
     def cells(self) -> list[list[Any]]:
         """Values by row, in the order of the columns; None where a row has no such value."""
-        names = [column.name for column in self.columns]
         return [
-            [row.get(name) if isinstance(row, Mapping) else getattr(row, name, None) for name in names]
+            [row.get(name) if isinstance(row, Mapping) else getattr(row, name, None) for name in self.names]
             for row in self.rows
         ]
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """Rows as mappings by column name."""
-        names = [column.name for column in self.columns]
-        return [dict(zip(names, row, strict=True)) for row in self.cells]
+        return [dict(zip(self.names, row, strict=True)) for row in self.cells]
 
     def to_csv(self) -> bytes:
         """As CSV with one line of names; what there is no value of is empty."""
         text = io.StringIO()
-        names = [column.name for column in self.columns]
-        csv.writer(text, lineterminator="\n").writerows([names, *self.cells])
+        csv.writer(text, lineterminator="\n").writerows([self.names, *self.cells])
         return text.getvalue().encode()
 
     def to_json(self) -> dict[str, Any]:
@@ -138,10 +122,8 @@ class Table:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
         """What `to_json` gave; rows are mappings."""
-        heads = tuple(Column(**head) for head in tree["columns"])
-        names = [column.name for column in heads]
-        rows = [dict(zip(names, row, strict=True)) for row in tree["rows"]]
-        return cls(tree["name"], tree["title"], heads, rows)
+        table = cls(tree["name"], tree["title"], tuple(Column(**head) for head in tree["columns"]), [])
+        return replace(table, rows=[dict(zip(table.names, row, strict=True)) for row in tree["rows"]])
 
 
 class Tables(Config):
@@ -155,8 +137,8 @@ class Tables(Config):
         """Type of the rows of a table."""
         annotation: Any = cls.model_fields[name].annotation
         rows = next(part for part in annotation.__args__ if part is not type(None))
-        row: type[BaseModel] = rows.__args__[0]
-        return row
+        record: type[BaseModel] = rows.__args__[0]
+        return record
 
     def present(self) -> dict[str, Table]:
         """The tables that there are, by name."""
@@ -184,18 +166,11 @@ class Tables(Config):
 
     @model_serializer
     def _packed(self) -> dict[str, Any]:
-        return {
-            name: {"columns": [column.name for column in table.columns], "rows": table.cells}
-            for name, table in self.present().items()
-        }
+        return {name: {"columns": table.names, "rows": table.cells} for name, table in self.present().items()}
 
 
 def text(table: Table) -> list[str]:
-    """Lines for a terminal: the title where there is one, the heads, the rows.
-
-    Texts stand on the left, numbers on the right in their units. No cell holds a control character: names of
-    hosts, files and captions come from elsewhere.
-    """
+    """Lines for a terminal: the title where there is one, the heads, the rows; numbers on the right."""
     heads = [
         printable(column.name.replace("_", " "))
         + (f" [{column.unit}]" if column.unit and column.unit not in FORMATS else "")
@@ -208,7 +183,7 @@ def text(table: Table) -> list[str]:
     left = [
         n for n in range(len(heads)) if any(isinstance(row[n], str) for row in table.cells) or not table.cells
     ]
-    return [*([table.title] if table.title else []), *columns([heads, *rows], left)]
+    return [*([table.title] if table.title else []), *write.columns([heads, *rows], left)]
 
 
 def shown(value: Any, column: Column) -> str:

@@ -13,12 +13,7 @@ _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
-    """What the experts of an ensemble have in common, as a sentence.
-
-    Args:
-        pretrained: part of the training cost that was one run on all the data, which they all start from.
-        checkpoint: whether they all start from one published checkpoint.
-    """
+    """What experts share: a part of the training cost, a published checkpoint, or nothing."""
     if pretrained:
         start = f"start from one pretraining on all the data, {pretrained:.0%} of the training cost, and then"
         return f"The experts {start} train without any contact."
@@ -44,12 +39,7 @@ def size(value: float | None) -> str:
 
 
 def flops(value: float | None, like: float | None = None) -> str:
-    """Operations in all, not per second: `1.27 TFLOPs`.
-
-    Args:
-        value: the number of operations.
-        like: a number whose unit is used instead, so that a column has one unit.
-    """
+    """Operations in all, not per second: `1.27 TFLOPs`; in the unit of `like`, so that a column has one."""
     if value is None:
         return NONE
     scale = value if like is None else like

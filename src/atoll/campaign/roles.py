@@ -54,10 +54,7 @@ def _student_init(config: "CampaignConfig") -> Init | None:
     return None if drawn else "experts"
 
 
-# What others start from comes before them: plans, launches and tables go by this order.
 _ROLES = (
-    # Its FLOPs count to the ensemble's. Else an ensemble that starts from it would have trained for longer
-    # than the monolith it is compared with.
     Role(
         "pretrain",
         "Shared pretraining",
@@ -86,7 +83,7 @@ _ROLES = (
         counted="ensemble",
         task="route",
         assembled=True,
-        init=lambda config: "scratch",  # no published checkpoint has a head of K outputs
+        init=lambda config: "scratch",
     ),
     Role(
         "monolith",
@@ -96,7 +93,6 @@ _ROLES = (
         sampled=True,
         wanted=lambda config: config.monolith,
     ),
-    # Nothing else depends on it, so it may be asked for when all others are trained.
     Role(
         "student",
         "Student",

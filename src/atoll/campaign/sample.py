@@ -45,7 +45,6 @@ def sample_campaign(
         raise AtollError(f"{out.parent} is no folder that can be written to", "give another --out")
     place = settings.residency, own_device()
     model = Model.load(campaign.store, name, *place, settings, campaign.config.encoders)
-    # A command has the machine to itself, where a training has the threads that make its bits the same.
     with using_threads(0):
         drawn = model(prompts, count, chosen)
     sheet = grid(

@@ -31,7 +31,6 @@ class LocalPath(click.Path):
         """The path; `AtollError` if it can be none."""
         if "://" in str(value):
             raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
-        # Names that are too long, or hold a NUL, fail here and not in the midst of a stage.
         try:
             os.lstat(value)
         except FileNotFoundError:

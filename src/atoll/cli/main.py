@@ -114,7 +114,6 @@ def plan(
     sets: tuple[str, ...],
 ) -> None:
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
-    # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
         from atoll.cli.serve import size_up
 
@@ -192,7 +191,6 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 
     opened = open_campaign(campaign)
     shown = stage.watch(opened, every, as_json) if watch else stage.show(opened, as_json)
-    # So that a script or a timer can act on it without reading the table.
     if shown is not None and shown.bad:
         sys.exit(1)
 
@@ -413,8 +411,6 @@ def run_command(run: Callable[[], Any]) -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except AtollError as error:
-        # Of several ranks the first tells it, and who was only dragged along stays silent: torchrun ends the
-        # others before their time is up.
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
@@ -426,13 +422,11 @@ def run_command(run: Callable[[], Any]) -> int:
     except click.ClickException as error:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         return 2
-    # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
         name = error.name or ""
         fix = "install all of it" if name.startswith("atoll.") else f"pip install {name.partition('.')[0]}"
         click.echo(f"error: this Atoll is without {error.name}: {fix}", err=True)
         return 2
-    # 130 is what a shell expects of a process that Ctrl-C ended.
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)
         return 130

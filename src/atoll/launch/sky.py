@@ -79,7 +79,6 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         # Secrets are not in the YAML: there, one without a value is looked up at SkyPilot's server.
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
-        # With the spaces around it: `expert-1` is also the beginning of `expert-10`.
         lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
         lines += [f"    *) {launch} ;;", "esac"]
     advice = f"when all have SUCCEEDED in sky jobs queue: atoll assemble {shlex.quote(campaign)}"

@@ -28,11 +28,7 @@ def folder() -> Path:
 
 
 def fetch(objects: Any, key: str, url: str) -> Path:
-    """A local file with an object's bytes, fetched unless its copy is there.
-
-    Raises:
-        StoreError: the copy cannot be written. What obstore raises passes through.
-    """
+    """A local file with an object's bytes, unless its copy is there; obstore's errors pass through."""
     meta = obstore.head(objects, key)
     path = _place(meta, url)
     if _is_whole(path, meta):
@@ -55,10 +51,8 @@ def fetch(objects: Any, key: str, url: str) -> Path:
     except OSError as error:
         if error.strerror is None:
             raise  # obstore's own kind
-        raise StoreError(
-            f"cannot write a local copy of {url} below {folder()}: {error.strerror}",
-            "set ATOLL_CACHE to a folder with enough space",
-        ) from None
+        problem = f"cannot write a local copy of {url} below {folder()}: {error.strerror}"
+        raise StoreError(problem, "set ATOLL_CACHE to a folder with enough space") from None
     return path
 
 

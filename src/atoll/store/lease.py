@@ -78,11 +78,6 @@ class Held(StoreError):
     exit_code = HELD
 
 
-def process() -> Process:
-    """This process."""
-    return Process(pid=os.getpid(), machine=_machine(), started=_started(os.getpid()))
-
-
 def new_holder() -> str:
     """A name for this process that no other ever had."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -96,23 +91,18 @@ def acquire(
     pause: Callable[[float], None] = time.sleep,
     **fields: Any,
 ) -> bool:
-    """Become the holder of a run, unless it is published or somebody alive holds it.
+    """Become the holder of a run, unless somebody alive holds it; False if the run is published.
 
     Args:
         log: of the run.
         lease: when a holder counts as gone.
-        wait: wait for the holder to release or fall silent, instead of leaving.
+        wait: wait for the holder to release or fall silent, instead of `Held`.
         pause: lets some seconds pass between two looks; what it raises ends the waiting.
         fields: more for the log's entry.
-
-    Returns:
-        False if the run is published: there is nothing to hold.
-
-    Raises:
-        Held: a living process holds it; says which and how to go on.
     """
     # A bucket that ignores If-None-Match would let two processes train one run: find out before, not after.
     check_conditional_create(log.store, "log")
+    process = Process(pid=os.getpid(), machine=_machine(), started=_started(os.getpid()))
     announced = ""
     while True:
         log.refresh()
@@ -123,7 +113,7 @@ def acquire(
         # Its next append then collides with our acquire, and it leaves.
         if holding is None or (silence := _silence(log.store, *holding)) > lease.expiry_seconds:
             try:
-                log.acquire(host=socket.gethostname(), process=process(), **fields)
+                log.acquire(host=socket.gethostname(), process=process, **fields)
                 return True
             except Conflict:
                 continue  # somebody was faster: look who

@@ -22,14 +22,7 @@ EXPIRY = 24 * 3600.0
 
 
 def write(path: Path, data: bytes | Path, *, replace: bool) -> bool:
-    """Write a file, or copy one; folders on the way are made.
-
-    Returns:
-        False if `replace` is false and the file is there already.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, or copy one; False if `replace` is false and the file is there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _passing(path.parent)
     try:

@@ -19,9 +19,10 @@ from obstore.store import MemoryStore, from_url
 from atoll.base.errors import StoreError, first_line
 from atoll.base.safe_parse import expanded
 
-SCHEMES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE"} | {
-    "abfss": "AZURE",
-    "adl": "AZURE",
+SCHEMES = {
+    **dict.fromkeys(("s3", "s3a"), "AWS"),
+    "gs": "GOOGLE",
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "AZURE"),
 }
 """Schemes of object stores, and what their environment variables begin with."""
 CLIENT: dict[str, str] = {
@@ -53,12 +54,7 @@ def is_url(location: str | Path) -> bool:
 def resolve(base: str, path: str) -> str:
     """A location as seen from another one: relative ones lie below it or, climbing, beside it.
 
-    Args:
-        base: a local folder or a URL.
-        path: a URL, an absolute local path (`~` is the home folder), or a path relative to `base`.
-
-    Raises:
-        StoreError: the path climbs out of the bucket.
+    An absolute path or a URL stays; `StoreError` where a path climbs out of the bucket.
     """
     if is_url(path) or expanded(path).is_absolute():
         return path if is_url(path) else str(expanded(path).resolve())
@@ -85,11 +81,7 @@ def local_path(location: str | Path) -> Path | None:
 
 
 def connect(url: str, retries: dict[str, Any]) -> Any:
-    """The obstore store behind a URL; nothing is asked of it yet.
-
-    Raises:
-        StoreError: not a URL that names a bucket.
-    """
+    """The obstore store behind a URL that names a bucket; nothing is asked of it yet."""
     scheme, _, rest = url.partition("://")
     shown = without_secrets(url)
     if "@" in rest.partition("/")[0] and not scheme.startswith("abfs"):  # there a container is named so
@@ -113,21 +105,31 @@ def connect(url: str, retries: dict[str, Any]) -> Any:
         raise StoreError(f"cannot open {shown}: {first_line(error)}", fix) from None
 
 
+_KNOWN = (
+    ("NoSuchBucket|containerNotFound", "there is no such bucket", "make it, or check the URL"),
+    (
+        # Without a key obstore asks the metadata service of a cloud's machine, and complains of that.
+        r"169\.254\.169\.254|oauth2",
+        "there are no credentials",
+        "set them in the environment (AWS_ACCESS_KEY_ID, ...)",
+    ),
+    (
+        "AccessDenied|403 Forbidden|401 Unauthorized",
+        "permission denied",
+        "check the credentials and what they may do",
+    ),
+    ("builder error", "its endpoint is plain http", "use https, or allow http with AWS_ALLOW_HTTP=true"),
+)
+
+
 def explain(error: BaseException) -> tuple[str, str] | None:
     """Why a store failed and what to do, where that is known; obstore's own words go on for a page."""
     text = str(error)
-    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError) and "os error" not in text
-    if "NoSuchBucket" in text or "containerNotFound" in text:
-        return "there is no such bucket", "make it, or check the URL"
-    if "169.254.169.254" in text or "oauth2" in text:
-        return (
-            "there are no credentials",
-            "set them in the environment (AWS_ACCESS_KEY_ID, ...)",
-        )
-    if refused or any(code in text for code in ("AccessDenied", "403 Forbidden", "401 Unauthorized")):
-        return "permission denied", "check the credentials and what they may do"
-    if "builder error" in text:
-        return "its endpoint is plain http", "use https, or allow http with AWS_ALLOW_HTTP=true"
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) and "os error" not in text:
+        text += " AccessDenied"
+    for pattern, why, fix in _KNOWN:
+        if re.search(pattern, text):
+            return why, fix
     if "HTTP error" in text:  # no answer, or half of one
         host = re.search(r"https?://[^/\s]+", text)
         return f"{host[0] if host else 'the endpoint'} does not answer", "check the network and the endpoint"

@@ -159,10 +159,9 @@ class Log:
         return None
 
     def acquire(self, **fields: Any) -> None:
-        """Become the holder. Every earlier holder is fenced from here on.
+        """Become the holder; every earlier one is fenced from here on.
 
-        Raises:
-            Conflict: somebody else added an entry since this log was last read: look again, then decide.
+        `Conflict` if somebody else added an entry since this log was last read: look again, then decide.
         """
         self._append("acquire", fields)
 

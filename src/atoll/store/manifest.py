@@ -65,15 +65,15 @@ def named_entry(path: str, data: bytes) -> FileEntry:
 
 def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
     """The entry that names a file as it is now, read a little at a time."""
-    with store.path(join(prefix, path)).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(path=path, bytes=file.tell(), sha256=digest)
+    file = store.path(join(prefix, path))
+    return FileEntry(path=path, bytes=file.stat().st_size, sha256=_digest(file))
 
 
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
     """All bytes of a file; `Damaged` unless its size and hash are what the entry says."""
-    data = store.get(join(prefix, entry.path))
-    _check(len(data), sha256(data), entry, store.name(join(prefix, entry.path)))
+    key = join(prefix, entry.path)
+    data = store.get(key)
+    verify(data, entry, store.name(key))
     return data
 
 
@@ -86,7 +86,8 @@ def check_file(store: Store, prefix: str, entry: FileEntry) -> Path:
     except StoreError:
         if store.local is not None:
             raise
-        path.unlink(missing_ok=True)  # perhaps the copy is damaged and the object is not
+        # The cached copy may be damaged where the object is not: fetch it anew once before it is believed.
+        path.unlink(missing_ok=True)
         path = store.path(key)
         verify(path, entry, store.name(key))
     return path
@@ -111,31 +112,27 @@ def is_there(store: Store, prefix: str, entry: FileEntry) -> bool:
         return False
 
 
-def verify(path: Path, entry: FileEntry, name: str) -> None:
-    """Hold a local file against its entry: the size first, then the digest.
-
-    Raises:
-        Absent: it is missing.
-        Damaged: it is torn, or its bytes are others.
-        StoreError: it cannot be read.
-    """
+def verify(source: Path | bytes, entry: FileEntry, name: str) -> None:
+    """Hold a local file, or its bytes, against an entry; `Absent` or `Damaged` where they do not fit."""
     try:
-        size, digest = regular(path).stat().st_size, ""
-        if size == entry.bytes:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = len(source) if isinstance(source, bytes) else regular(source).stat().st_size
+        # The size costs nothing, a digest reads gigabytes: a torn file is told apart at once.
+        digest = _digest(source) if size == entry.bytes else ""
     except FileNotFoundError:
         raise Absent(f"{name} is missing", "run the stage that writes it") from None
     except OSError as error:
         raise StoreError(f"cannot read {name}: {error.strerror}", "check its permissions") from None
-    _check(size, digest, entry, name)
-
-
-def _check(size: int, digest: str, entry: FileEntry, name: str) -> None:
     if size != entry.bytes:
         raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
     if digest != entry.sha256:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
+
+
+def _digest(source: Path | bytes) -> str:
+    if isinstance(source, bytes):
+        return sha256(source)
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, manifest: Published) -> None:
@@ -145,22 +142,20 @@ def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, ma
         Conflict: somebody published here before.
         StoreError: a file could not be written or reads back differently.
     """
+    # In this order, since the manifest makes the files exist: a kill before its last line leaves nothing
+    # that anybody reads, and a store that loses bytes is found out while we still have them.
     entries = [write_file(store, prefix, path, data) for path, data in blobs.items()]
     for entry in entries:
-        data = store.get(join(prefix, entry.path))
+        key = join(prefix, entry.path)
+        data = store.get(key)
         if data != blobs[entry.path]:  # a comparison costs a tenth of a hash
-            _check(len(data), sha256(data), entry, store.name(join(prefix, entry.path)))
+            verify(data, entry, store.name(key))
     store.create_json(join(prefix, name), manifest.model_copy(update={"files": entries}).to_json())
 
 
 def read_published(
     store: Store, prefix: str, name: str, kind: type[Manifest]
 ) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest `name` and all its files.
-
-    Raises:
-        Absent: there is no manifest, or a file is missing.
-        Damaged: a file is not what the manifest says.
-    """
+    """The manifest `name` and all its files; `Absent` or `Damaged` where one is not what it says."""
     manifest = kind.read(store, join(prefix, name))
     return manifest, {entry.path: read_file(store, prefix, entry) for entry in manifest.files}

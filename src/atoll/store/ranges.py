@@ -52,11 +52,5 @@ class _Ranges(io.RawIOBase):
 
 
 def reader(fetch: Callable[[int, int], bytes], size: int, buffer: int = BUFFER) -> BinaryIO:
-    """A seekable file of which ranges are fetched, again where that fails or gives too little.
-
-    Args:
-        fetch: gives the bytes from `start` up to `stop`, or raises `StoreError`.
-        size: bytes of the object.
-        buffer: bytes that are asked for at once; larger reads are one request each.
-    """
+    """A seekable file whose ranges `fetch(start, stop)` gives, again where it fails or gives too little."""
     return io.BufferedReader(_Ranges(fetch, size), buffer)

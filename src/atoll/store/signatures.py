@@ -35,17 +35,7 @@ class Signature(File):
 
 
 def new_key(path: Path) -> str:
-    """Write a new private key, readable by its owner only.
-
-    Args:
-        path: a file that does not exist yet (PEM, PKCS 8, no passphrase).
-
-    Returns:
-        The public key, to give to those who are to trust it.
-
-    Raises:
-        ConfigError: there is a file already, or it cannot be written.
-    """
+    """Write a new private key (PEM, PKCS 8, no passphrase), readable by its owner only; the public key."""
     ed25519, serialization = _cryptography()
     key = ed25519.Ed25519PrivateKey.generate()
     pem = key.private_bytes(
@@ -66,12 +56,7 @@ def public_key(path: Path) -> str:
 
 
 def sign(store: Store, name: str, key: Path) -> str:
-    """Sign a file of a store with a private key; writes `NAME.sig` and returns the public key.
-
-    Raises:
-        ConfigError: the key cannot be read.
-        StoreError: the file is missing, or the signature cannot be written.
-    """
+    """Sign a file of a store with a private key; writes `NAME.sig` and returns the public key."""
     private = _private(key)
     signature = base64.b64encode(private.sign(store.get(name))).decode()
     content = Signature(key=_text(private.public_key()), signature=signature)
@@ -80,14 +65,7 @@ def sign(store: Store, name: str, key: Path) -> str:
 
 
 def sign_folder(location: str | Path, key: Path) -> list[str]:
-    """Sign what a folder holds: an export, a campaign, or the folder of one run.
-
-    Returns:
-        The names of the files that were signed.
-
-    Raises:
-        ConfigError: the key cannot be read, or there is nothing to sign.
-    """
+    """Sign what a folder holds (an export, a campaign, the folder of one run); names of the signed files."""
     store = Store.open(location)
     if store.exists("ensemble.json"):
         names = ["ensemble.json"]
@@ -103,11 +81,7 @@ def sign_folder(location: str | Path, key: Path) -> list[str]:
 
 
 def signer(store: Store, name: str) -> str | None:
-    """The public key that signed a file; None if it is unsigned.
-
-    Raises:
-        StoreError: the signature is not that of the file.
-    """
+    """The public key that signed a file; None if unsigned, `StoreError` if the signature is another's."""
     if not store.exists(name + SUFFIX):
         return None
     content = Signature.read(store, name + SUFFIX)
@@ -123,12 +97,7 @@ def signer(store: Store, name: str) -> str | None:
 
 
 def check_trusted(store: Store, name: str, trusted: Collection[str]) -> str:
-    """Refuse a file that none of these keys signed; the key that did.
-
-    Raises:
-        ConfigError: what is given as a key is none.
-        StoreError: the file is unsigned, or signed by another key.
-    """
+    """Refuse a file that none of these keys signed; the key that did."""
     for key in trusted:
         try:
             _public(key)

@@ -66,11 +66,7 @@ class Store:
         Args:
             location: path of a folder, or a URL: s3://BUCKET/PREFIX, gs://, az://, file:///PATH, and
                 memory://NAME/PREFIX, which ends with the process. Credentials come from the environment.
-            create: make the folder if it is missing; otherwise a missing folder is an error.
-
-        Raises:
-            Absent: there is no such folder, or nothing below the URL.
-            StoreError: it is a file, cannot be made, or cannot be reached with these credentials.
+            create: make the folder if it is missing; otherwise that is `Absent`, as is an empty URL.
         """
         folder = local_path(location)
         return cls._open_local(folder, create) if folder is not None else cls._open_url(str(location), create)
@@ -87,9 +83,8 @@ class Store:
         except (FileExistsError, NotADirectoryError):
             raise StoreError(f"{root} is a file or lies inside one", "give a folder") from None
         except OSError as error:
-            raise StoreError(
-                f"cannot use {root}: {error.strerror}", "give a folder you can write to"
-            ) from None
+            problem = f"cannot use {root}: {error.strerror}"
+            raise StoreError(problem, "give a folder you can write to") from None
         return cls(LocalStore(root), str(root), root)
 
     @classmethod
@@ -141,22 +136,20 @@ class Store:
         self._put(key, data, "overwrite")
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object only if its key is free; `Conflict` if it is not.
-
-        A remote store's answer may be lost: what then is there is our own object, so one of the very same
-        bytes is no conflict there.
-        """
+        """Write an object only if its key is free; `Conflict` if it is not."""
         try:
             self._put(key, data, "create")
         except StoreError as error:
-            if self.local is not None or isinstance(error, Unsupported) or not self._holds(key, data):
+            # A remote store's answer may be lost, and the retry then meets our own object: one of the very
+            # same bytes is no conflict there.
+            if self.local is not None or isinstance(error, Unsupported):
                 raise
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key) == data
-        except StoreError:
-            return False
+            try:
+                ours = self.get(key) == data
+            except StoreError:
+                ours = False
+            if not ours:
+                raise
 
     def _check_links(self, key: str) -> None:
         # Refuse to write or remove an object by way of a linked folder that leads out of the store.
@@ -271,9 +264,6 @@ class Store:
 
         On local disk it is the file itself, whether it exists or not; of a remote object, a copy in
         the cache folder (`store.cache`).
-
-        Raises:
-            StoreError: the remote object is missing or cannot be fetched.
         """
         if self.local is not None:
             return self.local / self._key(key)
@@ -287,12 +277,8 @@ class Store:
 
         Args:
             key: of the object.
-            state: as `states` gave it; an object that changed since is refused.
+            state: as `states` gave it; an object that changed since is `Damaged` when it is read.
             buffer: bytes that are asked for at once.
-
-        Raises:
-            Damaged: while it is read: the object changed.
-            StoreError: while it is read: it is gone, or the store does not answer.
         """
         size, tag = state
 
@@ -315,9 +301,8 @@ class Store:
                 raise ValueError
             return read_json(self.get(key))
         except ValueError:
-            raise Damaged(
-                f"{self.name(key)} is not valid JSON", "it is damaged: restore or remove it"
-            ) from None
+            fix = "it is damaged: restore or remove it"
+            raise Damaged(f"{self.name(key)} is not valid JSON", fix) from None
 
     def put_json(self, key: str, value: Any) -> None:
         """Write plain data as readable JSON."""
@@ -352,11 +337,7 @@ async def _copy_in_parts(objects: Any, source: str, target: str) -> None:
 
 
 def check_conditional_create(store: Store, prefix: str = "") -> None:
-    """Make sure that of two writers who create the same object one is refused; a log depends on it.
-
-    Raises:
-        StoreError: the store overwrites, or refuses conditional writes.
-    """
+    """Make sure that of two writers who create the same object one is refused; a log depends on it."""
     if store.local is not None:
         return  # every file system that makes hard links refuses a second one of the same name
     key, fix = posixpath.join(prefix, f"probe-{uuid.uuid4().hex}"), "use a store with conditional writes"
@@ -370,8 +351,8 @@ def check_conditional_create(store: Store, prefix: str = "") -> None:
         return
     finally:
         store.delete(key)
-    what = f"{store.location} ignores conditional writes (If-None-Match): two processes could hold one run"
-    raise StoreError(what, fix)
+    problem = "ignores conditional writes (If-None-Match): two processes could hold one run"
+    raise StoreError(f"{store.location} {problem}", fix)
 
 
 def to_json(value: Any) -> bytes:

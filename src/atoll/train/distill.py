@@ -7,7 +7,7 @@ predict on whatever schedule, the student learns their rectified-flow velocity.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError
-from atoll.base.rng import uniforms
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import publish_initial
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.flow.objective import noisy, per_sample_loss, target
-from atoll.model.bank import Bank
+from atoll.model.bank import Bank, LogitSource
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks
@@ -30,57 +29,42 @@ from atoll.model.model import load_experts
 from atoll.model.route import route
 from atoll.model.routing import Routing
 from atoll.store.store import Store
-from atoll.train.expert import DenoiserTask
 from atoll.train.rows import Batch, TrainingRows
+from atoll.train.tasks import DenoiserTask, validation
 
 
-class Teacher(Protocol):
-    """Who a student learns from."""
+@dataclass(frozen=True)
+class Teacher:
+    """The experts of the samples' own clusters or, with a routing, the ensemble as it is sampled.
+
+    Attributes:
+        experts: all of them.
+        router: asked at every state, where there is a routing.
+        routing: None for the cluster's own expert.
+    """
+
+    experts: Networks
+    router: LogitSource | None = None
+    routing: Routing | None = None
 
     @property
     def draws(self) -> int:
         """Uniform numbers that a sample brings along."""
-        ...
+        return 0 if self.routing is None else max(1, self.routing.uniforms)
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """The velocity `(B, C, H, W)` to learn at states of known clusters `(B,)`; `draws (B, n)`."""
-        ...
-
-
-@dataclass(frozen=True)
-class ClusterTeacher:
-    """The expert of each sample's own cluster. A batch is regrouped, so every expert runs once at most."""
-
-    experts: Networks
-    draws: int = 0
-
-    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """That of the cluster's own expert."""
-        weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
+        """The velocity `(B, C, H, W)` to learn at states of clusters `(B,)`, with `draws (B, n)`."""
+        if self.routing is None:
+            weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
+        else:
+            logits = Bank(self.experts, self.router).logits(x_t, t, cond).float()
+            weights = route(self.routing, logits, draws.to(logits), None)
+        # A batch is regrouped, so that every expert runs once at most.
         return Dispatch(weights, cond).run(self.experts, x_t, t)
 
 
-@dataclass(frozen=True)
-class RoutedTeacher:
-    """The ensemble under a routing strategy; the router is asked at every state."""
-
-    bank: Bank
-    routing: Routing
-
-    @property
-    def draws(self) -> int:
-        """Those of the strategy."""
-        return max(1, self.routing.uniforms)
-
-    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """That of the experts that the strategy chooses."""
-        logits = self.bank.logits(x_t, t, cond).float()
-        weights = route(self.routing, logits, draws.to(logits), None)
-        return Dispatch(weights, cond).run(self.bank.experts, x_t, t)
-
-
 class DistillTask(DenoiserTask):
-    """The task of `train.loop.train` for the student.
+    """The student learns the flow of a teacher.
 
     Args:
         network: initialised, on its device.
@@ -90,45 +74,26 @@ class DistillTask(DenoiserTask):
     """
 
     def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
-        super().__init__(network, rows)
+        super().__init__(network, replace(rows, draws=teacher.draws))
         self.teacher, self.data_weight = teacher, data_weight
-
-    def batch(self, positions: range) -> Batch:
-        """Latents, conditions, noise, times and clusters of these positions, and the teacher's draws."""
-        return self._with_draws(self.rows.batch(positions), self.recipe.plan.seed, positions)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error against the teacher's velocity, mixed with that against the data's."""
-        taught, data = self._both(batch.to(self.device))
+        taught, data = (losses.mean() for losses in self._both(batch.to(self.device)))
         if not self.data_weight:
-            return taught.mean(), {}
-        loss = torch.lerp(taught.mean(), data.mean(), self.data_weight)
-        return loss, {"teacher_loss": float(taught.detach().mean()), "data_loss": float(data.detach().mean())}
+            return taught, {}
+        metrics = {"teacher_loss": float(taught.detach()), "data_loss": float(data.detach())}
+        return torch.lerp(taught, data, self.data_weight), metrics
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
-        losses, teacher = [], []
-        for batches in self.rows.validation():
-            pairs, first = [], 0  # the same draws at every time: only the noise level differs between losses
-            for batch in batches:
-                drawn = self._with_draws(batch, 0, range(first, first + len(batch.t)))
-                pairs.append(self._both(drawn.to(self.device)))
-                first += len(batch.t)
-            taught, data = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-            losses.append(float(data.mean()))
-            teacher.append(float(taught.mean()))
-        if not losses:
-            return {}
-        return {
-            "times": VALIDATION_TIMES,
-            "validation": losses,
-            "validation_loss": sum(losses) / len(losses),
-            "teacher_by_time": teacher,
-            "teacher_loss": sum(teacher) / len(teacher),
-        }
+        losses = [[float(part.mean()) for part in both] for both in self._heldout(self._both)]
+        taught, data = ([pair[n] for pair in losses] for n in range(2))
+        mean = sum(taught) / max(1, len(taught))
+        return validation(data, VALIDATION_TIMES, teacher_by_time=taught, teacher_loss=mean)
 
     def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses `(B,)` against the teacher and against the data, of one evaluation of the student."""
+        # Losses `(B,)` against the teacher and against the data, of one evaluation of the student.
         assert batch.clusters is not None and batch.draws is not None
         x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
         with torch.no_grad():
@@ -136,9 +101,6 @@ class DistillTask(DenoiserTask):
         output = self.family.predict(self.network, x_t, batch.t, batch.cond)
         data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
         return per_sample_loss(output, v), per_sample_loss(output, data)
-
-    def _with_draws(self, batch: Batch, seed: int, positions: range) -> Batch:
-        return replace(batch, draws=uniforms(seed, "teacher", positions, (self.teacher.draws,)))
 
 
 def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
@@ -162,12 +124,13 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     for run in experts:
         check_place(cards[run.folder], run.name, run.folder)
     if "router" in Run("student").kind.needs(config):
-        if not Checkpoint(store, "router/expert").published:
+        router = Checkpoint(store, "router/expert")
+        if not router.published:
             raise PartitionError(
                 f"the student's teachers are routed, and {store.location} has no router yet",
                 "train it first: atoll train router",
             )
-        cards["router"] = Checkpoint(store, "router/expert").card
+        cards["router"] = router.card
     check_together(list(cards.values()))
     if cards[experts[0].folder].partition != plan.partition:
         raise PartitionError(
@@ -184,9 +147,8 @@ def load_teacher(campaign: Campaign, device: torch.device) -> Teacher:
     parts = {number: Checkpoint(store, run.network) for number, run in enumerate(experts_of(k))}
     experts = load_experts(parts, k, settings.residency, device)
     if settings.teacher == "cluster":
-        return ClusterTeacher(experts)
-    router = Checkpoint(store, "router/expert").router(device)
-    return RoutedTeacher(Bank(experts, router), settings.routing)
+        return Teacher(experts)
+    return Teacher(experts, Checkpoint(store, "router/expert").router(device), settings.routing)
 
 
 def write_initial_weights(
@@ -207,20 +169,18 @@ def write_initial_weights(
     """
     assert campaign.config.student is not None
     start, number = campaign.config.student.origin()
-    sources = [one for one in experts_of(campaign.config.partition.k) if number in (None, one.expert)]
+    sources = [
+        source for source in experts_of(campaign.config.partition.k) if number in (None, source.expert)
+    ]
 
     def average() -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for source in sources:  # one is read at a time: K of them may be more than the memory
             weights = Checkpoint(campaign.store, source.network).read()[1]
             fit = compare(network, weights)
-            if fit.drawn or fit.unused:
-                name = next(iter((*fit.drawn, *fit.unused)))
-                of = f"the network of {source.folder}"
-                raise ConfigError(
-                    f"student.start: {of} is another one than the student's ({name})",
-                    "set student.start: scratch",
-                )
+            if others := [*fit.drawn, *fit.unused]:
+                of = f"the network of {source.folder} is another one than the student's ({others[0]})"
+                raise ConfigError(f"student.start: {of}", "set student.start: scratch")
             for name, value in weights.items():  # in float64, so that their order does not show
                 total[name] = total[name] + value.double() if name in total else value.double()
         return {name: (value / len(sources)).float() for name, value in total.items()}

@@ -30,7 +30,7 @@ CONNECT_TIMEOUT_S = 30.0  # of Weights & Biases, at the start of a run
 
 
 def check_trackers(config: TrackingConfig) -> None:
-    """Refuse a tracker whose package is not installed, or whose key is not known, with a `ConfigError`."""
+    """Refuse a tracker whose package is not installed, or whose key is not known."""
     for package, chosen in (("tensorboard", config.tensorboard), ("wandb", config.wandb != "off")):
         spec = importlib.util.find_spec(package) if chosen else None
         # A folder of that name, such as one that wandb has left behind, is a package without an origin.
@@ -57,22 +57,13 @@ def check_trackers(config: TrackingConfig) -> None:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that is tracked.
+    """The run that is tracked."""
 
-    Attributes:
-        id: the same over all restarts.
-        name: such as `expert 3`.
-        role: what is trained.
-        start: how many times the run has been started, this one included.
-        step: optimizer steps done before this start.
-        settings: how it is trained.
-    """
-
-    id: str
-    name: str
+    id: str  # the same over all restarts
+    name: str  # such as `expert 3`
     role: str
-    start: int
-    step: int
+    start: int  # how many times the run has been started, this one included
+    step: int  # optimizer steps done before this start
     settings: dict[str, Any]
 
 
@@ -101,14 +92,7 @@ class Trackers:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, config: TrackingConfig, run: Store, holder: str, info: RunInfo) -> None:
-        """Begin, or go on where an earlier process of this run stopped.
-
-        Args:
-            config: which trackers.
-            run: narrowed to the run's folder.
-            holder: name of this process; its files bear it.
-            info: the run.
-        """
+        """Begin, or go on where an earlier process of this run stopped; files bear the holder's name."""
         self.run, suffix = run, f"{info.start:06d}-{holder}"
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-trackers-", ignore_cleanup_errors=True)
         folder, makers = Path(self._folder.name), dict[str, Callable[[], Tracker]]()
@@ -123,7 +107,7 @@ class Trackers:
         """Add one."""
         try:
             self._trackers[name] = make()
-        except Exception as error:  # whatever a third party raises
+        except Exception as error:  # a third party may raise anything, and training is worth more
             say(f"warning: {name} does not start, the run goes on without it: {first_line(error)}")
 
     def line(self, line: MetricsLine) -> None:

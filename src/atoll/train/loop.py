@@ -1,14 +1,14 @@
-"""The training loop. There is one; expert, router, monolith and student each supply a `Task`."""
+"""The training loop. There is one; what differs between networks is their `Task`."""
 
 import json
 import math
 import time
 import uuid
 from contextlib import ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
@@ -24,45 +24,12 @@ from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train import state as checkpoint
-from atoll.train.ema import Ema
 from atoll.train.loggers import RunInfo, Trackers
-from atoll.train.parallel import StepSharding, whole
-from atoll.train.precision import Float32Attention
+from atoll.train.parallel import Float32Attention, StepSharding, whole
 from atoll.train.preemption import Interrupted, catch_signals
 from atoll.train.prefetch import Prefetcher
-from atoll.train.rows import TrainingRows
-from atoll.train.spike_guard import Guard
-from atoll.train.state import Saver, TrainState
-
-
-class Task(Protocol):
-    """What differs between the networks that are trained."""
-
-    @property
-    def network(self) -> nn.Module:
-        """The network that learns, on its device."""
-        ...
-
-    @property
-    def rows(self) -> TrainingRows:
-        """What it learns from, with the recipe."""
-        ...
-
-    def batch(self, positions: range) -> Any:
-        """Everything that the samples at these positions bring: data, noise, times, dropout."""
-        ...
-
-    def step(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
-        """Mean loss (a scalar with a graph) and mean metrics of one batch."""
-        ...
-
-    def validate(self) -> dict[str, Any]:
-        """Metrics on held-out rows with the weights that the network holds now."""
-        ...
-
-    def preview(self) -> bytes | None:
-        """A PNG that shows what the network can do now, or None."""
-        ...
+from atoll.train.state import Ema, Guard, Saver, TrainState
+from atoll.train.tasks import Task
 
 
 def train(
@@ -74,7 +41,7 @@ def train(
         task: network, data and objective.
         store: narrowed to the run's own folder (`islands/K`, `router`, `monolith`).
         name: for messages.
-        wait: wait while another living process holds the run.
+        wait: wait while another living process holds the run, instead of leaving.
         tracking: where its metrics are shown, besides metrics.jsonl.
 
     Raises:
@@ -90,18 +57,14 @@ def train(
 
 
 class _Run:
-    """One process's part in one run."""
-
     def __init__(self, task: Task, store: Store, name: str, group: ProcessGroup) -> None:
         self.task, self.store, self.name, self.group = task, store, name, group
         self.recipe = task.rows.recipe
         self.settings, self.plan, self.learned = self.recipe.train, self.recipe.plan, self.recipe.learned()
-        settings, network = self.settings, task.network
-        self.autocast = settings.precision == "bf16" or (
-            settings.precision == "auto" and group.device.type != "cpu"
-        )
+        settings, network, cpu = self.settings, task.network, group.device.type == "cpu"
+        self.autocast = settings.precision == "bf16" or (settings.precision == "auto" and not cpu)
         self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
-        wide = self.autocast and group.device.type == "cpu" and not self.sharding.recomputes
+        wide = self.autocast and cpu and not self.sharding.recomputes
         self.attention = Float32Attention() if wide else nullcontext()
         self.forward = self.sharding.wrap(task.step)
         self.parameters = list(network.parameters())
@@ -121,7 +84,6 @@ class _Run:
         self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
 
     def go(self, wait: bool, tracking: TrackingConfig) -> None:
-        """Take the run over, train, publish, and say in the log how it ended."""
         with catch_signals() as stop_requested:
             if not self.group.once(lambda: self._acquire(wait, stop_requested)):
                 self.group.once(lambda: promote(self.store, self.log))
@@ -135,11 +97,11 @@ class _Run:
                 raise
             except BaseException as error:
                 if self.group.first:
-                    left = isinstance(error, Interrupted)
-                    why = {} if left else {"error": str(error) or type(error).__name__}
-                    reason = "left" if left else "failed"
+                    why = {"reason": "failed", "error": str(error) or type(error).__name__}
+                    if isinstance(error, Interrupted):
+                        why = {"reason": "left"}
                     try:
-                        self.log.append("release", reason=reason, step=self.state.step, **why)
+                        self.log.append("release", step=self.state.step, **why)
                     except StoreError as unsaid:  # the lease runs out by itself; the first error is the news
                         say(f"warning: {unsaid}")
                 raise
@@ -156,9 +118,14 @@ class _Run:
             stack.callback(self.trackers.close)
             if self.group.first:
                 starts = sum(entry.kind == "acquire" for entry in self.log.entries())
-                settings = self.recipe.model_dump(mode="json")
-                tracker, step = self.state.tracker, self.state.step
-                info = RunInfo(tracker, self.name, self.plan.role, starts, step, settings)
+                info = RunInfo(
+                    self.state.tracker,
+                    self.name,
+                    self.plan.role,
+                    starts,
+                    self.state.step,
+                    self.recipe.model_dump(mode="json"),
+                )
                 self.trackers.open(tracking, self.run, self.log.holder, info)
             self._steps(stop_requested)
             self._publish()
@@ -222,8 +189,7 @@ class _Run:
         self._say(f"{self.name}: finished, {self.plan.samples:,} images in {duration(state.seconds)}")
 
     def _signs(self) -> dict[str, Any]:
-        """What the heartbeat says."""
-        state = self.state
+        state = self.state  # for the heartbeat
         return {
             "phase": self.phase,
             "step": state.step,
@@ -294,7 +260,7 @@ class _Run:
             self.saver.settle(fatal=True)
 
     def _step(self, batches: list[Any]) -> dict[str, Any]:
-        """Loss, gradient, update; returns the step's line of metrics."""
+        # Loss, gradient, update; gives the step's line of metrics.
         state, settings, plan = self.state, self.settings, self.plan
         begin = state.samples
         lr = settings.learning_rate(begin + plan.batch, plan.samples)
@@ -311,9 +277,8 @@ class _Run:
                 # Micro-batches may differ in size by one, so each counts by its samples. A multiplication by
                 # 1 would be exact too, but is one more kernel in every plain run.
                 (loss if weight == 1 else loss * weight).backward()
-            values: dict[str, Any] = {"loss": loss.detach(), **metrics}
-            for key, value in values.items():
-                sums[key] = sums.get(key, 0.0) + float(value) * weight / self.group.size
+            for key, value in {"loss": float(loss.detach()), **metrics}.items():
+                sums[key] = sums.get(key, 0.0) + value * weight / self.group.size
         means = dict(zip(sums, self.group.sum(list(sums.values())), strict=True))
         norm = clip(self.parameters, settings.clip)
         # The cursor moves whether the step is admitted or not: a batch that does harm is left behind, and a
@@ -324,14 +289,14 @@ class _Run:
             state.optimizer.step()
             state.ema.update(state.samples, plan.batch)
         else:
-            what = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {state.step:,}"
+            event = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {state.step:,}"
             bound = f"(bound {state.guard.bound():.3g})"
             if state.guard.exhausted:
                 raise AtollError(
-                    f"{what}: the last {state.guard.in_a_row} steps were skipped {bound}",
+                    f"{event}: the last {state.guard.in_a_row} steps were skipped {bound}",
                     "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
                 )
-            self._say(f"warning: {what}: skipped {bound}")
+            self._say(f"warning: {event}: skipped {bound}")
         line = {**means, "lr": lr, "grad_norm": norm, "skipped": state.guard.skipped}
         line["seconds"] = round(state.seconds, 3)
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
@@ -340,7 +305,6 @@ class _Run:
         return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _validate(self) -> None:
-        """Validate and draw with the averaged weights where it is time to."""
         state, network = self.state, self.task.network
         validate, draw = (
             _due(state.step, self.plan.steps, times)
@@ -405,7 +369,7 @@ class _Run:
         self.trackers.flush()
 
     def _try_to_write(self, key: str, data: bytes) -> None:
-        """Write what the result does not depend on; a store that fails for a while must not end the run."""
+        # What the result does not depend on: a store that fails for a while must not end the run.
         try:
             self.run.put(key, data)
         except StoreError as error:
@@ -423,12 +387,12 @@ def clip(parameters: list[nn.Parameter], most: float | None) -> float:
 
 
 def _due(step: int, steps: int, times: int) -> bool:
-    """Whether the step is one of `times` evenly spaced ones that end with the last."""
+    # Whether the step is one of `times` evenly spaced ones that end with the last.
     return times > 0 and (step * times) // steps > ((step - 1) * times) // steps
 
 
 def _metrics_until(run: Store, step: int) -> list[MetricsLine]:
-    """Lines up to a step; what an interrupted process logged after its last commit is logged anew."""
+    # Lines up to a step: what an interrupted process logged after its last commit is logged anew.
     try:
         text = run.get("metrics.jsonl").decode(errors="replace")
     except StoreError:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from atoll.base.errors import ConfigError
 from atoll.base.processes import COLLECTIVE, ProcessGroup, named
@@ -33,12 +35,6 @@ class StepSharding:
         group: the processes.
         batch: global samples per step.
         bf16: whether autocast is on: sharded weights are then gathered in bf16, gradients summed in float32.
-
-    Attributes:
-        recomputes: whether the backward pass computes activations again.
-
-    Raises:
-        ConfigError: more processes than samples in a step, or a mesh that does not fit.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class StepSharding:
                 f"{group.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
             )
         self.network, self.config, self.group, self.size = network, config, group, batch
-        # The router is too small for it.
+        # The router has no such switch: it is too small to need one.
         self.recomputes = config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False)
         if self.recomputes:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -60,15 +56,15 @@ class StepSharding:
 
     def wrap(self, step: Step) -> Step:
         """The step, with the exchange of gradients that DDP adds."""
-        if self.group.size == 1 or self.config.strategy == "fsdp":
-            return step
-        return DistributedDataParallel(_Step(self.network, step))
+        alone = self.group.size == 1 or self.config.strategy == "fsdp"
+        return step if alone else DistributedDataParallel(_Step(self.network, step))
 
     def parts(self, begin: int) -> list[range]:
         """Positions of this process's micro-batches in the step that begins at a position."""
         rank, size = self.group.rank, self.group.size
         first, last = self.size * rank // size, self.size * (rank + 1) // size
-        # As many on every process: under `fsdp` each brings collectives of its own.
+        # As many on every process: under `fsdp` each brings collectives of its own, and a process with one
+        # more would wait in them for ever.
         least, most = self.size // size, -(-self.size // size)
         count = min(least, -(-most // (self.config.micro_batch or most)))
         cuts = [begin + first + (last - first) * number // count for number in range(count + 1)]
@@ -91,9 +87,7 @@ class StepSharding:
                 yield
 
 
-class _Step(nn.Module):
-    """A step as a module, which DDP can hold."""
-
+class _Step(nn.Module):  # DDP wraps modules only
     def __init__(self, network: nn.Module, step: Step) -> None:
         super().__init__()
         self.network, self._step = network, step
@@ -108,16 +102,37 @@ def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> N
             f"{group.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
         )
     shape, names = (group.size // shard, shard), ("copy", "shard")
-    whole_group = shard == group.size
-    mesh = init_device_mesh(group.device.type, shape[whole_group:], mesh_dim_names=names[whole_group:])
+    first = int(shard == group.size)  # one group holds no copies: its mesh has one dimension
+    mesh = init_device_mesh(group.device.type, shape[first:], mesh_dim_names=names[first:])
     # Inputs are left alone: a time of 1000 t does not fit into bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}
     # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
     blocks = list(getattr(network, "transformer_blocks", []))[1:]
-    for block in [*blocks, *getattr(network, "single_transformer_blocks", [])]:
-        fully_shard(block, **options)
-    fully_shard(network, **options)
+    for part in [*blocks, *getattr(network, "single_transformer_blocks", []), network]:
+        fully_shard(part, **options)
+
+
+class Float32Attention(TorchFunctionMode):
+    """Attention in float32 under autocast on the CPU, where bf16 makes its backward pass six times slower.
+
+    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. Not for
+    networks that compute activations again: backward passes, which do so, lie outside of it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return func(*map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()})
+
+
+def _float32(value: Any) -> Any:
+    short = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if short else value
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -144,11 +159,7 @@ def gather_no_more(network: nn.Module) -> None:
 def fill(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded, in place."""
     if isinstance(target, DTensor):
-        from torch.distributed.tensor import distribute_tensor
-
-        spread = distribute_tensor(
-            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-        )
-        target.to_local().copy_(spread.to_local())
-    else:
-        target.copy_(value)
+        # No source rank: every process has read the whole value, so none need be sent.
+        mesh, placements = target.device_mesh, target.placements
+        value = distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
+    local(target).copy_(local(value))

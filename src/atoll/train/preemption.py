@@ -26,10 +26,8 @@ class Interrupted(AtollError):
 
 
 def ends_with_run() -> None:
-    """Say that this process has nothing to do after its run: once told to leave, it hears no signal any more.
-
-    Otherwise one that comes while Python takes itself down would change the exit code.
-    """
+    """Say that nothing comes after this run: once told to leave, the process hears no signal any more."""
+    # One that comes while Python takes itself down would change the exit code.
     _process["ends"] = True
 
 

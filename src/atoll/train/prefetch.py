@@ -16,14 +16,7 @@ PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
 
 
 class Prefetcher:
-    """Makes the batches of steps in order, one step ahead.
-
-    Args:
-        make: batches of the step that begins at a position.
-        begin: position of the first step.
-        batch: positions per step.
-        limit: seconds that a step waits for its data before that is an error.
-    """
+    """Makes the batches of steps in order, one step ahead; a step waits `limit` seconds for its data."""
 
     def __init__(self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float) -> None:
         self.make, self.begin, self.batch, self.limit = make, begin, batch, limit
@@ -45,11 +38,7 @@ class Prefetcher:
             leak_thread(self._thread)
 
     def next(self, stop_requested: Sequence[object]) -> list[Any] | None:
-        """The next step's batches; None if the run is told to leave before they are there.
-
-        Raises:
-            DataError: they did not come in time.
-        """
+        """The next step's batches; None if the run is told to leave before they are there."""
         deadline = time.monotonic() + self.limit
         while True:
             try:

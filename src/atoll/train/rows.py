@@ -34,10 +34,8 @@ class Batch:
     """What the samples of one step bring, on the CPU.
 
     Attributes:
-        x0: latents `(B, C, H, W)`.
+        x0: latents `(B, C, H, W)`; `eps` is noise like them, `t` are times `(B,)`.
         cond: conditions, dropped ones replaced by the null condition.
-        eps: noise like `x0`.
-        t: times `(B,)`.
         clusters: cluster of each sample `(B,)`, for router and student.
         draws: uniforms of each sample `(B, n)`, for a student's teacher.
     """
@@ -60,12 +58,11 @@ class TrainingRows:
     """The rows of one run, how it learns from them, and what made their columns.
 
     Attributes:
-        train: training rows.
-        heldout: held-out rows; may be empty.
+        train, heldout: training rows, and held-out ones, which may be none.
         recipe: settings and numbers.
-        latents: what made the latents (for previews and the card).
-        text: what made the text states.
+        latents, text: what made the latents and the text states, for previews and the card.
         clusters: cluster of every row of the data set `(rows,)`, where batches are to have them.
+        draws: uniforms that each sample brings for a student's teacher; None where nobody teaches.
     """
 
     train: Samples
@@ -74,6 +71,7 @@ class TrainingRows:
     latents: dict[str, Any]
     text: dict[str, Any] | None
     clusters: Tensor | None = None
+    draws: int | None = None
 
     @classmethod
     def of(
@@ -110,6 +108,8 @@ class TrainingRows:
 
     def batch(self, positions: range) -> Batch:
         """The samples at these positions of the run, with noise, times and dropout of their own."""
+        # Each draw has a stream of its own, by position: a new one shifts no other, and neither the batch,
+        # nor the rank, nor the number of processes shows in what a sample gets.
         index, objective = self.order.at(positions), self.recipe.objective
         seed, where = self.recipe.plan.seed, list(positions)
         x0 = self.train.latents(index)
@@ -121,28 +121,31 @@ class TrainingRows:
         )
         t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
         eps = normals(seed, "noise", where, x0.shape[1:])
-        return Batch(x0, cond, eps, t, self._clusters(self.train, index))
+        return Batch(x0, cond, eps, t, *self._taught(self.train, index, seed, positions))
 
     def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[list[Batch]]:
-        """The same held-out samples at each time, with fixed noise and no dropout; none without rows.
-
-        Returns:
-            Of each time its batches, one for each shape of latents.
-        """
-        parts, first = list[Batch](), 0
+        """The same held-out samples at each time, a batch for each shape of latents, without dropout."""
         # Evenly spread, as data of several islands lie one after the other.
         chosen = some_rows(np.arange(len(self.heldout)), self.recipe.train.validation_rows)
         if not len(chosen):
             return []
+        parts, first = list[Batch](), 0
         for index in self.heldout.by_shape(chosen):
+            positions = range(first, first + len(index))
             x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
-            eps = normals(0, "validation", range(first, first + len(index)), x0.shape[1:])
-            parts.append(Batch(x0, cond, eps, torch.empty(len(index)), self._clusters(self.heldout, index)))
-            first += len(index)
+            eps, t = normals(0, "validation", positions, x0.shape[1:]), torch.empty(len(index))
+            parts.append(Batch(x0, cond, eps, t, *self._taught(self.heldout, index, 0, positions)))
+            first = positions.stop
+        # The same draws at every time, so that only the noise level differs between losses.
         return [[replace(part, t=torch.full_like(part.t, time)) for part in parts] for time in times]
 
-    def _clusters(self, samples: Samples, index: NDArray[np.int64]) -> Tensor | None:
-        return None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
+    def _taught(
+        self, samples: Samples, index: NDArray[np.int64], seed: int, positions: range
+    ) -> tuple[Tensor | None, Tensor | None]:
+        # Clusters and a teacher's draws, for those who learn from them.
+        rows = torch.from_numpy(samples.rows[index])
+        clusters = None if self.clusters is None else self.clusters[rows]
+        return clusters, None if self.draws is None else uniforms(seed, "teacher", positions, (self.draws,))
 
     def card(self, network: nn.Module, seconds: float) -> Card:
         """What the finished network says of itself; a student also says who its teachers were."""

@@ -25,24 +25,19 @@ from atoll.networks.router import Router
 from atoll.store.signatures import public_key
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask, load_teacher, teachers, write_initial_weights
-from atoll.train.expert import DenoiserTask
 from atoll.train.loggers import check_trackers
-from atoll.train.loop import Task, train
-from atoll.train.router import RouterTask
+from atoll.train.loop import train
 from atoll.train.rows import TrainingRows
+from atoll.train.tasks import DenoiserTask, RouterTask, Task
 
 
 def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait: bool = False) -> Card:
-    """Train one run of a campaign, or go on with it; the same command again resumes.
+    """Train one run of a campaign, or go on with it; the card of the finished network.
 
     Shared pretraining that is finished hands its weights over to the experts.
 
-    Returns:
-        The card of the finished network.
-
     Raises:
-        PartitionError: the campaign has not been partitioned, has no such expert, or the run starts from
-            weights or learns from experts that are not there.
+        PartitionError: there is no partition, or the run needs weights or experts that are not there.
         ConfigError: no such run, or a tracker is wanted whose package or key is not there.
     """
     # Refuse a run that this campaign does not have.
@@ -51,27 +46,25 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
     run, k = Run(role, expert), config.partition.k
     if run.kind.rows == "cluster" and (type(expert) is not int or not 0 <= expert < k):
-        what = "which expert?" if expert is None else f"there is no expert {expert!r}"
-        raise ConfigError(what, f"give --expert 0 to {k - 1}")
+        problem = "which expert?" if expert is None else f"there is no expert {expert!r}"
+        raise ConfigError(problem, f"give --expert 0 to {k - 1}")
     if run.kind.rows == "all" and expert is not None:
         raise ConfigError(f"--expert goes with 'train expert', not with 'train {role}'", "leave it out")
     if not run.kind.planned(config):
-        what, fix = run.kind.absent
-        raise ConfigError(f"{root.location} {what}", fix)
+        why, fix = run.kind.absent
+        raise ConfigError(f"{root.location} {why}", fix)
     if not root.exists(run.plan):
         late = " with the same --set" if run.kind.late else ""
-        what = f"{root.name(run.folder)} has no island.json"
-        raise PartitionError(what, f"run 'atoll partition {root.location}'{late} first")
+        fix = f"run 'atoll partition {root.location}'{late} first"
+        raise PartitionError(f"{root.name(run.folder)} has no island.json", fix)
 
     # An expert opens its own folder and nothing else, so that its island needs no other; the runs on all rows
     # read the islands' shards by path.
     store = root.sub(run.folder)
     store.sweep()
     plan = RunPlan.read(store, "island.json")
-    if run.kind.rows == "cluster":
-        dataset = DataSet.open(store, "data")
-    else:
-        dataset = DataSet.open(root, f"{run.folder}/data")
+    own = run.kind.rows == "cluster"
+    dataset = DataSet.open(store, "data") if own else DataSet.open(root, f"{run.folder}/data")
     if Checkpoint(store, "expert").published:
         remove_exports(store)
         say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
@@ -91,7 +84,6 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
 
 
 def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> Task:
-    """Network, rows and objective of a run, with the weights that it starts from."""
     config, learns = campaign.config, RUNS[plan.role].task
     network: nn.Module
     if learns == "route":

@@ -1,12 +1,17 @@
-"""Checkpoints: everything that a run needs to go on, in one commit.
+"""What changes while a network trains, and its checkpoints: all that a run needs to go on, in one commit.
 
 A checkpoint is a folder of safetensors and JSON under the holder's own name, verified and then made
 real by `COMMIT.json`; the island's log names it, with the hash of that file. The newest one that is
 whole wins; one that is torn or damaged is set aside in the log, where everybody sees it.
 """
 
+import math
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,29 +23,111 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.campaign.runs import MetricsLine
+from atoll.campaign.settings.train import GuardConfig
 from atoll.store.log import COMMIT, Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Damaged, Store
-from atoll.train.ema import Ema
-from atoll.train.parallel import fill, whole
-from atoll.train.spike_guard import Guard
+from atoll.train.parallel import fill, gather_no_more, local, whole
+
+
+class Ema:
+    """An exponential moving average of the weights whose memory is a fraction of the run.
+
+    Of sharded weights each process averages its own part.
+
+    Args:
+        network: whose parameters are averaged.
+        half_life: samples after which a weight's share has halved; 0 copies the weights.
+        ramp: the half-life is at most this fraction of the samples seen.
+    """
+
+    def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
+        self.network, self.half_life, self.ramp = network, half_life, ramp
+        self.parameters = dict(network.named_parameters())  # kept: to look them up takes time at every step
+        self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def decay(self, samples: int, batch: int) -> float:
+        """Share of the old average that stays in the step that ends at `samples`."""
+        # Early on the average must forget the random start: EDM2's warm-up, arXiv 2312.02696.
+        half_life = min(self.half_life, self.ramp * samples)
+        return float(0.5 ** (batch / half_life)) if half_life > 0 else 0.0
+
+    @torch.no_grad()
+    def update(self, samples: int, batch: int) -> None:
+        """Move the average towards the weights after a step of `batch` samples that ends at `samples`."""
+        # One fused kernel over all tensors; one call a tensor would take longer than the step of a small
+        # network.
+        average, weights = ([*map(local, them.values())] for them in (self.weights, self.parameters))
+        torch._foreach_lerp_(average, weights, 1.0 - self.decay(samples, batch))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the network hold the averaged weights for a while; the bits of its own come back after."""
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
+        try:
+            self._copy(self.weights)
+            yield
+        finally:
+            self._copy(before)
+
+    @torch.no_grad()
+    def _copy(self, values: dict[str, Tensor]) -> None:
+        gather_no_more(self.network)
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(local(values[name]))
+
+
+class Guard:
+    """A rolling bound on the loss, over which steps are skipped, as are those that are not finite.
+
+    The bound is robust: median + factor x 1.4826 x the median absolute deviation, and never less than
+    twice the median, so that a window of nearly equal losses does not take ordinary noise for a spike.
+    All ranks give it the same numbers, so they decide alike.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.window: deque[float] = deque(maxlen=config.window)
+        self.skipped = self.in_a_row = 0
+
+    def bound(self) -> float:
+        """Largest loss that is let through now; none before a quarter of the window is filled."""
+        if len(self.window) < self.config.window // 4:
+            return math.inf
+        middle = median(self.window)
+        deviation = 1.4826 * median(abs(loss - middle) for loss in self.window)
+        return middle + max(middle, self.config.factor * deviation)
+
+    def admits(self, loss: float, norm: float) -> bool:
+        """Whether a step of this loss and gradient norm may change the weights; counts it if not."""
+        # Skipped losses stay out of the window: a burst of them would raise the bound until it lets them
+        # through.
+        if math.isfinite(loss) and math.isfinite(norm) and loss <= self.bound():
+            self.window.append(loss)
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        return False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether too many steps in a row were skipped to go on."""
+        return self.in_a_row >= self.config.patience
+
+    def counters(self) -> dict[str, Any]:
+        """The state as plain numbers."""
+        return {"window": list(self.window), "skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.window = deque(counters["window"], maxlen=self.config.window)
+        self.skipped, self.in_a_row = counters["skipped"], counters["in_a_row"]
 
 
 @dataclass
 class TrainState:
-    """What changes while a network trains.
-
-    Attributes:
-        network: the network.
-        ema: the average of its weights.
-        optimizer: AdamW over its parameters.
-        guard: the rolling bound on the loss.
-        tracker: name of the run in trackers, the same over all restarts.
-        samples: training samples consumed: the cursor.
-        step: optimizer steps done.
-        seconds: time spent in steps, over all restarts.
-        metrics: lines of metrics.jsonl up to here.
-    """
+    """What changes while a network trains; counters and `tracker` as in `Commit`."""
 
     network: nn.Module
     ema: Ema
@@ -50,44 +137,40 @@ class TrainState:
     samples: int = 0
     step: int = 0
     seconds: float = 0.0
-    metrics: list[MetricsLine] = field(default_factory=list)
+    metrics: list[MetricsLine] = field(default_factory=list)  # of metrics.jsonl up to here
 
     def tensors(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
         """The state's tensors by file: whole, on the CPU, apart from the live ones.
 
         All ranks call it, since it gathers what is sharded; those that do not `keep` it get nothing.
         """
-        weights = {name: p.detach() for name, p in self.network.named_parameters()}
-        files = {"weights": weights, "ema": self.ema.weights, "optimizer": self._optimizer_tensors()}
-        result: dict[str, dict[str, Tensor]] = {f"{file}.safetensors": {} for file in files}
-        for part, tensors in zip(result.values(), files.values(), strict=True):
-            for name, tensor in tensors.items():
-                gathered = whole(tensor.detach())
-                if keep:
-                    part[name] = gathered.to("cpu", copy=True).contiguous()
-        return result
+        weights = dict(self.network.named_parameters())
+        moments = {
+            f"{name}/{key}": torch.as_tensor(value)
+            for name, parameter in weights.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        files: dict[str, dict[str, Tensor]] = {}
+        for file, tensors in (("weights", weights), ("ema", self.ema.weights), ("optimizer", moments)):
+            # One by one: no GPU ever holds more than one tensor in whole.
+            gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+            copies = {name: t.to("cpu", copy=True).contiguous() for name, t in gathered if keep}
+            files[f"{file}.safetensors"] = copies
+        return files
 
     def restore(self, commit: Commit, blobs: dict[str, bytes]) -> None:
         """Take over a saved state, in place."""
         self.samples, self.step, self.seconds = commit.samples, commit.step, commit.seconds
         self.tracker = commit.tracker
         self.guard.restore(commit.guard)
-        weights, average = load_tensors(blobs["weights.safetensors"]), load_tensors(blobs["ema.safetensors"])
-        for name, parameter in self.network.named_parameters():
+        weights, average, moments = (
+            load_tensors(blobs[f"{file}.safetensors"]) for file in ("weights", "ema", "optimizer")
+        )
+        parameters = dict(self.network.named_parameters())
+        for name, parameter in parameters.items():
             fill(parameter.detach(), weights[name])
             fill(self.ema.weights[name], average[name])
-        self._restore_optimizer(load_tensors(blobs["optimizer.safetensors"]))
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{name}/{key}": torch.as_tensor(value)
-            for name, parameter in self.network.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-
-    def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        parameters = dict(self.network.named_parameters())
-        for full_name, value in tensors.items():
+        for full_name, value in moments.items():
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
             # Mapped bytes may be unaligned, and kernels then sum in another order: the same numbers, other
@@ -162,6 +245,8 @@ class Saver:
             say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
 
     def _write(self, commit: Commit, tensors: dict[str, dict[str, Tensor]], milestone: bool) -> None:
+        # First all blobs, then COMMIT.json, then the log's entry, then old ones go: a kill between any two
+        # leaves a folder that nobody names, never a name without its bytes.
         name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
         if self.committed == commit.step:
             return
@@ -194,8 +279,7 @@ def _prune(store: Store, log: Log, keep: int) -> None:
             store.delete(key)
 
 
-Loaded = tuple[Commit, dict[str, bytes]]
-"""Content of COMMIT.json and the blobs."""
+Loaded = tuple[Commit, dict[str, bytes]]  # content of COMMIT.json and the blobs
 
 
 def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
@@ -213,23 +297,14 @@ def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
 
 
 def load(store: Store, name: str, hashed: str) -> Loaded:
-    """A checkpoint, verified.
-
-    Raises:
-        Absent: a part of it is missing.
-        Damaged: it is torn or has changed.
-    """
+    """A checkpoint; `Absent` or `Damaged` unless it is what the log says."""
     if sha256(store.get(f"{name}/{COMMIT}")) != hashed:
         raise Damaged(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
     return read_published(store, name, COMMIT, Commit)
 
 
 def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any]) -> None:
-    """Go on from a checkpoint.
-
-    Raises:
-        ConfigError: it belongs to other settings.
-    """
+    """Go on from a checkpoint; `ConfigError` if it was made with other settings."""
     commit, blobs = loaded
     if commit.recipe != digest(learned):
         raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")

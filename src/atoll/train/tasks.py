@@ -1,0 +1,173 @@
+"""What networks learn: experts and monolith the flow (same code, other data), the router the clusters."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from atoll.base.errors import ConfigError
+from atoll.base.pictures import grid, png, to_images
+from atoll.base.rng import normals, uniforms
+from atoll.campaign.settings.train import VALIDATION_TIMES
+from atoll.data.columns import some_rows
+from atoll.encoders.registry import check_known
+from atoll.encoders.vae import Autoencoder, autoencoder_of
+from atoll.flow.objective import noisy, per_sample_loss, target
+from atoll.flow.schedule import RectifiedFlow, schedule
+from atoll.model.bank import Bank
+from atoll.model.expert import Expert, bound_of
+from atoll.model.generation import Generation
+from atoll.model.sampler import Row, Sampler
+from atoll.networks.families import family
+from atoll.networks.router import Router
+from atoll.train.rows import Batch, TrainingRows
+
+
+class Task:
+    """A network (initialised, on its device), the rows it learns from, and what it learns."""
+
+    def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
+        self.network, self.rows, self.recipe = network, rows, rows.recipe
+        self.device = next(network.parameters()).device
+
+    def batch(self, positions: range) -> Batch:
+        """Everything that the samples at these positions bring: data, noise, times, dropout."""
+        return self.rows.batch(positions)
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Mean loss (a scalar with a graph) and mean metrics of one batch."""
+        raise NotImplementedError
+
+    def validate(self) -> dict[str, Any]:
+        """Metrics on held-out rows with the weights that the network holds now; empty without such rows."""
+        raise NotImplementedError
+
+    def preview(self) -> bytes | None:
+        """A PNG that shows what the network can do now, or None."""
+        return None
+
+    def _heldout(
+        self, measure: Callable[[Batch], Sequence[Tensor]], times: Sequence[float] = VALIDATION_TIMES
+    ) -> Iterator[list[Tensor]]:
+        # What `measure` gives of all held-out rows, for each time.
+        for batches in self.rows.validation(times):
+            parts = [measure(batch.to(self.device)) for batch in batches]
+            yield [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def validation(losses: list[float], times: Sequence[float], **more: Any) -> dict[str, Any]:
+    """Metrics of a validation by time, with the mean loss; empty where nothing was measured."""
+    mean = sum(losses) / max(1, len(losses))
+    return {"times": times, "validation": losses, "validation_loss": mean, **more} if losses else {}
+
+
+class DenoiserTask(Task):
+    """Experts and monoliths learn the flow.
+
+    Attributes:
+        encoders: names of autoencoders that the user vouches for, beside the well-known ones.
+    """
+
+    encoders: Collection[str] = ()
+
+    def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
+        super().__init__(network, rows)
+        self.family = family(rows.recipe.network["family"])
+        self.schedule = schedule(rows.recipe.objective.schedule)
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Mean squared error of the prediction."""
+        return self._losses(batch.to(self.device)).mean(), {}
+
+    def validate(self) -> dict[str, Any]:
+        """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
+        losses = [float(loss.mean()) for (loss,) in self._heldout(lambda batch: [self._losses(batch)])]
+        return validation(losses, VALIDATION_TIMES)
+
+    def preview(self) -> bytes:
+        """Twelve training conditions sampled in 12 steps with guidance 2, nearest to a square."""
+        samples, objective = self.rows.train, self.recipe.objective
+        denoiser = Expert(
+            self.network,
+            self.family.name,
+            objective.prediction,
+            objective.schedule,
+            bound=bound_of(self.rows.latents),
+            learning=True,
+        )
+        index = some_rows(np.arange(len(samples)), 12)
+        shape = (samples.shape.channels, *samples.shape.usual)
+        # A stream of their own: previews take nothing from the noise of training or of sampling.
+        noise = normals(0, "preview-noise", index.tolist(), shape).to(self.device)
+        generation = Generation(steps=12, guidance=2.0).for_condition(samples.condition)
+        cond, null = samples.conditions(index).to(self.device), samples.null().to(self.device)
+        rows = Row.each(generation, range(len(index)))
+        latents = Sampler(Bank([denoiser]), cond, null, rows, noise).run()
+        if self._vae is not None:
+            pixels = self._vae.decode(latents)
+        else:  # false colours of the first channels where the VAE is not at hand
+            channels = [0, 1, 2] if latents.shape[1] >= 3 else [0]
+            pixels = Autoencoder("none").decode(latents[:, channels].cpu() / 2)
+        return png(grid(to_images(pixels), columns=6, scale=max(1, 64 // shape[-1])))
+
+    @cached_property
+    def _vae(self) -> Autoencoder | None:
+        # Loaded and held against its hash once in a run: its folder may be gigabytes.
+        try:
+            check_known(self.rows.latents["name"], self.encoders)
+            return autoencoder_of(self.rows.latents)
+        except ConfigError:
+            return None
+
+    def _losses(self, batch: Batch) -> Tensor:
+        prediction = self.recipe.objective.prediction
+        x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
+        output = self.family.predict(self.network, x_t, batch.t * self.schedule.clock, batch.cond)
+        return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
+
+
+class RouterTask(Task):
+    """The router learns which cluster the data under a noise come from (DDM, eq. 5).
+
+    Args:
+        network: initialised, on its device.
+        rows: of the whole data set, with clusters.
+        pure_noise: share of the samples trained at exactly t = 1, where `once` asks.
+    """
+
+    def __init__(self, network: Router, rows: TrainingRows, pure_noise: float) -> None:
+        super().__init__(network, rows)
+        self.pure_noise = pure_noise
+
+    def batch(self, positions: range) -> Batch:
+        """The samples at these positions, some of them as pure noise."""
+        batch = self.rows.batch(positions)
+        # A time drawn from a density is never exactly 1, and a router that was never asked there guesses.
+        pure = uniforms(self.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
+        return replace(batch, t=torch.where(pure, torch.ones_like(batch.t), batch.t))
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy of the cluster."""
+        logits, clusters = self._classify(batch.to(self.device))
+        return cross_entropy(logits, clusters), {"accuracy": _accuracy(logits.detach(), clusters)}
+
+    def validate(self) -> dict[str, Any]:
+        """Cross-entropy and accuracy on held-out rows at 8 fixed times and at t = 1."""
+        times = (*VALIDATION_TIMES, 1.0)
+        answers = list(self._heldout(self._classify, times))
+        losses = [float(cross_entropy(logits, clusters)) for logits, clusters in answers]
+        return validation(losses, times, accuracy_by_time=[_accuracy(*answer) for answer in answers])
+
+    def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.clusters is not None
+        x_t = noisy(batch.x0, batch.eps, batch.t, RectifiedFlow())
+        return self.network(x_t, batch.t, batch.cond), batch.clusters
+
+
+def _accuracy(logits: Tensor, clusters: Tensor) -> float:
+    return float((logits.argmax(1) == clusters).float().mean())
