@@ -30,15 +30,11 @@ class Progress:
         self._last, self._shown = now, True
         speed = (done - self.first) / max(now - self.start, 1e-9)
         left = duration((self.total - done) / speed) if speed > 0 else "?"
-        text = (
-            f"{self.name}: {self._bar(done)} {done:,}/{self.total:,} {self.unit}, {speed:,.0f}/s, {left} left"
-        )
+        full = int(20 * min(done, self.total) / max(self.total, 1))
+        bar = "█" * full + "·" * (20 - full)
+        text = f"{self.name}: {bar} {done:,}/{self.total:,} {self.unit}, {speed:,.0f}/s, {left} left"
         text += f"  {note}" if note else ""
         if sys.stdout.isatty():
             print("\r\x1b[2K" + text, end="\n" if finished else "", flush=True)
         else:
             say(text)
-
-    def _bar(self, done: int, width: int = 20) -> str:
-        full = int(width * min(done, self.total) / max(self.total, 1))
-        return "█" * full + "·" * (width - full)

@@ -108,33 +108,29 @@ def acquire(
         log.refresh()
         if log.publication() is not None:
             return False
-        holding = log.holding()
+        holding, silence = log.holding(), float("inf")
+        if holding is not None and not has_ended(holding[0].process):
+            # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90
+            # seconds. The clock is asked last: asked first, a beat in between would lie in the future.
+            sign = last_sign(log.store, *holding)
+            silence = max(0.0, store_time(log.store) - sign)
         # Patience is no safety: a holder that only slept (a laptop, a stalled disk) may come back after this.
         # Its next append then collides with our acquire, and it leaves.
-        if holding is None or (silence := _silence(log.store, *holding)) > lease.expiry_seconds:
+        if holding is None or silence > lease.expiry_seconds:
             try:
                 log.acquire(host=socket.gethostname(), process=process, **fields)
                 return True
             except Conflict:
                 continue  # somebody was faster: look who
         holder = holding[0].holder
-        what = f"{holder} holds this run; its last sign of life was {silence:.0f} s ago"
+        held = f"{holder} holds this run; its last sign of life was {silence:.0f} s ago"
         if not wait:
             fix = f"it can be taken over after {lease.expiry_seconds:.0f} s of silence: try again then"
-            raise Held(what, fix)
+            raise Held(held, fix)
         if holder != announced:
-            say(f"waiting: {what}")
+            say(f"waiting: {held}")
             announced = holder
         pause(min(2.0, max(0.05, lease.expiry_seconds / 10)))
-
-
-def _silence(store: Store, holder: Entry, key: str) -> float:
-    if has_ended(holder.process):
-        return float("inf")
-    # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90 seconds.
-    # The clock is asked last: asked first, a beat that comes in between would lie in the future.
-    sign = last_sign(store, holder, key)
-    return max(0.0, store_time(store) - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
@@ -185,7 +181,6 @@ class Heart:
         self.log, self.lease, self.read = log, lease, read
         self.fenced: Fenced | None = None
         self._stop = threading.Event()
-        self._beats = 0
         # A thread, since a step may take longer than a lease; a daemon, since a run that fails must end.
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
@@ -203,26 +198,25 @@ class Heart:
             raise self.fenced
 
     def _run(self) -> None:
+        beats = 0
         while True:
-            self._beat()
-            if self.fenced is not None or self._stop.wait(self.lease.heartbeat_seconds):
+            try:
+                # First the log: a holder that was fenced must not overwrite its successor's sign of life.
+                self.log.check()
+                beats += 1
+                beat = Heartbeat(
+                    holder=self.log.holder,
+                    host=socket.gethostname(),
+                    beat=beats,
+                    time=round(time.time(), 3),
+                    **self.read(),
+                )
+                self.log.store.put_json(HEARTBEAT, beat.to_json())
+            except Fenced as error:
+                self.fenced = error
                 return
-
-    def _beat(self) -> None:
-        try:
-            # First the log: a holder that was fenced must not overwrite its successor's sign of life.
-            self.log.check()
-            self._beats += 1
-            beat = Heartbeat(
-                holder=self.log.holder,
-                host=socket.gethostname(),
-                beat=self._beats,
-                time=round(time.time(), 3),
-                **self.read(),
-            )
-            self.log.store.put_json(HEARTBEAT, beat.to_json())
-        except Fenced as error:
-            self.fenced = error
-        except Exception as error:  # the next beat may come through; the log guards what counts
-            if self._beats <= 1:
-                say(f"warning: no heartbeat: {error}")
+            except Exception as error:  # the next beat may come through; the log guards what counts
+                if beats <= 1:
+                    say(f"warning: no heartbeat: {error}")
+            if self._stop.wait(self.lease.heartbeat_seconds):
+                return

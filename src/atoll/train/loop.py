@@ -90,7 +90,27 @@ class _Run:
                 self._say(f"{self.name}: finished already")
                 return
             try:
-                self._hold(stop_requested, tracking)
+                with ExitStack() as stack:
+                    # Closed last: a write that is under way when the run ends, whatever ended it, is a
+                    # checkpoint that the next process goes on from.
+                    stack.callback(self.saver.close)
+                    self.heart = Heart(self.log, self.settings.lease, self._signs)
+                    if self.group.first:
+                        stack.enter_context(self.heart)
+                    self._resume()
+                    stack.callback(self.trackers.close)
+                    if self.group.first:
+                        info = RunInfo(
+                            id=self.state.tracker,
+                            name=self.name,
+                            role=self.plan.role,
+                            start=sum(entry.kind == "acquire" for entry in self.log.entries()),
+                            step=self.state.step,
+                            settings=self.recipe.model_dump(mode="json"),
+                        )
+                        self.trackers.open(tracking, self.run, self.log.holder, info)
+                    self._steps(stop_requested)
+                    self._publish()
             except Fenced:
                 # The run is another's by now: a release of ours would stand in the log after its acquire, and
                 # look as if that one had left.
@@ -105,30 +125,6 @@ class _Run:
                     except StoreError as unsaid:  # the lease runs out by itself; the first error is the news
                         say(f"warning: {unsaid}")
                 raise
-
-    def _hold(self, stop_requested: list[int], tracking: TrackingConfig) -> None:
-        with ExitStack() as stack:
-            # Closed last: a write that is under way when the run ends, whatever ended it, is a checkpoint
-            # that the next process goes on from.
-            stack.callback(self.saver.close)
-            self.heart = Heart(self.log, self.settings.lease, self._signs)
-            if self.group.first:
-                stack.enter_context(self.heart)
-            self._resume()
-            stack.callback(self.trackers.close)
-            if self.group.first:
-                starts = sum(entry.kind == "acquire" for entry in self.log.entries())
-                info = RunInfo(
-                    self.state.tracker,
-                    self.name,
-                    self.plan.role,
-                    starts,
-                    self.state.step,
-                    self.recipe.model_dump(mode="json"),
-                )
-                self.trackers.open(tracking, self.run, self.log.holder, info)
-            self._steps(stop_requested)
-            self._publish()
 
     # Before and after.
 
