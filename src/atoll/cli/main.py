@@ -343,8 +343,8 @@ def report(campaign: str) -> None:
 @click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
 def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
     """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
-    from atoll.export.dense import export_stock
     from atoll.export.ensemble import ExportRequest, export_campaign
+    from atoll.export.stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts)
     request = ExportRequest(to, numbers, **options)

@@ -35,7 +35,7 @@ class ExportRequest:
         picture: whether to sample a picture for the model card.
         licence: of the weights, for the model card.
         key: private key that signs the folder.
-        model: `ensemble`; the others go as stock pipelines (`dense.export_stock`).
+        model: `ensemble`; the others go as stock pipelines (`stock.export_stock`).
     """
 
     to: Path

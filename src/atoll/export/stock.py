@@ -1,21 +1,41 @@
-"""A single model as a stock diffusers pipeline, which runs where there is no Atoll.
+"""The student or the monolith as a stock diffusers pipeline, which runs where there is no Atoll.
 
 diffusers' pipelines of DiT and PixArt want a scheduler that scales its input, which its flow-matching ones do
 not. `DPMSolverMultistepScheduler` of first order does, and on flow sigmas its step is Euler's. Those of SD3
 and Flux run Euler itself, but read padding: the functions at the end hide it.
 """
 
+import inspect
+import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
 
+from atoll.base.console import say
 from atoll.base.errors import ConfigError
+from atoll.base.markdown import code, render
+from atoll.base.pictures import grid, png, to_images
+from atoll.base.text import count
+from atoll.campaign.card_facts import model_card_facts, prompts
+from atoll.campaign.folder import Campaign
+from atoll.export.encoders import by_name, check_encoders, copy_encoders
+from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import Card, text_length
+from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
+from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
+from atoll.model.model_card import shared_facts
+from atoll.model.opened import output_folder
+from atoll.model.stored import WEIGHTS
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
+from atoll.store.store import to_json
 
 DPM = {
     "_class_name": "DPMSolverMultistepScheduler",
@@ -73,38 +93,103 @@ def stock_of(family: str) -> Stock:
     return STOCK[family]
 
 
-def check_card(card: Card, config: Mapping[str, Any], vae: Any) -> None:
-    """Refuse a trained model that the stock pipeline does not run: its network's config, and its VAE or None.
+def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
+    """Write the folder: stock components, README.md, and the card of the training.
 
     Raises:
-        ConfigError: says what is in the way.
+        ConfigError: no stock pipeline runs the model, or the folder holds something else.
     """
-    limits, patch = limits_of(card.family), int(config["patch_size"])
-    if limits.patch is not None:  # the network takes whole patches for its channels
+    published = Checkpoint.of_run(campaign.store, request.model)
+    card, sampling = published.card, campaign.config.sampling
+    stock = stock_of(card.family)
+    if request.experts != "auto":
+        raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
+    if request.key is not None:
+        raise ConfigError(f"--key with --model {request.model}", "only exports of an ensemble are signed")
+    root = output_folder(request.to, stock.limits.pipeline)
+    loaded = by_name(card, allowed=campaign.config.encoders)
+    vae = loaded.get("vae")
+    config, weights = published.read()
+
+    # What no stock pipeline runs, before anything is written.
+    patch = int(config["patch_size"])
+    if stock.limits.patch is not None:  # the network takes whole patches for its channels
         patch = math.isqrt(config["in_channels"] // card.shape.channels)
     check_data(card.family, card.latents, card.shape.classes, patch)
     if (card.prediction, card.schedule) != ("v", "rectified-flow"):
-        what = (
-            f"this {card.role} predicts {card.prediction} on {card.schedule}, a stock pipeline wants a flow"
-        )
-        raise ConfigError(what, "export the ensemble, or a student")
+        learnt = f"{card.prediction} on {card.schedule}, a stock pipeline wants a flow"
+        raise ConfigError(f"this {card.role} predicts {learnt}", "export the ensemble, or a student")
     if vae is not None and type(vae).__name__ not in ("AutoencoderKL", "AutoencoderTiny"):
-        what = f"a stock {limits.pipeline} does not run {type(vae).__name__}"
+        what = f"a stock {stock.limits.pipeline} does not run {type(vae).__name__}"
         raise ConfigError(what, "it takes AutoencoderKL and AutoencoderTiny")
+    check_encoders(card, loaded.get("text_encoder"), vae)
+    if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
+        raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")
+
+    root.mkdir(parents=True, exist_ok=True)
+    parts = copy_encoders(root, card, request.encoders, loaded, stock.components)
+    index: dict[str, Any] = {
+        "_class_name": stock.limits.pipeline,
+        "_diffusers_version": version("diffusers"),
+        "transformer": ["diffusers", config["_class_name"]],
+        "scheduler": ["diffusers", stock.scheduler["_class_name"]],
+        **{place: parts.get(name, [None, None]) for name, place in stock.components.items()},
+        **{place: [None, None] for place in stock.empty},
+    }
+    if stock.limits.classes is not None:
+        # The null label moves to where DiTPipeline looks for it; labels in between have zeros.
+        null, config = int(config["num_embeds_ada_norm"]), {**config, "num_embeds_ada_norm": CLASSES}
+        for name, table in weights.items():
+            if name.endswith("class_embedder.embedding_table.weight"):
+                moved = torch.zeros(CLASSES + 1, table.shape[1], dtype=table.dtype)
+                moved[:null], moved[CLASSES] = table[:null], table[null]
+                weights = {**weights, name: moved}
+    contents = {
+        "transformer/config.json": config,
+        "scheduler/scheduler_config.json": stock.shifted(sampling.shift),
+        CARD: card.to_json(),
+        MODEL_INDEX: index,
+    }
+    for name, content in contents.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(to_json(content))
+    save_file(weights, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
+    use_default_permissions(root / "transformer")
+
+    # By the pipeline's names the components that whoever runs the folder has to fetch: class and name.
+    outside = {}
+    for name, place in stock.components.items():
+        if name in loaded and index[place] == [None, None]:
+            kind = "AutoTokenizer" if name == "tokenizer" else type(loaded[name]).__name__
+            producer = card.latents if name == "vae" else card.text or {}
+            outside[place] = (kind, str(producer["name"]))
+    (root / PICTURE).unlink(missing_ok=True)
+    if request.picture:
+        given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
+        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given))
+    facts = model_card_facts(campaign, {request.model: card.weights_sha256})
+    facts |= {"licence": request.licence} if request.licence else {}
+    text = render(
+        "stock.md",
+        "atoll.export",
+        "atoll.model",
+        **shared_facts(card, facts, request.picture),
+        parameters=count(card.parameters),
+        experts=sum(part != "router" for part in card.provenance.get("student", {}).get("teachers", {})),
+        stock=stock,
+        without_vae=WITHOUT_VAE,
+        outside=outside,
+        snippet=_snippet(stock, card, outside, _factor(vae), defaults(sampling), root.name),
+        training=_training(card, facts),
+    )
+    (root / README).write_text(text)
+    say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
+    return root
 
 
-def with_all_classes(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and weights of a DiT as DiTPipeline takes them, exactly the same network."""
-    converted, null = dict(weights), int(config["num_embeds_ada_norm"])
-    for name, table in weights.items():
-        if name.endswith("class_embedder.embedding_table.weight"):
-            # The null label moves to where the pipeline looks for it; labels in between have zeros.
-            moved = torch.zeros(CLASSES + 1, table.shape[1], dtype=table.dtype)
-            moved[:null], moved[CLASSES] = table[:null], table[null]
-            converted[name] = moved
-    return {**config, "num_embeds_ada_norm": CLASSES}, converted
+def _factor(vae: Any) -> int | None:
+    """Pixels a latent pixel, as diffusers' pipelines count them; None without a VAE."""
+    return None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
 def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +214,122 @@ def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) 
         side = card.shape.size * (factor or WITHOUT_VAE)
         asked = {"height": side, "width": side, "num_inference_steps": steps, "true_cfg_scale": guidance}
     return asked if factor else {**asked, "output_type": "latent"}
+
+
+def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: dict[str, Any]) -> bytes:
+    """Load what was written as a stranger would, and do what README.md says; a PNG."""
+    import diffusers
+
+    absent = [*stock.empty] + ["vae"] * ("vae" in stock.components and card.latents["name"] == "none")
+    diffusers.utils.logging.disable_progress_bar()
+    kind = getattr(diffusers, stock.limits.pipeline)
+    pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = call_arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign.config.sampling))
+    texts = prompts(campaign, SHOWN) or [""]
+    drawn = len(texts) if card.condition == "text" else SHOWN
+    if card.condition != "text":
+        labels = arguments["class_labels"] if card.condition == "none" else range(card.shape.classes)
+        arguments["class_labels"] = [labels[n % len(labels)] for n in range(SHOWN)]
+    elif stock.hide is None:
+        arguments["prompt"] = texts
+    else:
+        if pipe.vae is not None and not card.latents["shift"]:
+            # These pipelines add the shift of the VAE's config, and fail where it is None.
+            pipe.vae.register_to_config(shift_factor=0.0)
+        if stock.attention:
+            module, name = stock.attention
+            pipe.transformer.set_attn_processor(getattr(import_module(module), name)())
+        pipe.transformer.register_forward_pre_hook(stock.hide, with_kwargs=True)
+        tokenizer, tower = (getattr(pipe, stock.components[name]) for name in ("tokenizer", "text_encoder"))
+        arguments |= encode(pipe, tokenizer, tower, texts, text_length(card))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(drawn)]
+    with warnings.catch_warnings():
+        # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
+        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+        images = pipe(generator=generators, **arguments).images
+    if isinstance(images, torch.Tensor):
+        images = to_images(unpacked(images, card.shape.size) if stock.limits.patch else images)
+    return png(grid(list(images), columns=4, scale=max(1, 128 // images[0].width)))
+
+
+def _snippet(
+    stock: Stock,
+    card: Card,
+    outside: Mapping[str, tuple[str, str]],
+    factor: int | None,
+    defaults: Mapping[str, Any],
+    name: str,
+) -> str:
+    """A program that loads the folder of this name and writes one picture."""
+    # Imports: classes of diffusers and transformers that are fetched, and what the printed functions need.
+    classes = sorted({kind for part, (kind, _) in outside.items() if part == "vae"})
+    others = sorted({kind for part, (kind, _) in outside.items() if part != "vae"})
+    lines = ["from typing import Any", ""] if stock.hide else []
+    lines += ["import torch", f"from diffusers import {', '.join([*classes, stock.limits.pipeline])}"]
+    lines += ["from {} import {}".format(*stock.attention)] if stock.attention else []
+    lines += [f"from transformers import {', '.join(others)}"] if others else []
+
+    # The pipeline, and the texts of one that does not encode them itself.
+    given = [f"{part}={kind}.from_pretrained({json.dumps(where)})" for part, (kind, where) in outside.items()]
+    given += [f"{part}=None" for part in stock.empty]
+    given += ["vae=None"] if factor is None and "vae" in stock.components else []
+    lines += ["", f"pipe = {stock.limits.pipeline}.from_pretrained("]
+    lines += [f"    {part}," for part in (json.dumps(name), *given)] + [")"]
+    if factor and stock.limits.shifts and not card.latents["shift"]:
+        lines.append("pipe.vae.register_to_config(shift_factor=0.0)")
+    if stock.hide:
+        lines += ["", "", inspect.getsource(encode), "", inspect.getsource(stock.hide), ""]
+        if stock.attention:
+            lines.append(f"pipe.transformer.set_attn_processor({stock.attention[1]}())")
+        hook = f"pipe.transformer.register_forward_pre_hook({stock.hide.__name__}, with_kwargs=True)"
+        encoders = f"pipe.{stock.components['tokenizer']}, pipe.{stock.components['text_encoder']}"
+        length = text_length(card)
+        lines += [hook, f'texts = encode(pipe, {encoders}, ["a prompt"], length={length})']
+
+    # The call, and pictures from what it gives.
+    call = call_arguments(card, factor, defaults)
+    values = {key: _quoted(value) for key, value in call.items()}
+    if "sigmas" in call:
+        steps = len(call["sigmas"])
+        values["sigmas"] = f"[1 - n / {steps} for n in range({steps})]"
+    lines += ["result = pipe("] + (["    **texts,"] if stock.hide else [])
+    lines += [f"    {key}={value}," for key, value in values.items()]
+    lines += ["    generator=torch.Generator().manual_seed(0),", ")"]
+    latents = "result.images"
+    if stock.limits.patch and factor is None:
+        lines += ["", "", inspect.getsource(unpacked), ""]
+        latents = f"unpacked(result.images, {card.shape.size})"
+    whole = call.get("output_type") != "latent"
+    lines.append(f"images = {latents if whole else f'pipe.image_processor.postprocess({latents})'}")
+    return "\n".join([*lines, 'images[0].save("picture.png")'])
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_quoted, value)) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _training(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
+    student, init = card.provenance.get("student", {}), card.provenance.get("init", {})
+    rows: list[list[Any]] = [
+        ["training rows", f"{card.rows:,}"],
+        ["samples seen", f"{card.samples:,} in batches of {card.batch}"],
+        ["training FLOPs" + (", teachers' included" if student else ""), f"{card.train_flops:.3g}"],
+    ]
+    if student and about.get("monolith_flops"):
+        rows.append(["of the monolith's FLOPs", f"{card.train_flops / float(about['monolith_flops']):.3f}"])
+    if student:
+        by_cluster = student["teacher"] == "cluster"
+        teacher = "the expert of the sample's cluster" if by_cluster else f"experts, {student['routing']}"
+        rows.append(["teacher", teacher])
+        if student.get("data_weight"):
+            rows.append(["weight of the data's loss", f"{student['data_weight']:g}"])
+        rows += [[f"teacher {name}", code(digest)] for name, digest in student["teachers"].items()]
+    rows.append(["started from", init.get("start") or init.get("kind", "scratch")])
+    rows.append(["weights before conversion", code(card.weights_sha256)])
+    return rows
 
 
 # What a pipeline of SD3 or Flux needs from outside. README.md of an export prints these functions, so they
