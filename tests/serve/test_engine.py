@@ -13,7 +13,7 @@ from atoll.model.expert import Expert
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.settings import Residency
-from atoll.serve.engine import READY, Engine, Event, Failed, Finished, Job, Partial, Refused
+from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 
@@ -45,7 +45,7 @@ class Client:
 
     def images(self, job: Job) -> list[Image.Image]:
         until(lambda: not job.waiting)
-        done = [event for event in self.of(job) if isinstance(event, Finished)]
+        done = [event for event in self.of(job) if isinstance(event, Drawn) and event.index is None]
         return [event.image for event in sorted(done, key=lambda event: event.number)]
 
     def bytes(self, job: Job) -> list[bytes]:
@@ -135,7 +135,7 @@ def test_what_a_picture_tells_of_its_routing(client: Client, model: Model) -> No
     trace = model(["1"], 2, way).routing
     assert trace is not None
     for event in client.of(job):
-        assert isinstance(event, Finished) and event.routing is not None
+        assert isinstance(event, Drawn) and event.routing is not None
         assert [entry["step"] for entry in event.routing] == list(range(5))
         for entry, weights in zip(event.routing, trace.weights, strict=True):
             assert entry["experts"] == {str(int(weights[event.number].argmax())): 1.0}
@@ -145,8 +145,7 @@ def test_what_a_picture_tells_of_its_routing(client: Client, model: Model) -> No
 def test_partial_pictures_come_before_the_whole(client: Client) -> None:
     job = client.ask(WAYS[1], partial=3)
     client.images(job)
-    kinds = [event.index if isinstance(event, Partial) else "done" for event in client.of(job)]
-    assert kinds == [0, 1, 2, "done"]
+    assert [event.index for event in client.of(job)] == [0, 1, 2, None]  # type: ignore[union-attr]
 
 
 def test_only_the_guilty_request_fails(

@@ -83,7 +83,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Numbers of the experts that are here, in order."""
+        """Numbers of the experts that are here."""
         return tuple(sorted(self.cards))
 
     @property

@@ -53,8 +53,7 @@ class AtollPipelineOutput(BaseOutput):  # type: ignore[misc]
 
     Attributes:
         images: PIL images, an array `(B, H, W, C)` or a tensor `(B, C, H, W)` in [0, 1], or latents.
-        routing: which expert served which picture at which step (`routing.stacked()`: steps, pictures,
-            experts), and what that cost.
+        routing: who served which picture (`routing.stacked()`: steps, pictures, experts), and what that cost.
     """
 
     images: Any

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from atoll.base.errors import ConfigError
 from atoll.base.version import code_version
 from atoll.report.dashboard import Dashboard
-from atoll.serve.engine import FAILED, READY, Engine, Event, Failed, Finished, Job, Partial, Refused
+from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.guard import Keys, new_app
 from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.request import ApiError, ImageRequest, listed, parse, split_model
@@ -27,12 +27,8 @@ from atoll.serve.settings import ServeSettings
 
 STATUS = {"invalid_request": 400, "deadline_exceeded": 504, "server_stopped": 503}
 """Of a failure's code; 500 of others."""
-USAGE = {
-    "input_tokens": 0,
-    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
-    "output_tokens": 0,
-    "total_tokens": 0,
-}
+USAGE: dict[str, Any] = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
+USAGE["input_tokens_details"] = {"image_tokens": 0, "text_tokens": 0}
 """Pictures cost no tokens here, but OpenAI's client reads them of a stream."""
 OPEN = ("/health", "/ready", "/version")
 """What answers without a key."""
@@ -130,12 +126,12 @@ def create_app(
         # Starlette says nothing of a client that leaves while an answer is being made, so it is asked.
         watching = asyncio.ensure_future(watch())
         try:
-            done: list[Finished] = []
+            done: list[Drawn] = []
             while len(done) < job.count:
                 event = await events.get()
                 if isinstance(event, Failed):
                     raise _refusal(event)
-                if isinstance(event, Finished):
+                if event.index is None:
                     done.append(event)
         finally:
             watching.cancel()
@@ -237,7 +233,7 @@ async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> A
                 "background": "opaque",
                 "output_format": kind,
             }
-            if isinstance(event, Partial):
+            if event.index is not None:
                 name = "image_generation.partial_image"
                 about |= {"partial_image_index": event.index, "number": event.number}
             else:
@@ -250,7 +246,7 @@ async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> A
         job.cancelled = job.cancelled or bool(job.waiting)
 
 
-def _facts(job: Job, event: Finished) -> dict[str, Any]:
+def _facts(job: Job, event: Drawn) -> dict[str, Any]:
     """What a client is told of a picture: enough to draw it again, and who painted it."""
     how = job.generation
     facts: dict[str, Any] = {"seed": how.seed, "number": event.number, "steps": how.steps}

@@ -33,21 +33,13 @@ SLICE = 8
 
 
 @dataclass(frozen=True)
-class Partial:
-    """What the model takes a picture to be at a step; `index` is the partial picture's."""
-
-    number: int
-    index: int
-    image: Image.Image
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A picture that is done, and who served it from which step on; a single network tells nothing."""
+class Drawn:
+    """A picture that is done, and who served it from which step on; with an index a partial one."""
 
     number: int
     image: Image.Image
-    routing: list[dict[str, Any]] | None
+    index: int | None = None
+    routing: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Failed:
     repeats: bool = True
 
 
-Event = Partial | Finished | Failed
+Event = Drawn | Failed
 
 
 @dataclass(eq=False)
@@ -388,13 +380,13 @@ class Engine:
             reason = f"the picture cannot be decoded: {first_line(error)}"
             return self._fail(job, Failed("internal_error", reason))
         if index is not None:
-            return job.tell(Partial(number, index, image))
+            return job.tell(Drawn(number, image, index))
         job.waiting -= 1
         self.metrics.images.labels(job.model).inc()
         if not job.waiting:
             self.metrics.latency.observe(time.monotonic() - job.accepted)
             self._release(job)
-        job.tell(Finished(number, image, row.owner.routing))
+        job.tell(Drawn(number, image, None, row.owner.routing))
 
     def _keep(self, name: str, kept: Sequence[int]) -> None:
         sampler = self._running.pop(name)

@@ -72,12 +72,24 @@ def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, r
         if engine.error is not None:
             raise engine.error
         # The second of two batches is measured: the first fills caches and places.
+        classes, events = max(model.card.shape.classes, 1), list[Event]()
         for _ in range(2):
-            before, start = experts.loads, time.monotonic()
-            _draw(engine, settings.batch)
+            before, start, jobs = experts.loads, time.monotonic(), list[Job]()
+            for n in range(settings.batch):
+                prompts = {"text": (PROMPTS[n % len(PROMPTS)],), "class": (str(n % classes),), "none": ()}
+                prompt, generation = prompts[model.card.condition], model.generation.with_(seed=n)
+                jobs.append(Job(ENSEMBLE, prompt, generation, events.append))
+                engine.submit(jobs[-1])
+            while any(job.waiting for job in jobs) and engine.error is None:
+                time.sleep(0.005)
             seconds = time.monotonic() - start
+        if engine.error is not None:
+            raise engine.error
     finally:
         engine.drain(0)
+    for event in events:
+        if isinstance(event, Failed):
+            raise ConfigError(event.message, "ask for a smaller one: --set batch=8")
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(model.device)
     else:  # getrusage counts KiB on Linux, and bytes on macOS
@@ -91,21 +103,3 @@ def _measured(model: Model, experts: ResidentExperts, settings: ServeSettings, r
         pictures=settings.batch / seconds,
         swaps=(experts.loads - before) / settings.batch,
     )
-
-
-def _draw(engine: Engine, count: int) -> None:
-    """As many requests of a picture each, at once."""
-    model, events, jobs = engine.opened[ENSEMBLE], list[Event](), list[Job]()
-    classes = max(model.card.shape.classes, 1)
-    for number in range(count):
-        prompts = {"text": (PROMPTS[number % len(PROMPTS)],), "class": (str(number % classes),), "none": ()}
-        generation = model.generation.with_(seed=number)
-        jobs.append(Job(ENSEMBLE, prompts[model.card.condition], generation, events.append))
-        engine.submit(jobs[-1])
-    while any(job.waiting for job in jobs):
-        time.sleep(0.005)
-        if engine.error is not None:
-            raise engine.error
-    for event in events:
-        if isinstance(event, Failed):
-            raise ConfigError(event.message, "ask for a smaller one: --set batch=8")
