@@ -147,9 +147,8 @@ def agree(root: Path, path: Path) -> None:
 def _relist(manifest: Path) -> None:
     tree = _tree(manifest)
     before = json.dumps(tree)
-    for path in places(tree):
-        entry = value_at(tree, path)
-        if isinstance(entry, dict) and isinstance(entry.get("path"), str) and "sha256" in entry:
+    for entry in _groups(tree):
+        if isinstance(entry.get("path"), str) and "sha256" in entry:
             try:
                 data = (manifest.parent / entry["path"]).read_bytes()
             except (OSError, ValueError):
@@ -158,6 +157,15 @@ def _relist(manifest: Path) -> None:
             entry.update({key: value for key, value in values.items() if key in entry})
     if (after := json.dumps(tree)) != before:
         replace(manifest, after.encode())
+
+
+def _groups(tree: Any) -> list[dict[str, Any]]:
+    rest, groups = [tree], []
+    while rest:  # trees may be deeper than calls may be
+        value = rest.pop()
+        groups += [value] if isinstance(value, dict) else []
+        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return groups
 
 
 def _tree(path: Path) -> Any:

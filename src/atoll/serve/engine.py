@@ -369,7 +369,8 @@ class Engine:
 
     def _give(self, model: Model, row: Row, latent: torch.Tensor, index: int | None) -> None:
         """Hand a picture to who asked for it; with an index, a partial one."""
-        job, number = row.owner.job, row.owner.number
+        picture: Picture = row.owner
+        job, number = picture.job, picture.number
         if not job.waiting or job.cancelled:
             return
         try:
@@ -386,7 +387,7 @@ class Engine:
         if not job.waiting:
             self.metrics.latency.observe(time.monotonic() - job.accepted)
             self._release(job)
-        job.tell(Drawn(number, image, None, row.owner.routing))
+        job.tell(Drawn(number, image, None, picture.routing))
 
     def _keep(self, name: str, kept: Sequence[int]) -> None:
         sampler = self._running.pop(name)
