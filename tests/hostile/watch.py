@@ -63,6 +63,7 @@ def watched(root: str, log: str) -> None:
                 ):
                     note(event, path)
 
+    sys.dont_write_bytecode = True  # Python's cache of what is imported from now on is no act of the input's
     sys.addaudithook(hook)
     _watch_unpickling(note)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
