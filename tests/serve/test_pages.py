@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.campaign.folder import Campaign
-from helpers import assembled, command, entries, train_run
+from helpers import assembled, command, train_run
 from serve.process import KEY, Server
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -168,8 +167,8 @@ def test_the_dashboard_follows_the_islands(page: Any, folder: Path, tmp_path: Pa
     run = campaign / "islands/1"
     for file in [*(run / "expert").iterdir()]:
         file.unlink()
-    last = [path for path, entry in zip(sorted((run / "run/log").glob("*.json")), entries(run), strict=True)]
-    kept = {path: path.read_bytes() for path in last if json.loads(path.read_bytes())["kind"] == "publish"}
+    log = {path: path.read_bytes() for path in (run / "run/log").glob("*.json")}
+    kept = {path: content for path, content in log.items() if json.loads(content)["kind"] == "publish"}
     assert kept
     for path in kept:
         path.unlink()
@@ -195,6 +194,4 @@ def test_one_moment_is_one_file(page: Any, folder: Path, tmp_path: Path, capsys:
     page.goto(f"file://{out}")
     assert page.get_by_role("heading", name="The clusters").is_visible()
     assert page.locator("tr", has_text="Router").locator(".tag").inner_text() == "published"
-    started = time.monotonic()
     assert command(capsys, "dashboard", folder, "--once", tmp_path).code == 2
-    assert time.monotonic() - started < 30
