@@ -93,7 +93,7 @@ def rebalance(campaign: str, t: float | None, target: int | None, **how: Any) ->
 
     if (t is None) == (target is None):
         raise click.UsageError("give --t or --target-size, one of them")
-    rebalance_stage(open_campaign(campaign), t, target, **how)
+    rebalance_stage(open_campaign(campaign), t or 1.0, target, **how)
 
 
 @concepts.command("tail")

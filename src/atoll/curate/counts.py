@@ -63,6 +63,7 @@ class ConceptCounts(File):
 
     def __add__(self, other: "ConceptCounts") -> "ConceptCounts":
         """Counts of both data sets; `DataError` where vocabulary, threshold or clusters differ."""
+        # Numbers of concepts mean nothing under another vocabulary: sums would look right and be wrong.
         for name in ("vocabulary", "concepts", "threshold"):
             if getattr(self, name) != getattr(other, name):
                 fix = "count both by one vocabulary and threshold"
@@ -188,6 +189,7 @@ def evenness(table: I64, rows: I64) -> F64:
     `1 - KL(p(k | concept) || p(k)) / ln(1 / min p(k))`: 1 where it lies on the clusters as all rows do, 0
     where the smallest has all of it; 1 where there is only one cluster, or no row.
     """
+    # Held against the rows' own shares: clusters differ in size, and a large one has more of everything.
     prior = rows / max(1, rows.sum())
     if (rows > 0).sum() < 2:
         return np.ones(len(table))

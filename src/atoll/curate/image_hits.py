@@ -69,6 +69,7 @@ def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagg
             raise DataError(f"{path} has no column {name!r}", fix)
     ids, names = table["id"].to_pylist(), table["concept"].to_pylist()
     given = table["probability"].to_pylist() if "probability" in table.column_names else [1.0] * len(ids)
+    # Rows and concepts that this data set does not know are passed over: a tagger's file may cover more.
     places = {id_: row for row, id_ in enumerate(dataset.ids)}
     rows: dict[int, dict[int, float]] = defaultdict(dict)
     strangers = 0
@@ -141,7 +142,7 @@ def linear(
 
     if text.meta.producer.get("vocabulary") != vocabulary.hash:
         raise DataError("the captions are indexed by another vocabulary", "run 'atoll concepts index' again")
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the tagger is named by its settings, so they must decide its tags
     train = dataset.split("train")
     count = torch.zeros(len(vocabulary))
     values, mask = text.read_ragged(train)

@@ -20,7 +20,7 @@ F32 = NDArray[np.float32]
 
 def rebalance_stage(
     campaign: Campaign,
-    t: float | None,
+    t: float,
     target: int | None = None,
     per_expert: bool = False,
     other: float = 1.0,
@@ -74,7 +74,6 @@ def rebalance_stage(
         while high / t > 1.001:
             middle = float(np.sqrt(t * high))
             t, high = (middle, high) if weights_at(middle)[train].sum() <= target else (t, middle)
-    assert t is not None
     weights = weights_at(t)
     drawn, full = float(weights[train].sum()), int((weights[train] >= 1).sum())
     share = f"{drawn / len(train):.1%}; {full:,} of them every time"

@@ -62,7 +62,7 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
     if wrong := [template for template in templates if template.count("{}") != 1]:
         raise ConfigError(f"the template {wrong[0]!r} has no place for a concept", "write {} once")
     counts = counts_of(campaign)
-    table = counts.table("text")
+    table = counts.table("text")  # prompts are texts, so a concept is as rare as it is in captions
     totals, home = table.sum(1), table.argmax(1)
     rising = [int(number) for number in np.argsort(totals, kind="stable") if totals[number] >= least]
     if len(rising) < 4 * n:

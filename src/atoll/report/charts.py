@@ -171,6 +171,7 @@ def smooth(points: Sequence[Point], width: float = 1.18, most: int = 400) -> lis
 
 def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
     """At most so many points, evenly spread on a logarithmic axis, the first and the last among them."""
+    # A run logs every few steps for days: the page would grow with it, and a curve shows no more.
     if len(points) <= most or points[0][0] <= 0:
         return list(points)
     step = math.log(points[-1][0] / points[0][0]) / (most - 1)
@@ -206,7 +207,7 @@ class Strip:
     def paths(self) -> dict[int, str]:
         """For each expert its parts of all steps, 10 wide and together 100 high, in SVG's words."""
         paths: dict[int, str] = {}
-        gap = 0 if len(self.weights) > 40 else 1
+        gap = 0 if len(self.weights) > 40 else 1  # between many steps it would be most of the strip
         for number, step in enumerate(self.weights):
             total, top = sum(step) or 1.0, 0.0
             for expert, weight in enumerate(step):

@@ -94,6 +94,7 @@ def _guidance(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]
     chart, lines = None, _series(_paths(compared.tables.guidance or (), "guidance"), styles)
     if lines:
         scales = sorted({scale for line in lines for scale, _ in line.points})
+        # A dot at the very end would be cut in half by the frame.
         edge = 0.02 * (scales[-1] - scales[0] or 1.0)
         marks = scales if len(scales) <= 8 else linear_axis("", scales).marks
         x = Axis("guidance", scales[0] - edge, scales[-1] + edge, marks=marks)
@@ -104,6 +105,7 @@ def _guidance(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]
 
 def _curve(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]:
     rows = compared.tables.curve or ()
+    # Without a baseline there is nothing to count FLOPs in but themselves.
     relative = any(row.model == BASE for row in rows)
     paths = _paths(rows, "of_monolith" if relative else "train_flops")
     # Before shared pretraining is finished there is no ensemble: its lines begin where pretraining's ends.
@@ -132,6 +134,7 @@ def _pairs(facts: Facts, compared: Comparison, pairs: Iterable[PairRow]) -> dict
     lines: dict[tuple[str, str], dict[str, PairRow]] = {}
     for row in pairs:
         lines.setdefault((row.strategy, row.space), {})[row.partner] = row
+    # The pictures are the default routing's where it was compared, since that is what users will see.
     names = [name for name, _ in lines]
     routings = [name for name in names if name not in SINGLE] or names
     chosen = compared.default if compared.default in routings else routings[0]
@@ -154,6 +157,7 @@ def evaluated(facts: Facts) -> list[dict[str, Any]]:
             # Points of another version are passed over: `atoll evaluate` measures them again.
             if not isinstance(content, dict) or MeasuredPoint.fits(content):
                 points.append(MeasuredPoint.of_json(content, facts.store.name(key)))
+    # Points share a table only where everything that decides their numbers is the same but for four fields.
     groups: dict[str, list[MeasuredPoint]] = {}
     for point in sorted(points, key=lambda point: str(point.subject["name"])):
         how = point.protocol.model_dump(mode="json", exclude={*VARIED, *NAMES})

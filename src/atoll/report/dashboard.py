@@ -37,6 +37,7 @@ class Dashboard:
         folders, previews = {run.name: run.folder for run in runs_of(self.campaign.config)}, []
         for run in status.runs if facts else []:
             keys = [key for key in store.list(f"{folders[run.name]}/run/previews") if key.endswith(".png")]
+            # By number: names are not padded for all lengths of a training, and others may lie there.
             steps = {int(stem): key for key in keys if (stem := key.rpartition("/")[2][:-4]).isdecimal()}
             picture = facts.picture(steps[max(steps)]) if facts and steps else None
             if picture is not None:

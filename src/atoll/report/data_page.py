@@ -46,11 +46,8 @@ class Bar:
 
 
 def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
-    """Write the page of a campaign's data set. Pictures that cannot be read are left out.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the page of a campaign's data set; `ConfigError` where the file cannot be written."""
+    # The page is looked at because something is wrong: what cannot be read is left out, not fatal.
     dataset, manifest = contents.dataset, contents.dataset.manifest
 
     def caption(row: int) -> str:
@@ -121,6 +118,7 @@ def bars(tally: Histogram, most: int = BARS) -> list[Bar]:
         edges = [(f"{value:g}", tally[value]) for value in values]
     else:
         low, high = values[0], values[-1]
+        # Sides from 64 to 4,096 pixels would be one bar and a tail on an even scale.
         ratios = low > 0 and high / low > 8
         ends = np.geomspace(low, high, most + 1) if ratios else np.linspace(low, high, most + 1)
         counts, _ = np.histogram(values, ends, weights=[tally[value] for value in values])

@@ -102,6 +102,7 @@ class LoggedRun:
     @classmethod
     def of(cls, run: Run, plan: RunPlan | None, card: Card | None, lines: Sequence[MetricsLine]) -> Self:
         """A run with the lines of its log, those of training and of validations mixed."""
+        # A loss of null was logged and is not finite; a validation's line has no loss at all.
         trained = [line for line in lines if "loss" in line.model_fields_set]
         losses = [(float(line.samples), finite(line.loss)) for line in trained]
         known = [(seen, loss) for seen, loss in losses if loss is not None]
@@ -177,6 +178,7 @@ class Facts:
     @cached_property
     def by_role(self) -> dict[str, list[LoggedRun]]:
         """Runs that are planned, by role: first those that every ensemble has, then as in `RUNS`."""
+        # The baseline has numbers to compare costs with even where it is not trained.
         chosen = {}
         for role in sorted(RUNS.values(), key=lambda role: not role.assembled):
             runs = runs_as(role, self.partition.k)
@@ -292,6 +294,7 @@ class Facts:
 
     def is_stale(self, parts: dict[str, Any]) -> bool:
         """Whether these digests, by part, are of other weights than are published now."""
+        # The experts' digests are those of the assembled ensemble, which may lag behind what they published.
         single = parts.keys() & set(SINGLE)
         cards = {name: self.optional(f"{Run(name).network}/card.json", Card) for name in single}
         published: dict[str, Any] = {}
@@ -318,5 +321,6 @@ class Facts:
 
 def total(values: Iterable[float | None]) -> float | None:
     """The sum; None where a value is not known."""
+    # A sum that left the unknown out would pass for the whole cost.
     known = list(values)
     return None if None in known else sum(value or 0.0 for value in known)

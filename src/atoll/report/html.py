@@ -26,6 +26,7 @@ def decimals(value: float | None, digits: int = 2) -> str:
 
 def cell(row: Any, key: Any) -> str:
     """A value of a table's row, in the unit that a typed row has for it; text and markup stay as they are."""
+    # Units are those of the CSV and of the terminal, so one number never has two forms.
     typed = isinstance(row, BaseModel)
     value = getattr(row, key) if typed else row[key]
     if isinstance(value, str):
@@ -56,7 +57,9 @@ def environment() -> Environment:
     """The templates of all pages."""
     pages = Environment(
         loader=PackageLoader("atoll.report"),
+        # Captions, names of hosts and settings come from elsewhere: nothing is markup unless it says so.
         autoescape=True,
+        # A misspelled name would otherwise be an empty place on a page that nobody reads again.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -81,10 +81,7 @@ class Summary(File):
 def write_report(store: Store) -> str:
     """Write `reports/summary.json` and `reports/index.html` for whatever the campaign has by now.
 
-    The same campaign gives the same bytes. The page needs no network and runs no script.
-
-    Returns:
-        Path or URL of the page.
+    The same campaign gives the same bytes. The page needs no network and runs no script. Returns its place.
 
     Raises:
         PartitionError: the campaign has no partition yet.

@@ -61,6 +61,7 @@ def clusters(facts: Facts) -> dict[str, Any]:
 def placed(clusters: ClusterMap) -> dict[str, Any]:
     """The map in pixels, both axes to one scale: dots in drawing order, the names' places, the height."""
     across, down = ([point[axis] for point in clusters.points] for axis in (0, 1))
+    # One scale for both axes: distances on the map are comparable in all directions.
     scale = (SIDE - 2 * MARGIN) / max(max(across) - min(across), max(down) - min(down), 1e-9)
     dots = [
         (round(MARGIN + (x - min(across)) * scale, 1), round(MARGIN + (max(down) - y) * scale, 1), cluster)
@@ -84,6 +85,7 @@ def learning(facts: Facts) -> dict[str, Any]:
     single = [run for run in (facts.baseline, facts.one("pretrain"), facts.one("student")) if run]
     runs = [run for run in (*single, *facts.by_role["expert"]) if run.losses or run.validation]
     shares = [size / sum(facts.partition.sizes) for size in facts.partition.sizes]
+    # What a router scores that has learned the clusters' sizes and nothing of the pictures.
     entropy = -sum(share * math.log(share) for share in shares if share)
     router = facts.by_role["router"][0]
     # A student's training loss is its distance from its teachers, so only its validations compare.
@@ -116,6 +118,7 @@ def learning(facts: Facts) -> dict[str, Any]:
 
 def flops(facts: Facts) -> dict[str, Any]:
     """Where the training FLOPs went: the runs of the ensemble, those beside them, and the sums."""
+    # The bar shows what is known; the sum beside it says nothing until all of it is.
     planned = [run.train_flops or 0.0 for run in facts.ensemble]
     base, student = facts.baseline.train_flops or 0.0, facts.one("student")
     seconds = [run.seconds for run in facts.ensemble if run.seconds is not None]

@@ -69,6 +69,7 @@ def why(facts: Facts) -> dict[str, Any] | None:
 def _findings(k: int, diagnosis: Diagnosis) -> dict[str, Any]:
     """What the template puts into words; None or empty where there is nothing to say."""
     # On how many clusters the own expert is compared, and where another one is better.
+    # A cluster without rows, or with one expert that is there, says nothing.
     beaten, judged = [], 0
     for cluster in range(k):
         rows = diagnosis.select("experts", t="mean", cluster=cluster)
@@ -163,6 +164,7 @@ def _answers(diagnosis: Diagnosis) -> dict[str, Chart | None]:
     def over(values: Mapping[float, float], base: Mapping[float, float]) -> list[Point]:
         return [(t, v / base[t]) for t, v in sorted(values.items()) if base.get(t)]
 
+    # What nobody can know is in every error, at each time another part: only ratios show who is better.
     base = errors(BASE, "all")
     lines = []
     for model, name in ANSWERS.items():
@@ -194,6 +196,7 @@ def _experts(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
     times = sorted({row.t for row in diagnosis.select("experts") if row.t != "mean"})
     if not times:
         return None
+    # Small maps at the ends and at even steps between: ten of them would show nothing more.
     few = times if len(times) <= 4 else [times[round(i * (len(times) - 1) / 3)] for i in range(4)]
     whole = "mean" if diagnosis.select("experts", t="mean") else times[-1]
 
@@ -234,6 +237,7 @@ def _absent(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
         title = f"without expert {expert}, cluster {cluster}"
         if loss is None or not base:
             return Cell(None, "", f"{title}: no rows")
+        # Losses are small parts of an error, so the colour is full at half of it.
         text = f"{loss / base:+.0%}"
         return Cell(2 * loss / base, text, f"{title}: {text} error", framed=expert == cluster)
 
@@ -281,6 +285,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
     changes = {row.strategy: row for row in diagnosis.select("switches", step="all")}
     usage, landing = by_expert("usage", "expert"), by_expert("landing", "cluster")
     stability = diagnosis.select("stability")
+    # Size and conditions are the same for all strategies, so they are taken of any.
     used = []
     for expert, by in usage.items():
         first = next(iter(by.values()))

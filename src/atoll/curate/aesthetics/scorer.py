@@ -162,11 +162,7 @@ class Scorer(nn.Module):
         return torch.stack(heads, dim=1).clamp(0, 1), dimensions
 
     def fit(self, labels: Labels, training: Training) -> dict[str, Any]:
-        """Train the reader and the heads on some groups, then the voter on the others; how it went.
-
-        Raises:
-            DataError: too few groups, or none with a score of the whole.
-        """
+        """Train the reader and the heads on some groups, then the voter on the others; how it went."""
         torch.manual_seed(training.seed)
         first, second = split(labels, training.vote, training.seed)
         seen: dict[int, Any] = {}
@@ -208,6 +204,7 @@ class Scorer(nn.Module):
         optimizer = torch.optim.AdamW(trained, lr=training.rate, weight_decay=0.01)
         steps = training.epochs * -(-len(rows) // training.batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        # Rows of which only the whole is scored train the regression head, all others the expert head.
         alone, random = labels.whole_only(self.scale.root), np.random.default_rng(training.seed)
         progress = Progress("heads", steps, unit="steps")
         self.train()
@@ -248,12 +245,7 @@ class Scorer(nn.Module):
 
     @classmethod
     def load(cls, folder: str, device: str = "cpu") -> tuple["Scorer", ScorerFile]:
-        """A saved scorer.
-
-        Raises:
-            DataError: there is none, or its backbone is another one here.
-            StoreError: a file is damaged.
-        """
+        """A saved scorer; `AtollError` where there is none, it is damaged or its backbone is another one."""
         store = Store.open(folder)
         if not store.exists(ScorerFile.PLACE):
             raise DataError(f"{folder} holds no scorer (no {ScorerFile.PLACE})", ScorerFile.REMEDY)
@@ -275,6 +267,7 @@ class Scorer(nn.Module):
 
 def split(labels: Labels, share: float, seed: int) -> tuple[Any, Any]:
     """Rows of the first and the second stage; a group is wholly in one. `DataError` for one group."""
+    # Pictures of one group look alike: on both sides, the voter would see what the heads have learned.
     groups = sorted(set(labels.groups))
     if len(groups) < 2:
         raise DataError("all labelled pictures are of one group", "give more, or no column 'group'")
