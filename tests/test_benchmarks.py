@@ -276,7 +276,8 @@ def test_variants_of_a_campaign_cost_what_it_costs(
 
     monkeypatch.setattr(variants, "run_command", here)
     compare = {"strategies": ["once"], "extractor": "pixels", "extractor_size": 16, "samples": 24, "steps": 2}
-    settings = {"budget": {"samples": 2560, "pretrain": 0.5}, "compare": compare, "train": {"threads": 1}}
+    train = {"threads": 1, "validations": 0, "previews": 0}
+    settings = {"budget": {"samples": 1280, "pretrain": 0.5}, "compare": compare, "train": train}
     here("launch", write_campaign(base, settings))
     here("compare", base)
     words = ("ablations", base, "--to", tmp_path / "to", "--strategies", "once")
@@ -391,14 +392,14 @@ def test_the_average_of_networks_has_the_average_of_their_weights(bench: Bench, 
 def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_path: Path) -> None:
     """By pixels: a way to guide, which is kept apart from plain guidance, and an album by several judges."""
     guides, campaign = bench("guides"), Campaign.open(small_ensemble)
-    ways = guides.Bench(small_ensemble, "ensemble", 12, "heldout")
+    ways = guides.Bench(small_ensemble, "ensemble", 12, "heldout", size=8)
     plain, guided = (ways.measured(guides.Way(null, steps=2)) for null in ("own", "mixture"))
     assert plain.keys() == guided.keys() == {"frechet", "precision", "recall"} and plain != guided
     for null in ("pretrain", "average", "milestone 1"):
         with pytest.raises(LookupError):
             ways.measured(guides.Way(null))
     album = bench("judges").Album.of(campaign, "ensemble", Generation(steps=2), "heldout", 12, tmp_path)
-    judges = {f"{axes} axes": {"extractor_size": 16, "components": axes} for axes in (2, 4)}
+    judges = {f"{axes} axes": {"extractor_size": 8, "components": axes} for axes in (2, 4)}
     found = album.distances(judges)
     assert (
         list(found) == ["2 axes", "precision", "recall", "4 axes"] and 0 < found["2 axes"] < found["4 axes"]
@@ -409,6 +410,7 @@ def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_
 def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judge = {"extractor": "pixels", "extractor_size": 16}
     settings = {"budget": {"samples": 128}, "monolith": False, "evaluate": judge}
+    settings["data"] = {"ingest": {"heldout": 0.4}}
     return assembled(tmp_path_factory.mktemp("guides") / "c", settings)
 
 

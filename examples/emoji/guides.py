@@ -242,6 +242,8 @@ class Bench:
     name: str
     samples: int
     split: str
+    size: int = 64
+    """Side in pixels that the judge sees."""
 
     @cached_property
     def campaign(self) -> Campaign:
@@ -261,8 +263,8 @@ class Bench:
 
     @cached_property
     def judge(self) -> Judge:
-        """Fréchet distance on 64 components of the campaign's extractor at 64 pixels."""
-        encoder = extractor(self.campaign.config.evaluate.extractor, 64, "cpu")
+        """Fréchet distance on 64 components of the campaign's extractor."""
+        encoder = extractor(self.campaign.config.evaluate.extractor, self.size, "cpu")
         held = reference(None, self.split, self.campaign, encoder, self.campaign.store)
         components = min(64, held.about.count // 2, self.samples // 2)
         how = How(encoder.name, encoder.kind, encoder.width, self.samples, held.about.count, components)
