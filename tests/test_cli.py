@@ -46,23 +46,9 @@ def state(folder: Path) -> dict[Path, bytes]:
 
 # Folders that are none, or none of ours.
 
-COMMANDS = [
-    ["data", "ingest"],
-    ["data", "embed"],
-    ["data", "encode"],
-    ["data", "show"],
-    ["data", "audit"],
-    ["partition"],
-    ["plan"],
-    ["train", "router"],
-    ["status"],
-    ["launch"],
-    ["assemble"],
-    ["compare"],
-    ["diagnose"],
-    ["sample"],
-    ["report"],
-]
+COMMANDS = [["data", stage] for stage in ("ingest", "embed", "encode", "show", "audit")]
+COMMANDS += [["partition"], ["plan"], ["train", "router"], ["status"], ["launch"], ["assemble"]]
+COMMANDS += [["compare"], ["diagnose"], ["sample"], ["report"]]
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
@@ -160,13 +146,13 @@ def test_a_wrong_setting(setting: str, words: list[str], run: Run, tmp_path: Pat
 def test_a_wrong_setting_in_the_file_is_found_by_every_command(run: Run, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {"train": {"batsh": 3}})
     for argv in COMMANDS[:10]:
-        refused(run(*argv, folder), "unknown key 'train.batsh' in", "did you mean 'batch'?")
-    assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
-
-    whole = write_campaign(tmp_path / "d", {})
-    refused(run("compare", whole, "--set", "compare.samples=.nan"), "'compare.samples' in --set: ")
+        refused(run(*argv, folder), f"unknown key 'train.batsh' in {folder}", "did you mean 'batch'?")
+    # The file is blamed before what --set adds to it, and --set where the file is right.
     answer = run("compare", folder, "--set", "compare.samples=9")
     refused(answer, f"unknown key 'train.batsh' in {folder / 'campaign.yaml'}")
+    assert [p.name for p in folder.iterdir()] == ["campaign.yaml"]
+    whole = write_campaign(tmp_path / "d", {})
+    refused(run("compare", whole, "--set", "compare.samples=.nan"), "'compare.samples' in --set: ")
 
 
 # Sources. After each mistake, the same folder and the right command.
@@ -180,13 +166,8 @@ def goes_on(run: Run, folder: Path, *sets: str) -> None:
 
 
 def own(folder: Path, source: Path) -> Path:
-    return write_campaign(
-        folder,
-        {
-            "condition": "none",
-            "data": {"source": str(source), "ingest": {"mode": "auto", "glyphs": {"limit": None}}},
-        },
-    )
+    data = {"source": str(source), "ingest": {"mode": "auto", "glyphs": {"limit": None}}}
+    return write_campaign(folder, {"condition": "none", "data": data})
 
 
 def pictures(folder: Path, lines: list[str] | None = None, count: int = 6) -> Path:

@@ -42,16 +42,14 @@ def create(
         source: of the pictures.
         folder: of the campaign, or its URL; a temporary folder by default.
         settings: nested settings in place of the recipe's, as in `{"partition": {"k": 4}}`.
-        recipe: the ready-made campaign to start from.
-
-    Raises:
-        ConfigError: a wrong setting, or there is a campaign in the folder already.
+        recipe: the ready-made campaign to start from, of `atoll recipes`.
     """
     if source != "glyphs" and not is_url(source) and not expanded(source).exists():
         raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = read_yaml(catalogue.text(recipe), recipe)
-    place = str(source) if source == "glyphs" else str(expanded(source).absolute())
-    tree = merged(merged(tree, {"data": {"source": place}}), settings or {})
+    # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
+    absolute = str(source) if source == "glyphs" else str(expanded(source).absolute())
+    tree = merged(merged(tree, {"data": {"source": absolute}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
     return Campaign.open(where)
@@ -65,10 +63,8 @@ def prepare(campaign: Campaign | str | Path) -> Partition:
 def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | None = None) -> Card:
     """Train one network, or go on with it, and return the card it was published with.
 
-    Args:
-        campaign: prepared; or its folder, so for the other stages.
-        role: `expert`, `router`, `monolith`, `pretrain` or `student`.
-        expert: number of the expert.
+    `role` is a name of the table of runs: `expert`, which has a number, `router`, `monolith`, `pretrain` or
+    `student`.
     """
     campaign = _opened(campaign)
     train_run(campaign, role, expert)
@@ -95,6 +91,7 @@ def load(
             None takes unsigned ones too.
     """
     where = device or own_device()
+    # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
         if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
             return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
@@ -121,17 +118,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Measure a model of a campaign against held-out pictures, or test ones under `conditions="test"`.
 
-    Args:
-        campaign: assembled.
-        model: `ensemble`, `monolith`, `student` or `pretrain`.
-        routing: strategy; this and the next three are the campaign's own `sampling` by default.
-        guidance: scale.
-        steps: of the scheduler.
-        seed: of noise, routing and the choice of conditions.
-        settings: of `evaluate`: `metrics`, `samples`, `extractor` and so on.
-
-    Returns:
-        Values by the metrics' names.
+    `model` is `ensemble`, `monolith`, `student` or `pretrain`. `routing`, `guidance`, `steps` and `seed` are
+    those of the campaign's `sampling` by default. `settings` are those of `evaluate`, such as `metrics`,
+    `samples` and `extractor`. Returns values by the metrics' names.
     """
     campaign = _opened(campaign)
     config = campaign.config.evaluate

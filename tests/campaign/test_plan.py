@@ -59,7 +59,7 @@ def planned(
     sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = None, **changes: Any
 ) -> Plan:
     tree = merged(merged(SMALL, {"partition": {"k": len(sizes)}}), changes)
-    data = DataSpec(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], True, [])
+    data = DataSpec(SHAPE, sizes, sum(sizes), [128 * n for n in sizes], [])
     return make_plan(CampaignConfig.parse(tree, "a test"), data, table or load_gpus(), "h100", gpus_each)
 
 
@@ -290,39 +290,6 @@ def test_experts_that_differ_have_lines_of_their_own() -> None:
     assert "trains the monolith too" in text
 
 
-@pytest.mark.slow
-def test_families_side_by_side_are_planned(tmp_path: Path) -> None:
-    """A large SD3 on one island; each is counted by itself, and all share one budget."""
-    changes = {
-        "condition": "text",
-        "data": {
-            "vae": "stabilityai/sd-vae-ft-mse",
-            "ingest": {"size": 256},
-            "text_encoder": "google/t5-v1_1-xxl",
-        },
-        "network": {
-            "family": "pixart",
-            "size": "XL",
-            "patch": 2,
-            **dict.fromkeys(("depth", "heads", "head_width")),
-        },
-        "islands": {1: {"network": {"family": "sd3", "size": "2B"}}},
-        "train": {"precision": "bf16"},
-        "budget": {"samples": 10_000_000},
-    }
-    campaign = Campaign.open(write_campaign(tmp_path / "c", changes))
-    plan = make_plan(campaign.config, data_spec(campaign), load_gpus(), "h100", 8)
-    first, second = experts(plan)
-    assert first.footprint.parameters == pytest.approx(611e6, rel=0.01)
-    assert second.footprint.parameters == pytest.approx(2028e6, rel=0.01)
-    assert second.budget.flops.train > 1.5 * first.budget.flops.train
-    assert second.budget.steps < first.budget.steps / 1.5  # equal clusters: the same operations for each
-    assert second.budget.train_flops == pytest.approx(first.budget.train_flops, rel=0.01)
-    total = sum(run.budget.train_flops for run in plan.own)
-    assert total == pytest.approx(plan.monolith.budget.train_flops, rel=0.01)
-    assert second.mode is not None and second.mode.total > first.footprint.state / 8
-
-
 # What is known when.
 
 
@@ -330,7 +297,7 @@ def test_from_the_settings_alone(tmp_path: Path) -> None:
     campaign = Campaign.open(write_campaign(tmp_path / "c"))
     spec = data_spec(campaign)
     assert spec.shape == DataShape(1, 8, classes=1000) and spec.rows is None and spec.stored is None
-    assert spec.sizes == [1, 1] and not spec.partitioned
+    assert spec.sizes == [1, 1]
     assert any("equal clusters" in note for note in spec.notes)
     assert any("no data set" in note for note in spec.notes)
     text = lines(make_plan(campaign.config, spec, load_gpus(), "l4"))
@@ -384,7 +351,7 @@ def test_by_the_data_set_and_by_the_partition(made: Path, run: Run, tmp_path: Pa
     fresh = write_campaign(tmp_path / "c", {"data": {"path": str(made / "data")}})
     uncut, cut = data_spec(Campaign.open(fresh)), data_spec(Campaign.open(made))
     assert uncut.shape == cut.shape and uncut.rows == cut.rows == sum(uncut.sizes)
-    assert abs(uncut.sizes[0] - uncut.sizes[1]) <= 1 and not uncut.partitioned and cut.partitioned
+    assert abs(uncut.sizes[0] - uncut.sizes[1]) <= 1
     assert not any("no data set" in note for note in uncut.notes)
 
 

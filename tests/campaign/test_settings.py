@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.campaign.folder import Campaign, new
@@ -18,28 +18,53 @@ def parse(**changes: object) -> CampaignConfig:
     return CampaignConfig.parse(merged(SMALL, changes), "a test")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"islands": {1: {"objective": {"schedule": "vp-cos"}}}},
+            r"'schedule' in islands\.1\.objective: .* did you mean 'vp-cosine'",
+        ),
+        (
+            {"islands": {1: {"objective": {"predicts": "eps"}}}},
+            r"unknown key 'predicts' in islands\.1\.objective",
+        ),
+        ({"islands": {1: {"objective": {"prediction": "noise"}}}}, r"'prediction' in islands\.1\.objective"),
+        (
+            {"islands": {1: {"network": {"dept": 3}}}},
+            r"unknown key 'dept' in islands.1.network: did you mean 'depth'",
+        ),
+        ({"islands": {1: {"nettwork": {}}}}, r"unknown key 'islands.1.nettwork' .*did you mean 'network'"),
+        (
+            {"sampling": {"routing": "once null pretrain"}},
+            r"there is no network of shared pretraining.*budget\.pretrain",
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(**changes)
+
+
 def test_islands_may_learn_something_else() -> None:
     own = {"schedule": "vp-cosine", "prediction": "eps"}
     config = parse(objective={"condition_dropout": 0.2}, islands={1: {"objective": own}})
     assert config.objective_of(None) == config.objective_of(0) == config.objective
-    found = config.objective_of(1)
-    assert (found.schedule, found.prediction, found.condition_dropout) == ("vp-cosine", "eps", 0.2)
+    objective = config.objective_of(1)
+    assert (objective.schedule, objective.prediction, objective.condition_dropout) == (
+        "vp-cosine",
+        "eps",
+        0.2,
+    )
     assert config.frozen()["islands"]["1"]["objective"] == own
-    for wrong, words in (
-        ({"schedule": "vp-cos"}, r"'schedule' in islands\.1\.objective: .* did you mean 'vp-cosine'"),
-        ({"predicts": "eps"}, r"unknown key 'predicts' in islands\.1\.objective"),
-        ({"prediction": "noise"}, r"'prediction' in islands\.1\.objective"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            parse(islands={1: {"objective": wrong}})
+    parse(sampling={"routing": "once null pretrain"}, budget={"pretrain": 0.3})
 
 
-def test_a_null_branch_of_shared_pretraining_needs_one() -> None:
-    sampling = {"routing": "once null pretrain"}
-    with pytest.raises(ConfigError, match="there is no network of shared pretraining") as caught:
-        parse(sampling=sampling)
-    assert "budget.pretrain" in caught.value.fix
-    parse(sampling=sampling, budget={"pretrain": 0.3})
+def test_the_router_learns_at_the_times_of_the_experts_unless_it_is_set_apart() -> None:
+    time = {"distribution": "logit-normal", "shift": 3.0}
+    tied = parse(objective={"time": time})
+    assert tied.router.time == tied.objective.time == TimeConfig(distribution="logit-normal", shift=3.0)
+    assert parse(objective={"time": time}, router={"time": {}}).router.time == TimeConfig()
 
 
 @pytest.mark.parametrize("name", catalogue.names())
@@ -61,9 +86,8 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
         "islands.1.network={depth: 2}",
         'compare.prompts=["a, b", c]',
         "train.betas=[0.8, 0.95]",
-        "data.source=somewhere",
     ]
-    new(tmp_path / "c", catalogue.text("quickstart"), sets)
+    new(tmp_path / "c", catalogue.text("quickstart"), [*sets, "data.source=somewhere"])
     config = Campaign.open(tmp_path / "c").config
     assert config.partition.k == 2 and config.train.lr == 2.5e-4 and config.train.clip is None
     assert not config.monolith and config.train.betas == (0.8, 0.95)
@@ -72,111 +96,70 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
     assert config.compare.prompts == ["a, b", "c"]
     assert config.data.source == str(Path.cwd() / "somewhere")
     assert (tmp_path / "c/campaign.yaml").read_text().startswith("# quickstart: ")
-
-
-def test_a_source_may_be_none(tmp_path: Path) -> None:
-    new(tmp_path / "c", catalogue.text("quickstart"), ["data.source=null"])
-    assert Campaign.open(tmp_path / "c").config.data.source is None
-
-
-def test_set_reaches_an_island_that_the_file_numbers(tmp_path: Path) -> None:
-    """YAML reads `0` as a number and --set as text; both mean the same island."""
-    folder = write_campaign(tmp_path / "c", {"islands": {0: {"network": {"depth": 2}}}})
+    new(tmp_path / "d", catalogue.text("quickstart"), ["data.source=null"])
+    assert Campaign.open(tmp_path / "d").config.data.source is None
+    # YAML reads `0` as a number and --set as text; both mean the same island.
+    folder = write_campaign(tmp_path / "e", {"islands": {0: {"network": {"depth": 2}}}})
     config = Campaign.open(folder, ["islands.0.train.batch=4"]).config
     assert config.island(0)[0].depth == 2 and config.island(0)[1].batch == 4
 
 
 def test_settings_come_back_from_campaign_json(tmp_path: Path) -> None:
-    folder = write_campaign(
-        tmp_path / "c", {"islands": {1: {"train": {"lr": 0.5}}}, "sampling": {"steps": 9}}
-    )
+    changes = {"islands": {1: {"train": {"lr": 0.5}}}, "sampling": {"steps": 9}}
+    folder = write_campaign(tmp_path / "c", changes)
+    Campaign.open(folder, ["sampling.steps=8", "train.batch=4"]).freeze()
+    assert json.loads((folder / "campaign.json").read_text())["overrides"] == ["train.batch=4"]
     Campaign.open(folder).freeze()
-    Campaign.open(folder).freeze()
+    config = Campaign.open(folder).config
+    assert config.train.batch == 4 and config.sampling.steps == 9
     (folder / "campaign.yaml").unlink()
     again = Campaign.open(folder).config
     assert again.island(1)[1].lr == 0.5 and again.island(0)[1].lr == SMALL["train"]["lr"]
     assert again.sampling.steps == 50  # not frozen, so its default without campaign.yaml
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
+def test_a_frozen_key_is_named_and_what_is_loose_may_change(tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c")
+    first, second = Campaign.open(folder), Campaign.open(folder, ["seed=9"])
+    first.freeze()
+    with pytest.raises(ConfigError, match="seed is 9"):
+        second.freeze()
+    for change, key in (
         ({"train": {"lr": 0.5}}, "train.lr"),
         ({"partition": {"k": 3}}, "partition.k"),
         ({"islands": {0: {"train": {"batch": 3}}}}, "islands"),
         ({"data": {"ingest": {"glyphs": {"limit": 7}}}}, "data.ingest.glyphs.limit"),
         ({"objective": {"prediction": "eps"}}, "objective.prediction"),
         ({"monolith": False}, "monolith"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_frozen_key_is_named(change: dict, key: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
-    folder = write_campaign(tmp_path / "c")
-    Campaign.open(folder).freeze()
-    write_campaign(folder, change)
-    with pytest.raises(ConfigError, match=rf"^{key}[.\w]* is .* was started with .*: put it back") as caught:
-        Campaign.open(folder)
-    assert "\n" not in str(caught.value)
-    write_campaign(folder)
-    Campaign.open(folder)
+    ):
+        write_campaign(folder, change)
+        with pytest.raises(
+            ConfigError, match=rf"^{key}[.\w]* is .* was started with .*: put it back"
+        ) as caught:
+            Campaign.open(folder)
+        assert "\n" not in str(caught.value)
+    for change in (
+        {"sampling": {"steps": 9, "guidance": 4.0}},
+        {"compare": {"samples": 9, "strategies": ["full"]}},
+    ):
+        write_campaign(folder, change)
+        config = Campaign.open(folder, ["sampling.routing=full"]).config
+        assert str(config.sampling.routing) == "full" and config.seed == SMALL["seed"]
+        assert merged(config.model_dump(), change) == config.model_dump()
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"sampling": {"steps": 9, "guidance": 4.0}}, {"compare": {"samples": 9, "strategies": ["full"]}}],
+    ("path", "campaign", "expected"),
+    [
+        ("data", "/c", "/c/data"),
+        ("/elsewhere", "/c", "/elsewhere"),
+        ("data", "s3://bucket/c", "s3://bucket/c/data"),
+        ("../data", "s3://bucket/c", "s3://bucket/data"),
+        ("gs://other/data", "s3://bucket/c", "gs://other/data"),
+        ("/elsewhere", "s3://bucket/c", "/elsewhere"),
+    ],
 )
-def test_sampling_and_comparison_may_change(change: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
-    folder = write_campaign(tmp_path / "c")
-    Campaign.open(folder).freeze()
-    write_campaign(folder, change)
-    config = Campaign.open(folder, ["sampling.routing=full"]).config
-    assert str(config.sampling.routing) == "full"
-    assert merged(config.model_dump(), change) == config.model_dump()
-
-
-def test_overrides_of_what_may_change_are_not_kept(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c")
-    Campaign.open(folder, ["sampling.steps=9", "train.batch=4"]).freeze()
-    config = Campaign.open(folder).config
-    assert config.train.batch == 4 and config.sampling.steps == SMALL["sampling"]["steps"]
-    assert json.loads((folder / "campaign.json").read_text())["overrides"] == ["train.batch=4"]
-
-
-def test_freezing_again_with_other_settings_is_refused(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c")
-    first, second = Campaign.open(folder), Campaign.open(folder, ["seed=9"])
-    first.freeze()
-    with pytest.raises(ConfigError, match="seed is 9"):
-        second.freeze()
-    assert Campaign.open(folder).config.seed == SMALL["seed"]
-
-
-def test_an_unknown_key_of_an_island_is_told_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'dept' in islands.1.network: did you mean 'depth'"):
-        parse(islands={1: {"network": {"dept": 3}}})
-    with pytest.raises(ConfigError, match=r"unknown key 'islands.1.nettwork' .*did you mean 'network'"):
-        parse(islands={1: {"nettwork": {}}})
-
-
-def test_the_data_lie_beside_the_campaign_or_where_it_says(tmp_path: Path) -> None:
-    assert parse().data_path(str(tmp_path)) == str((tmp_path / "data").resolve())
-    assert parse(data={"path": "/elsewhere"}).data_path(str(tmp_path)) == "/elsewhere"
-    assert parse().data_path("s3://bucket/c") == "s3://bucket/c/data"
-    assert parse(data={"path": "../data"}).data_path("s3://bucket/c") == "s3://bucket/data"
-    assert parse(data={"path": "gs://other/data"}).data_path("s3://bucket/c") == "gs://other/data"
-    assert parse(data={"path": "/elsewhere"}).data_path("s3://bucket/c") == "/elsewhere"
+def test_the_data_lie_beside_the_campaign_or_where_it_says(path: str, campaign: str, expected: str) -> None:
+    assert parse(data={"path": path}).data_path(campaign) == expected
     with pytest.raises(StoreError, match="leads out of s3://bucket"):
         parse(data={"path": "../../data"}).data_path("s3://bucket/c")
-
-
-def test_yaml_that_was_written_is_read(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c")
-    assert yaml.safe_load((folder / "campaign.yaml").read_text()) == SMALL
-
-
-def test_the_router_learns_at_the_times_of_the_experts() -> None:
-    """Unless it is set apart."""
-    time = {"distribution": "logit-normal", "shift": 3.0}
-    tied = parse(objective={"time": time})
-    assert tied.router.time == tied.objective.time == TimeConfig(distribution="logit-normal", shift=3.0)
-    assert parse(objective={"time": time}, router={"time": {}}).router.time == TimeConfig()

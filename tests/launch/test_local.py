@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -184,53 +185,39 @@ def ranks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 2, 75])
-def test_several_processes_end_with_the_code_of_the_training(code: int, ranks: Path) -> None:
-    """torchrun alone would make 1 of every failure."""
-    argv = Job("a", (sys.executable, str(ranks), str(code)), processes=2).local_argv()
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
-    assert "together 2" in done.stdout
-    assert done.returncode == code, done.stderr
-
-
-@pytest.mark.slow
-def test_several_processes_that_are_told_to_leave_say_so(ranks: Path) -> None:
-    argv = Job("a", (sys.executable, str(ranks), "wait"), processes=2).local_argv()
+@pytest.mark.parametrize("ends", ["0", "2", "75", "wait"])
+def test_several_processes_end_with_the_code_of_the_training(ends: str, ranks: Path) -> None:
+    """torchrun alone would make 1 of every failure, also of one that was told to leave."""
+    argv = Job("a", (sys.executable, str(ranks), ends), processes=2).local_argv()
     process = subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "together 2\n"
-        process.terminate()
-        assert process.wait(60) == 75
+        if ends == "wait":
+            process.terminate()
+        assert process.wait(60) == (75 if ends == "wait" else int(ends))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tmp_path: Path) -> None:
-    script = (
-        "import sys; from atoll.launch import local; from atoll.launch.job import Job\n"
-        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
-        "local.run([Job(n, (sys.executable, '-S', '-c', code)) for n in 'ab'])"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    pids: list[int] = []
-    while len(pids) < min(2, CORES):
-        line = process.stdout.readline()
-        assert line, process.communicate(timeout=30)
-        pids += [int(line)] if line.startswith("  ") else []
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode != 0 and "KeyboardInterrupt" in err
-    deadline = time.monotonic() + 30  # whoever inherits them may need a moment to bury them
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.05)
+    def note(name: str) -> str:
+        path = str(tmp_path / name)
+        return (
+            f"import os, time, pathlib; pathlib.Path({path!r}).write_text(str(os.getpid())); time.sleep(60)"
+        )
+
+    def stop() -> None:
+        while sum(bool(path.read_text()) for path in tmp_path.iterdir()) < min(2, CORES):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        local.run([job(name, note(name)) for name in "ab"])
+    stopper.join()
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == min(2, CORES) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_signal_between_the_start_of_a_process_and_its_entry_loses_none(

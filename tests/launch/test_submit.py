@@ -31,6 +31,13 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "c"
+    partitioned(folder)
+    return folder
+
+
 def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     campaign = opened(tmp_path / "c", MIXED, train={"threads": 3})
     placed = {one.name: one for one in plan_jobs(campaign)}
@@ -157,13 +164,6 @@ def test_workers_of_this_machine_make_the_data_set(tmp_path: Path, run: Run) -> 
     refused(answer, "cannot load the VAE 'nowhere'")
 
 
-def test_launch_settings_may_change_after_the_start(tmp_path: Path) -> None:
-    partitioned(tmp_path / "c")
-    again = opened(tmp_path / "c", MIXED)
-    assert again.config.launch.on == "slurm"
-    assert "launch" not in again.store.get_json("campaign.json")["config"]
-
-
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
@@ -173,16 +173,17 @@ def test_launch_settings_may_change_after_the_start(tmp_path: Path) -> None:
         (["launch.gpus=64"], ["asks for 64 GPUs", "launch.on"]),
         (["launch.router.nodes=2"], ["router asks for 2 nodes"]),
         (["launch.router.on=sky"], ["SkyPilot's nodes cannot see", "s3://"]),
+        (["launch.on=slurm"], ["squeue is not installed here", "--dry-run"]),
     ],
 )
-def test_mistakes_are_one_line(sets: list[str], words: list[str], tmp_path: Path, run: Run) -> None:
-    folder = write_campaign(tmp_path / "c")
-    refused(run("launch", folder, *(part for s in sets for part in ("--set", s))), *words)
-
-
-def test_without_slurm_a_launch_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+def test_mistakes_are_one_line(
+    sets: list[str], words: list[str], made: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_campaign(tmp_path / "c")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    refused(run("launch", folder, "--on", "slurm"), "squeue is not installed here", "--dry-run")
+    monkeypatch.setenv("PATH", str(made))
+    refused(run("launch", made, *(part for s in sets for part in ("--set", s))), *words)
+
+
+def test_launch_settings_may_change_after_the_start(made: Path) -> None:
+    again = Campaign.open(made, ["launch.on=slurm"])
+    assert again.config.launch.on == "slurm"
+    assert "launch" not in again.store.get_json("campaign.json")["config"]

@@ -11,7 +11,9 @@ from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.hashing import digest
 from atoll.base.safe_parse import read_lines
-from atoll.base.text import columns, round_sig, shorten
+from atoll.base.table import Column as TableColumn
+from atoll.base.table import Table, text
+from atoll.base.text import shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import features_of, island_columns, write_clusters
 from atoll.campaign.report_table import Cell, ReportTable
@@ -48,7 +50,7 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
         DataError: there is no data set, or it lacks what the partition decides by.
         PartitionError: a row has a value that no cluster has.
     """
-    known, partition = campaign.clustered()
+    own_data, partition = campaign.clustered()
     try:
         dataset = DataSet.open(Store.open(path))
     except Absent:
@@ -60,7 +62,7 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
             fix = "run 'atoll data embed' with the same partition.encoder"
             raise DataError(f"{dataset.store.location} has no column {name!r}", fix)
         features = dataset.column(name)
-        if features.meta.producer != known.column(name).meta.producer:
+        if features.meta.producer != own_data.column(name).meta.producer:
             raise DataError(
                 f"column {name!r} of {dataset.store.location} is by another encoder or of another size",
                 "embed it again with the campaign's partition.encoder and encoder_size",
@@ -78,13 +80,13 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
     moved = round(float(np.abs(now - before).sum()) / 2, 4)
     rows.append(["all", len(clusters), None, None])
     heads = ["cluster", "new rows", "share of training rows", "share of new rows"]
-    text = (
+    about = (
         f"Rows that came later, by the clusters of the campaign: {moved:.1%} of them are where others were."
     )
-    own_features, far_share = features_of(campaign, known), 0.0
+    own_features, far_share = features_of(campaign, own_data), 0.0
     if own_features is not None and features is not None:
         heads += ["distance of training rows", "of new rows", "farther than 99 %"]
-        train = known.split("train")
+        train = own_data.split("train")
         old_distances = _distances(own_features, train, partition)
         distances = _distances(features, np.arange(len(features)), partition)
         far = np.zeros(len(distances), bool)
@@ -95,25 +97,20 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
             cells += _means(own, distances[new], far[new])
         rows[-1] += _means(old_distances, distances, far)
         far_share = round(float(far.mean()), 4)
-        text += " The last column would be 0.01 for rows like the training rows."
-    table = ReportTable(title="New rows", text=text, columns=heads, rows=rows)
+        about += " The last column would be 0.01 for rows like the training rows."
+    table = ReportTable(title="New rows", text=about, columns=heads, rows=rows)
     key = table.write(campaign.store, "new-rows")
 
     say(f"column {COLUMN!r} of {dataset.store.location}: {len(dataset):,} rows by {partition.hash[:12]}")
     largest = sorted(rows[:-1], key=lambda cells: -float(cells[1] or 0))[:SHOWN]
-    for line in columns([heads, *([_shown(cell) for cell in row] for row in [*largest, rows[-1]])]):
+    shown = [dict(zip(heads, row, strict=True)) for row in (*largest, rows[-1])]
+    for line in text(Table("", "", tuple(TableColumn(head, digits=3) for head in heads), shown)):
         say(f"  {line}")
     say(f"all {partition.k} clusters: {campaign.store.name(key)}, and in the report (atoll report)")
     if far_share > MANY:
         rest = "of the rows lie farther out than 99 % of their cluster's training rows"
         say(f"  warning: {far_share:.1%} {rest}")
     return clusters
-
-
-def _shown(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return cell
-    return f"{cell:,}" if isinstance(cell, int) else round_sig(cell)
 
 
 def _means(*parts: NDArray[np.generic]) -> list[float | None]:

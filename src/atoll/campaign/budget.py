@@ -43,10 +43,16 @@ def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float
     return mean(_denoiser_counts(config, shape), rows)
 
 
+# A count builds the network on the meta device, which takes a second. Experts are mostly alike.
 @lru_cache
 def _denoiser_counts(config: NetworkConfig, shape: DataShape) -> tuple[Flops, ...]:
     adapter = family(config.family)
     return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
+
+
+@lru_cache
+def _router_counts(arguments: tuple[tuple[str, int], ...], shape: DataShape) -> tuple[Flops, ...]:
+    return counts(partial(Router, **dict(arguments)), Router.__call__, shape)
 
 
 def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]:
@@ -67,10 +73,7 @@ def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]
 
 
 def divide(
-    config: CampaignConfig,
-    shape: DataShape,
-    sizes: Sequence[float],
-    buckets: Sequence[Sequence[float]] = (),
+    config: CampaignConfig, shape: DataShape, sizes: Sequence[float], buckets: Sequence[Sequence[float]] = ()
 ) -> Budget:
     """Divide the training FLOPs over the runs.
 
@@ -78,6 +81,7 @@ def divide(
     latents, where there are several. The monolith sees `budget.samples` images. Router and shared pretraining
     get their shares of its FLOPs, and the experts the rest. The student costs extra.
     """
+    # The monolith's samples are the user's one dial; what all others may spend follows from its FLOPs.
     k, batch, all_rows = len(sizes), config.train.batch, [sum(rows) for rows in buckets]
     dense = denoiser_flops(config.network, shape, all_rows)
     monolith = RunBudget(max(1, round(config.budget.samples / batch)), batch, dense)
@@ -85,7 +89,7 @@ def divide(
 
     # Router and shared pretraining: a share each. Pretraining is the monolith's network at its batch, so its
     # share of FLOPs is one of steps.
-    passes = counts(partial(Router, **router_arguments(config, shape)), Router.__call__, shape)
+    passes = _router_counts(tuple(router_arguments(config, shape).items()), shape)
     flops, router_batch = mean(passes, all_rows), config.router.train.batch
     steps = round(config.router.share * monolith.train_flops / (flops.train * router_batch))
     router = budget[Run("router")] = RunBudget(max(1, steps), router_batch, flops)
@@ -103,6 +107,7 @@ def divide(
         own_batch = config.budget.expert_batch or (max(1, train.batch // k) if equal else train.batch)
         kinds.append((own_batch, denoiser_flops(network, shape, [rows[number] for rows in buckets])))
     if equal:
+        # One number of steps for all, as in the paper: small clusters are seen more often than large ones.
         steps = max(1, round(left / sum(own_batch * flops.train for own_batch, flops in kinds)))
         experts = [RunBudget(steps, own_batch, flops) for own_batch, flops in kinds]
     else:

@@ -43,7 +43,6 @@ class DataSpec:
     sizes: list[int]  # training rows of each cluster, or equal shares where they are not known
     rows: int | None  # training rows in all
     stored: list[int] | None  # bytes of each island's data set
-    partitioned: bool
     notes: list[str]  # what was assumed
     weights: Sequence[float] = ()  # sums by cluster of the weights that rows are drawn by
     text: CaptionBytes | None = None
@@ -64,11 +63,11 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
         plans = [RunPlan.read(campaign.store, run.plan) for run in experts_of(k)]
         shape, sizes, stored = plans[0].shape, [plan.rows for plan in plans], list[int]()
         for number, plan in enumerate(plans):
-            known = stored_bytes(campaign.store, number)
-            stored.append(row_bytes(shape, precomputed) * plan.rows if known is None else known[0])
+            counted = stored_bytes(campaign.store, number)
+            stored.append(row_bytes(shape, precomputed) * plan.rows if counted is None else counted[0])
         cut = read_partition(campaign.store)
         buckets = list(cut.buckets.values())
-        return DataSpec(shape, sizes, sum(sizes), stored, True, [], cut.masses, buckets=buckets)
+        return DataSpec(shape, sizes, sum(sizes), stored, [], cut.masses, buckets=buckets)
 
     notes = ["not partitioned yet: equal clusters are assumed"]
     text, assumed = None, list[list[float]]()
@@ -98,6 +97,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
         # What captions take: by those of a few shards, and by the column where it is there.
         if config.condition == "text":
             name, shards = config.data.text_column, len(dataset.shards)
+            # A few shards: to count the captions of all would mean to read the whole data set.
             some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
             distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
             count = sum(map(len, distinct))
@@ -115,8 +115,8 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
             text = CaptionBytes(captions, tokens, width, counted, precomputed)
     sizes = [rows // k + (number < rows % k) for number in range(k)] if rows else []
     known_bytes = [row_bytes(shape, precomputed) * size for size in sizes] if sizes else None
-    sizes = [max(1, size) for size in sizes] or [1] * k
-    return DataSpec(shape, sizes, rows, known_bytes, False, notes, text=text, buckets=assumed)
+    sizes = [max(1, size) for size in sizes] or [1] * k  # the budget divides by them
+    return DataSpec(shape, sizes, rows, known_bytes, notes, text=text, buckets=assumed)
 
 
 def row_bytes(shape: DataShape, precomputed: bool) -> int:

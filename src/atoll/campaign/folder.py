@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import Field
 
 from atoll.base.config import differences, is_loose, set_value, value_at
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
@@ -33,12 +34,9 @@ class Frozen(File):
     FORMAT, PLACE, ERROR = "atoll/campaign", FROZEN, ConfigError
     REMEDY = "use the version of Atoll that made the campaign, or start a new one"
 
-    code: str
-    """Version of Atoll."""
-    overrides: list[str] = []
-    """`--set` assignments that `campaign.yaml` does not hold."""
-    config: dict[str, Any]
-    """Every setting, resolved."""
+    code: str = Field(description="Version of Atoll.")
+    overrides: list[str] = Field([], description="`--set` assignments that `campaign.yaml` does not hold.")
+    config: dict[str, Any] = Field(description="Every setting, resolved.")
 
 
 class FrozenStudent(File):
@@ -47,10 +45,8 @@ class FrozenStudent(File):
     FORMAT, PLACE, ERROR = "atoll/student", STUDENT, ConfigError
     REMEDY = Frozen.REMEDY
 
-    code: str
-    """Version of Atoll."""
-    student: dict[str, Any]
-    """The settings of the group `student`."""
+    code: str = Field(description="Version of Atoll.")
+    student: dict[str, Any] = Field(description="The settings of the group `student`.")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class MeasuredPoint(File):
     @model_validator(mode="before")
     @classmethod
     def _without_key(cls, tree: Any) -> Any:
+        # The key follows from the rest: one that was read could disagree with it.
         return {name: tree[name] for name in tree if name != "key"} if isinstance(tree, dict) else tree
 
     @property
@@ -149,6 +150,7 @@ class Report(File):
         """Write the file and, before it, its tables as CSV; those of other settings are deleted."""
         folder = self.PLACE.removesuffix(".json")
         tables = {f"{folder}/{name}.csv": table for name, table in self.csv_tables().items()}
+        # A table that was not measured this time would be taken for one of this file.
         for key in store.list(folder):
             if key.endswith(".csv") and key not in tables:
                 store.delete(key)

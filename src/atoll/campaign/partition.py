@@ -62,11 +62,13 @@ def make_islands(campaign: Campaign) -> Partition:
     # From here on files of the runs are written, which settings that change later would not agree with.
     campaign.freeze()
 
+    # Copies, and not references into the data set: an island has to train where nothing else can be seen.
     parts = [
         write_subset(dataset, partition.rows(number, dataset), store, f"{run.folder}/data", columns)
         for number, run in enumerate(experts_of(partition.k))
     ]
     _write_runs(campaign, partition, shape, budget, parts, columns)
+    # The partition comes last: what is killed before it starts anew, and takes over what is there already.
     overview = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
     store.put_json(ClusterMap.PLACE, overview.to_json())
     partitions.save(partition, store, dataset)

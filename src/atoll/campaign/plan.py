@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from itertools import groupby, product
 from pathlib import Path
@@ -272,22 +272,17 @@ def make_plan(
         raise ConfigError(f"unknown GPU {name!r}", f"{nearest(name, table)}; --table FILE adds your own")
     gpu, budget = table[name], divide(config, data.shape, data.weights or data.sizes, data.buckets)
     encoder = text_parameters(config.data.text_encoder) if config.encodes_text else 0
-    counted: dict[tuple[str, bool], Footprint] = {}  # experts are mostly alike, and each takes a second
     costs: dict[Run, RunCost] = {}
     for run, part in budget.items():
-        network, train = config.denoiser(run.role, run.expert)
-        key = (network.model_dump_json(), train.precision != "float32")
         if run.kind.task == "route":
-            bf16, build = (
-                config.router.train.precision != "float32",
-                partial(Router, **router_arguments(config, data.shape)),
-            )
-            memory = footprint(build, Router.__call__, data.shape, bf16)
+            arguments = tuple(router_arguments(config, data.shape).items())
+            bf16 = config.router.train.precision != "float32"
+            memory = _router_footprint(arguments, data.shape, bf16)
         else:
-            if key not in counted:
-                counted[key] = denoiser_footprint(network, data.shape, key[1])
-            memory = counted[key]
+            network, train = config.denoiser(run.role, run.expert)
+            memory = denoiser_footprint(network, data.shape, train.precision != "float32")
         rows = data.rows if run.expert is None or data.rows is None else data.sizes[run.expert]
+        # The monolith would have the GPUs of all islands, at one site.
         there = gpus * len(data.sizes) if run.kind.counted == "baseline" else gpus
         encoding = float(WEIGHTS * (encoder or 0))
         costs[run] = RunCost(run, part, rows, memory, min(there, part.batch), gpu, encoding)
@@ -311,7 +306,7 @@ def make_plan(
     # How captions' bytes were counted, and what the other way of keeping them would take.
     if (captions := data.text) is not None:
         each, other = (
-            token_bytes(captions.width, kept) for kept in (captions.precomputed, not captions.precomputed)
+            token_bytes(captions.width, stored) for stored in (captions.precomputed, not captions.precomputed)
         )
         samples = sum(budget[run].steps * budget[run].batch for run in trained if run.kind.counted != "extra")
         seen, stored = samples / captions.captions, size(captions.bytes // each * other)
@@ -361,15 +356,22 @@ def make_plan(
     return Plan(name, gpu, gpus, costs, trained, max(ends.values()), common, transfer, notes)
 
 
+@lru_cache  # experts are mostly alike, and each takes a second
 def denoiser_footprint(config: NetworkConfig, shape: DataShape, bf16: bool) -> Footprint:
     """Memory of training a denoiser."""
     adapter = family(config.family)
     return footprint(lambda: adapter.build(config, shape), adapter.predict, shape, bf16)
 
 
+@lru_cache
+def _router_footprint(arguments: tuple[tuple[str, int], ...], shape: DataShape, bf16: bool) -> Footprint:
+    return footprint(partial(Router, **dict(arguments)), Router.__call__, shape, bf16)
+
+
 def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
     """`ConfigError` that names what would fit, if a run does not; the monolith's cluster is only imagined."""
 
+    # The least memory a run can take: one sample at a time, in every way that there is.
     def least(cost: RunCost, gpus: int) -> float:
         ways = product((False, True)[: 1 + (gpus > 1)], (False, True))
         return min(mode(cost.footprint, gpus, 1, *way).total for way in ways) + cost.beside
@@ -414,7 +416,7 @@ def lines(plan: Plan) -> list[str]:
         "",
     ]
 
-    # Experts in a row that are the same are one line.
+    # Experts in a row that are the same are one line: eight equal ones would hide the one that differs.
     titled: list[tuple[str, RunCost]] = []
     for _, alike in groupby(plan.runs.values(), key=lambda c: (c.run.role, c.budget, c.rows, c.footprint)):
         first, *others = alike

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from atoll.base.errors import DataError
 from atoll.base.format import File
@@ -21,14 +21,10 @@ class ReportTable(File):
     FORMAT, PLACE, ERROR = "atoll/finding", f"{FOLDER}/*.json", DataError
     REMEDY = "remove the file, or make it again"
 
-    title: str
-    """What it is about."""
-    text: str
-    """What the numbers mean, and the command that made them."""
-    columns: list[str]
-    """Heads of the columns; the first names the row."""
-    rows: list[list[Cell]]
-    """Cells, as many as there are columns."""
+    title: str = Field(description="What it is about.")
+    text: str = Field(description="What the numbers mean, and the command that made them.")
+    columns: list[str] = Field(description="Heads of the columns; the first names the row.")
+    rows: list[list[Cell]] = Field(description="Cells, as many as there are columns.")
 
     @model_validator(mode="after")
     def _is_table(self) -> Self:
@@ -50,15 +46,15 @@ def findings(store: Store) -> list[ReportTable]:
 
 def of_clusters(store: Store) -> dict[int, str]:
     """What was found in the rows of clusters: telling concepts and mean score, where anything was."""
-    told: dict[int, list[str]] = {}
+    findings: dict[int, list[str]] = {}
     for name in (CONCEPTS, SCORES):
         if not store.exists(key := f"{FOLDER}/{name}.json"):
             continue
-        found = ReportTable.read(store, key)
-        what = TOLD_BY if TOLD_BY in found.columns else "mean score"
-        column = found.columns.index(TOLD_BY) if what == TOLD_BY else 1
-        for row in found.rows:
-            number = str(row[0]).removeprefix("cluster ")
+        table = ReportTable.read(store, key)
+        concepts = TOLD_BY in table.columns
+        head, column = (TOLD_BY, table.columns.index(TOLD_BY)) if concepts else ("mean score", 1)
+        for row in table.rows:
+            number = str(row[0]).removeprefix("cluster ")  # the last row is of all clusters
             if number.isdecimal() and len(row) > column and row[column] is not None:
-                told.setdefault(int(number), []).append(f"{what} {row[column]}")
-    return {number: "; ".join(words) for number, words in sorted(told.items())}
+                findings.setdefault(int(number), []).append(f"{head} {row[column]}")
+    return {number: "; ".join(words) for number, words in sorted(findings.items())}

@@ -44,17 +44,10 @@ class Role:
         return self.counted == "baseline" or self.wanted(config)
 
 
-def _teachers(config: "CampaignConfig") -> tuple[str, ...]:
-    routed = config.student is not None and config.student.teacher == "routed"
-    return ("expert", "router") if routed else ("expert",)
-
-
-def _student_init(config: "CampaignConfig") -> Init | None:
-    drawn = config.student is None or config.student.origin()[0] == "scratch"
-    return None if drawn else "experts"
-
-
+# What others start from comes before them: plans, launches and tables go by this order.
 _ROLES = (
+    # Its FLOPs count to the ensemble's. Else an ensemble that starts from it would have trained for longer
+    # than the monolith it is compared with.
     Role(
         "pretrain",
         "Shared pretraining",
@@ -83,7 +76,7 @@ _ROLES = (
         counted="ensemble",
         task="route",
         assembled=True,
-        init=lambda config: "scratch",
+        init=lambda config: "scratch",  # no published checkpoint has a head of K outputs
     ),
     Role(
         "monolith",
@@ -93,6 +86,7 @@ _ROLES = (
         sampled=True,
         wanted=lambda config: config.monolith,
     ),
+    # Nothing else depends on it, so it may be asked for when all others are trained.
     Role(
         "student",
         "Student",
@@ -103,8 +97,12 @@ _ROLES = (
         wanted=lambda config: config.student is not None,
         late=True,
         absent=("has no student", "add 'student: {}' to campaign.yaml, then run 'atoll partition' again"),
-        needs=_teachers,
-        init=_student_init,
+        needs=lambda config: (
+            ("expert", "router") if config.student and config.student.teacher == "routed" else ("expert",)
+        ),
+        init=lambda config: (
+            None if config.student is None or config.student.origin()[0] == "scratch" else "experts"
+        ),
     ),
 )
 RUNS: dict[str, Role] = {role.name: role for role in _ROLES}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # it imports torch, which status does without
 class Run(NamedTuple):
     """One training run of a campaign: what it trains, and where that lies."""
 
+    # A tuple, so that `*run` is the role and the number that settings are asked with.
     role: str  # a name of `RUNS`
     expert: int | None = None  # number of the cluster; None for a run on all rows
 
@@ -81,24 +82,15 @@ class RunPlan(File):
     FORMAT, PLACE = "atoll/run", "ROLE/island.json"
     REMEDY = "copy it from where the partition was made"
 
-    role: Annotated[str, AfterValidator(_known_role)]
-    """What is trained."""
-    island: int | None = None
-    """Number of the cluster, for an expert."""
-    rows: int = Field(ge=0, le=10**12)
-    """Training rows."""
-    weighted: bool = False
-    """Whether they are drawn in proportion to the column `weights`."""
-    steps: int = Field(ge=0, le=10**9)
-    """Optimizer steps."""
-    batch: int = Field(ge=1, le=10**6)
-    """Samples per step."""
-    partition: str
-    """Hash of the partition."""
-    seed: int
-    """Of order, noise, times and dropout."""
-    init_seed: int
-    """Of the initial weights; all experts of a campaign share it."""
+    role: Annotated[str, AfterValidator(_known_role)] = Field(description="What is trained.")
+    island: int | None = Field(None, description="Number of the cluster, for an expert.")
+    rows: int = Field(ge=0, le=10**12, description="Training rows.")
+    weighted: bool = Field(False, description="Whether they are drawn in proportion to the column `weights`.")
+    steps: int = Field(ge=0, le=10**9, description="Optimizer steps.")
+    batch: int = Field(ge=1, le=10**6, description="Samples per step.")
+    partition: str = Field(description="Hash of the partition.")
+    seed: int = Field(description="Of order, noise, times and dropout.")
+    init_seed: int = Field(description="Of the initial weights; all experts of a campaign share it.")
     init: Init = "scratch"
     """Where the initial weights come from: drawn from `init_seed`, or read from `init/`."""
     init_sha256: str | None
@@ -107,12 +99,9 @@ class RunPlan(File):
     """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
     parameters: int = Field(default=0, ge=0, le=10**15)
     """Trainable numbers; decides how many runs fit into memory at once."""
-    train_flops: float = Field(ge=0, le=1e40)
-    """Operations of the whole run."""
-    forward_flops: float = Field(ge=0, le=1e40)
-    """Operations of one evaluation of one sample."""
-    shape: DataShape
-    """Channels, size, text_width, text_length, classes of the data."""
+    train_flops: float = Field(ge=0, le=1e40, description="Operations of the whole run.")
+    forward_flops: float = Field(ge=0, le=1e40, description="Operations of one evaluation of one sample.")
+    shape: DataShape = Field(description="Channels, size, text_width, text_length, classes of the data.")
 
     @property
     def samples(self) -> int:
@@ -123,14 +112,10 @@ class RunPlan(File):
 class Recipe(Config):
     """Everything about how one network learns: what a checkpoint must agree with to be resumed."""
 
-    objective: ObjectiveConfig
-    """Schedule, prediction, times and dropout."""
-    train: TrainConfig
-    """Optimizer and loop."""
-    network: dict[str, Any]
-    """Network settings."""
-    plan: RunPlan
-    """Numbers of the run."""
+    objective: ObjectiveConfig = Field(description="Schedule, prediction, times and dropout.")
+    train: TrainConfig = Field(description="Optimizer and loop.")
+    network: dict[str, Any] = Field(description="Network settings.")
+    plan: RunPlan = Field(description="Numbers of the run.")
 
     def learned(self) -> dict[str, Any]:
         """The part that decides the weights; how it is logged, saved and spread is not."""
@@ -143,30 +128,20 @@ class MetricsLine(File):
     FORMAT, PLACE, HEADED = "atoll/metrics", "ROLE/run/metrics.jsonl", False
     model_config = ConfigDict(extra="allow", allow_inf_nan=True)
 
-    step: int = 0
-    """Optimizer steps so far."""
-    samples: int
-    """Training samples so far."""
-    loss: float | None = None
-    """Training loss of this step."""
-    lr: float | None = None
-    """Learning rate of this step."""
-    grad_norm: float | None = None
-    """Norm of its gradient before clipping."""
-    accuracy: float | None = None
-    """Share of its batch whose cluster the router found."""
-    skipped: int | None = None
-    """Steps that the guard has left out so far."""
-    seconds: float | None = None
-    """Time spent in steps, over all restarts."""
+    step: int = Field(0, description="Optimizer steps so far.")
+    samples: int = Field(description="Training samples so far.")
+    loss: float | None = Field(None, description="Training loss of this step.")
+    lr: float | None = Field(None, description="Learning rate of this step.")
+    grad_norm: float | None = Field(None, description="Norm of its gradient before clipping.")
+    accuracy: float | None = Field(None, description="Share of its batch whose cluster the router found.")
+    skipped: int | None = Field(None, description="Steps that the guard has left out so far.")
+    seconds: float | None = Field(None, description="Time spent in steps, over all restarts.")
     times: tuple[float, ...] = ()
     """Times t of the validation that this line is of; empty for a line of steps."""
-    validation: tuple[float | None, ...] = ()
-    """Validation loss at each of these times."""
+    validation: tuple[float | None, ...] = Field((), description="Validation loss at each of these times.")
     accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
-    validation_loss: float | None = None
-    """Mean of `validation`."""
+    validation_loss: float | None = Field(None, description="Mean of `validation`.")
     validation_seconds: float | None = None
     """Time that this validation took; it is not part of `seconds`."""
 
@@ -208,6 +183,7 @@ def made_by(dataset: "DataSet", column: str, wanted: dict[str, Any]) -> bool:
     """Whether a column is there and was made with these settings; no encoder is loaded to find out."""
     if not dataset.has_column(column):
         return False
+    # Of the producer only what settings name: its hash of the weights is known once the encoder is loaded.
     producer = dataset.column(column).meta.producer
     return all(producer.get(key) == value for key, value in wanted.items())
 
@@ -224,5 +200,6 @@ def stored_bytes(store: Store, expert: int) -> tuple[int, int] | None:
                 files += [*column.shards, *column.extras.values()]
     except AtollError:
         return None
+    # Paths are relative to the data set. One that climbs out names another island's file, which must not be.
     sizes = [(entry.bytes, posixpath.normpath(entry.path)) for entry in files]
     return sum(size for size, _ in sizes), sum(size for size, path in sizes if path.startswith(".."))

@@ -22,18 +22,11 @@ def sample_campaign(
     count: int = 4,
     **generation: Any,
 ) -> Pictures:
-    """Sample and write one PNG, a row of pictures for each prompt.
+    """Sample and write one PNG, a row of `count` pictures for each prompt.
 
-    Args:
-        campaign: whose model draws.
-        prompts: texts, or class labels as numbers; none for an unconditional model.
-        out: PNG to write.
-        name: `ensemble`, `monolith`, `student` or `pretrain`.
-        count: pictures of each prompt.
-        generation: values of `Generation` in place of the campaign's `sampling`; None leaves one as it is.
-
-    Raises:
-        ConfigError: prompts that do not fit the model's condition, an unknown strategy.
+    Prompts are texts, or class labels as numbers; none for an unconditional model. `name` is `ensemble`,
+    `monolith`, `student` or `pretrain`; `generation` are values of `Generation` in place of the campaign's
+    `sampling`, of which None leaves one as it is.
     """
     settings = campaign.config.sampling
     chosen = settings.with_(**generation)
@@ -43,8 +36,9 @@ def sample_campaign(
         raise AtollError(f"{out} is a folder", "give a file name such as samples.png")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise AtollError(f"{out.parent} is no folder that can be written to", "give another --out")
-    place = settings.residency, own_device()
-    model = Model.load(campaign.store, name, *place, settings, campaign.config.encoders)
+    residency, encoders = settings.residency, campaign.config.encoders
+    model = Model.load(campaign.store, name, residency, own_device(), settings, encoders)
+    # A command has the machine to itself, where a training has the threads that make its bits the same.
     with using_threads(0):
         drawn = model(prompts, count, chosen)
     sheet = grid(

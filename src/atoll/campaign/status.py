@@ -133,7 +133,11 @@ class Observer:
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
-        self._runs = [_ObservedRun(campaign, run) for run in runs_of(campaign.config)]
+        store, runs = campaign.store, runs_of(campaign.config)
+        self._histories = {run: History(store, f"{run.folder}/run") for run in runs}
+        self._plans: dict[Run, RunPlan] = {}
+        self._bytes_out: dict[Run, tuple[int, int]] = {}
+        # Asked once: every question writes a file, and clocks hardly drift within a watch.
         self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
         self._clock: Literal["store", "local"] = "store"
 
@@ -149,9 +153,10 @@ class Observer:
             except StoreError:
                 self._ahead, self._clock = 0.0, "local"
         now = time.time() + self._ahead
+        # Threads, as a look is nothing but waiting for the store: islands are not asked one after the other.
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            runs = list(pool.map(lambda run: run.read(now), self._runs))
-            sent = list(pool.map(lambda run: run.bytes_out(), self._runs)) if partitioned else []
+            runs = list(pool.map(lambda run: self._read(run, now), self._histories))
+            sent = list(pool.map(self._sent, self._histories)) if partitioned else []
         counted = [sizes for sizes in sent if sizes is not None]
         back = [run.published_bytes for run in runs if RUNS[run.role].assembled]
         published = [size for size in back if size is not None]
@@ -160,41 +165,35 @@ class Observer:
         common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
         return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
-
-class _ObservedRun:
-    def __init__(self, campaign: Campaign, run: Run) -> None:
-        self.campaign, self.run = campaign, run
-        self.history = History(campaign.store, f"{run.folder}/run")
-        self.plan: RunPlan | None = None
-        self._bytes_out: tuple[int, int] | None = None
-
-    def bytes_out(self) -> tuple[int, int] | None:
+    def _sent(self, run: Run) -> tuple[int, int] | None:
         """Bytes that an island was sent, and those that it reads from elsewhere while it trains.
 
         None for other runs, or if its data set is not there.
         """
-        if self.run.expert is None or self._bytes_out is not None:
-            return self._bytes_out
-        data, initial = stored_bytes(self.campaign.store, self.run.expert), 0
+        if run.expert is None or run in self._bytes_out:
+            return self._bytes_out.get(run)
+        data, initial = stored_bytes(self.campaign.store, run.expert), 0
         with suppress(StoreError, KeyError, TypeError, ValueError):  # weights that are drawn are not sent
-            files = self.campaign.store.get_json(f"{self.run.folder}/init/init.json")["files"]
+            files = self.campaign.store.get_json(f"{run.folder}/init/init.json")["files"]
             initial = sum(int(file["bytes"]) for file in files)
-        self._bytes_out = None if data is None else (data[0] + initial, data[1])
-        return self._bytes_out
+        if data is not None:
+            self._bytes_out[run] = (data[0] + initial, data[1])
+        return self._bytes_out.get(run)
 
-    def read(self, now: float) -> RunStatus:
+    def _read(self, run: Run, now: float) -> RunStatus:
+        status = RunStatus(run.name, *run)
         try:
-            return self._read(now)
+            self._fill(status, run, now)
         except AtollError as error:
-            return RunStatus(self.run.name, *self.run, state="unreadable", error=str(error))
+            return RunStatus(run.name, *run, state="unreadable", error=str(error))
+        return status
 
-    def _read(self, now: float) -> RunStatus:
-        status, store, history = RunStatus(self.run.name, *self.run), self.campaign.store, self.history
-        if self.plan is None and store.exists(self.run.plan):
-            self.plan = RunPlan.read(store, self.run.plan)
-        if self.plan is not None:
-            status.steps, status.batch = self.plan.steps, self.plan.batch
-            status.train_flops = self.plan.train_flops
+    def _fill(self, status: RunStatus, run: Run, now: float) -> None:
+        store, history = self.campaign.store, self._histories[run]
+        if run not in self._plans and store.exists(run.plan):
+            self._plans[run] = RunPlan.read(store, run.plan)
+        if (plan := self._plans.get(run)) is not None:
+            status.steps, status.batch, status.train_flops = plan.steps, plan.batch, plan.train_flops
 
         # What happened.
         history.refresh()
@@ -222,7 +221,7 @@ class _ObservedRun:
 
         # What happens now.
         if (acquired := history.last("acquire", "damaged")) is not None:
-            beat = read_heartbeat(store, f"{self.run.folder}/run")
+            beat = read_heartbeat(store, f"{run.folder}/run")
             # An earlier holder's heartbeat says nothing about this one, which may have had no time yet.
             if beat is None or beat.holder != status.holder:
                 beat = Heartbeat(holder="")
@@ -231,9 +230,9 @@ class _ObservedRun:
             status.ranks = beat.ranks or status.ranks
             status.loss, status.skipped = beat.loss, beat.skipped
             if status.state == "training":
-                status.heartbeat_age = max(0.0, now - last_sign(store, *acquired, f"{self.run.folder}/run"))
+                status.heartbeat_age = max(0.0, now - last_sign(store, *acquired, f"{run.folder}/run"))
                 status.ended = has_ended(acquired[0].process)
-                expiry = self.campaign.config.training(*self.run).lease.expiry_seconds
+                expiry = self.campaign.config.training(*run).lease.expiry_seconds
                 if status.ended or status.heartbeat_age > expiry:
                     status.state = "stale"
                 else:
@@ -243,7 +242,7 @@ class _ObservedRun:
                         status.seconds_left = left * status.batch / beat.speed
 
         # What came of it. A network without an entry was trained in a copy of the island.
-        if status.state != "published" and store.exists(f"{self.run.network}/card.json"):
+        if status.state != "published" and store.exists(f"{run.network}/card.json"):
             status.state = "published"
         if status.state == "published":
             status.phase = status.error = None
@@ -252,12 +251,11 @@ class _ObservedRun:
                 status.published_bytes = sum(file.bytes for file in publish[0].files)
             else:
                 status.step = status.steps
-                status.published_bytes = sum(store.size(key) for key in store.list(self.run.network))
+                status.published_bytes = sum(store.size(key) for key in store.list(run.network))
             try:
-                status.signer = signer(store, f"{self.run.network}/card.json") or UNSIGNED
+                status.signer = signer(store, f"{run.network}/card.json") or UNSIGNED
             except AtollError as error:
                 status.signer = f"nobody ({error})"
-        return status
 
 
 def show(campaign: Campaign, as_json: bool) -> CampaignStatus:
@@ -290,6 +288,7 @@ def lines(status: CampaignStatus) -> list[str]:
     """The state as a person reads it, within `WIDTH` columns."""
     runs, sent = status.runs, status.transfer
     rows = columns([HEAD, *map(_row, runs)], left=(0, 1))
+    # The host comes last and gives way: everything else is needed to the last digit.
     room = max(HOST_WIDTH, WIDTH - len(rows[0]) - 2)
     hosts = ["host"]
     for run in runs:

@@ -15,6 +15,11 @@ CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
 )
+ROUTING = click.option("--routing", help="Routing strategy; by default sampling.routing.")
+GUIDANCE = click.option(
+    "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
+)
+STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
 
 
 def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
@@ -31,6 +36,7 @@ class LocalPath(click.Path):
         """The path; `AtollError` if it can be none."""
         if "://" in str(value):
             raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
+        # Names that are too long, or hold a NUL, fail here and not in the midst of a stage.
         try:
             os.lstat(value)
         except FileNotFoundError:

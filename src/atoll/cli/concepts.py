@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from atoll.campaign.roles import BASELINE
-from atoll.cli.common import CAMPAIGN, LOCAL, open_campaign
+from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, STEPS, open_campaign
 
 
 @click.group()
@@ -115,8 +115,8 @@ def tail(campaign: str, **how: Any) -> None:
 )
 @click.option("--each", type=click.IntRange(min=1), default=4, help="Pictures of a prompt.")
 @click.option("--real", "most", type=click.IntRange(min=2), default=8, help="Real pictures of a concept.")
-@click.option("--guidance", type=click.FloatRange(min=0), help="By default the campaign's.")
-@click.option("--steps", type=click.IntRange(min=1), help="By default the campaign's.")
+@GUIDANCE
+@STEPS
 @click.option("--seed", type=int, default=0, help="Of the noise.")
 @click.option("--extractor", help="Feature space of the judge; by default that of atoll compare.")
 @click.option("--scorer", help="Folder of an aesthetic scorer, to score looks too.")

@@ -46,13 +46,13 @@ def show(campaign: str, page: Path | None) -> None:
     from atoll.data.contents import contents, lines
 
     opened = open_campaign(campaign)
-    found = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
-    for line in lines(found):
+    summary = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
+    for line in lines(summary):
         say(line)
     if page is not None:
         from atoll.report.data_page import write_data_page
 
-        write_data_page(opened, found, page)
+        write_data_page(opened, summary, page)
         say(f"wrote {page}")
 
 
@@ -87,7 +87,13 @@ def _add_sharded(name: str, text: str) -> None:
             if workers > 1 and part is None:
                 from atoll.launch.submit import run_workers
 
-                run_workers(workers, "data", command, campaign, *(w for one in sets for w in ("--set", one)))
+                run_workers(
+                    workers,
+                    "data",
+                    command,
+                    campaign,
+                    *(word for setting in sets for word in ("--set", setting)),
+                )
 
         opened, own = open_campaign(campaign, sets), None if part is None else Part.parse(part)
         if name == "prepare":

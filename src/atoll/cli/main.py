@@ -16,7 +16,7 @@ from atoll.base.console import say
 from atoll.base.errors import AtollError, PeerFailed, first_line
 from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
-from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
+from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ROUTING, SETS, STEPS, open_campaign
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.serve import dashboard, serve
@@ -114,6 +114,7 @@ def plan(
     sets: tuple[str, ...],
 ) -> None:
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
+    # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
         from atoll.cli.serve import size_up
 
@@ -191,6 +192,7 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 
     opened = open_campaign(campaign)
     shown = stage.watch(opened, every, as_json) if watch else stage.show(opened, as_json)
+    # So that a script or a timer can act on it without reading the table.
     if shown is not None and shown.bad:
         sys.exit(1)
 
@@ -218,11 +220,9 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @click.argument("prompts", nargs=-1)
 @click.option("--out", type=LOCAL, default=Path("samples.png"), help="PNG to write.")
 @click.option("--model", type=MODEL, default="ensemble", help="What to sample.")
-@click.option("--routing", help="Routing strategy; by default sampling.routing of the campaign.")
-@click.option(
-    "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
-)
-@click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+@ROUTING
+@GUIDANCE
+@STEPS
 @click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 @click.option("--size", metavar="WxH", help="Width x height in pixels; by default sampling.size.")
@@ -271,9 +271,9 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
 @click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")
 @click.option("--samples", type=click.IntRange(min=2), help="Pictures to draw; by default evaluate.samples.")
-@click.option("--routing", help="Routing strategy; by default sampling.routing.")
-@click.option("--guidance", type=click.FloatRange(min=0), help="By default sampling.guidance.")
-@click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+@ROUTING
+@GUIDANCE
+@STEPS
 @click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
 @click.option(
     "--processes",
@@ -411,6 +411,8 @@ def run_command(run: Callable[[], Any]) -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except AtollError as error:
+        # Of several ranks the first tells it, and who was only dragged along stays silent: torchrun ends the
+        # others before their time is up.
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
@@ -422,11 +424,13 @@ def run_command(run: Callable[[], Any]) -> int:
     except click.ClickException as error:
         click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         return 2
+    # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
         name = error.name or ""
         fix = "install all of it" if name.startswith("atoll.") else f"pip install {name.partition('.')[0]}"
         click.echo(f"error: this Atoll is without {error.name}: {fix}", err=True)
         return 2
+    # 130 is what a shell expects of a process that Ctrl-C ended.
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; run the same command again to go on", err=True)
         return 130
@@ -437,11 +441,11 @@ def run_command(run: Callable[[], Any]) -> int:
                 "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"
             ) as file:
                 traceback.print_exc(file=file)
-            place = file.name
+            written = file.name
         except OSError:
             traceback.print_exc()
-            place = "above"
-        click.echo(f"error: {_unexpected(error)} (traceback: {place})", err=True)
+            written = "above"
+        click.echo(f"error: {_unexpected(error)} (traceback: {written})", err=True)
         return 1
     return 0
 

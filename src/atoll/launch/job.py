@@ -48,6 +48,7 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its environment, with the threads of a process."""
+        # Without a number of threads each process would take all cores, and slow down all the others.
         threads = str(max(1, self.cpus // self.processes))
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **self.env}
 

@@ -114,6 +114,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     waiting.remove(job)
                     running.append(_Running(job, free, gpus, printed.get(job.argv)))
                     say(f"started {job.name} (process {running[-1].process.pid})")
+                # To poll needs no handler for the signals of children, which the caller may have its own of.
                 time.sleep(0.2)
                 for ended in [other for other in running if other.process.poll() is not None]:
                     ended.thread.join()

@@ -58,8 +58,8 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         raise AtollError(f"SkyPilot's nodes cannot see {campaign}", fix)
     texts: dict[str, str] = {}
     for job in jobs:
-        known = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
-        if known is not None and known != (job.gpus or 0):
+        count = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
+        if count is not None and count != (job.gpus or 0):
             conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
         task = _task(job, campaign)
@@ -79,6 +79,7 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         # Secrets are not in the YAML: there, one without a value is looked up at SkyPilot's server.
         secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
+        # With the spaces around it: `expert-1` is also the beginning of `expert-10`.
         lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
         lines += [f"    *) {launch} ;;", "esac"]
     advice = f"when all have SUCCEEDED in sky jobs queue: atoll assemble {shlex.quote(campaign)}"
@@ -88,14 +89,14 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
 def _task(job: Job, campaign: str) -> dict[str, Any]:
     # Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
     sky = job.sky
-    place = sky.cloud if sky.cloud is None or sky.region is None else f"{sky.cloud}/{sky.region}"
+    infra = sky.cloud if sky.cloud is None or sky.region is None else f"{sky.cloud}/{sky.region}"
     resources: dict[str, Any] = {
         "use_spot": sky.use_spot,
         "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]},
         "cpus": f"{job.cpus}+",
         "accelerators": sky.accelerators,
         "memory": f"{-(-job.memory // 10**9)}+" if job.memory_asked else None,
-        "infra": place,
+        "infra": infra,
         "image_id": sky.image,
         "disk_size": sky.disk,
     }

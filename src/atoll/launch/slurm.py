@@ -129,6 +129,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
             continue
         try:
             answer = _call(_sbatch(job, numbers), job.name, script(job, site))
+        # Some jobs may be in the queue by now, and a launch that ends must not leave them unnamed.
         except AtollError as error:
             new = [f"{name} (job {number})" for name, number in numbers.items() if name not in queued]
             done = f"; submitted before it: {', '.join(new)}" if new else ""

@@ -47,6 +47,7 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     root = campaign.store.location
     for run in runs_of(campaign.config):
         launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
+    # Data are made by jobs of a queue, by processes here that are waited for, or within this process.
     making = data_jobs(campaign, on)
     if making and launcher(making[0].target).WAITS:
         _submit(campaign, making, dry_run, out)
@@ -191,6 +192,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         jobs.append(_job(run.name, words, place, target, threads, memory, needs=needs, work=work))
 
     # On this machine the launch assembles by itself.
+    # Where runs are spread over several queues, none of them could say when all are finished.
     assembled = [job for job in jobs if job.name not in BESIDE]
     targets = {job.target for job in assembled}
     if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
@@ -213,6 +215,7 @@ def _job(
     """A job; `threads` and `memory` (bytes) are those of one process."""
     where = launcher(target)
     gpus = where.gpus_of(place) if gpus is None else gpus
+    # One process for each GPU, as torchrun would have it; without any GPU there is one process.
     processes = place.processes or max(1, gpus or 1)
     memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)
     return Job(

@@ -43,6 +43,7 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
         raise ConfigError(
             f"{store.location} was started with other settings", "leave --set out, or give another --dir"
         )
+    # Times of a run that went through stay: commands that find everything finished take no time to speak of.
     done_before = store.exists("reports/index.html")
     seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}
     for argv in commands(folder):

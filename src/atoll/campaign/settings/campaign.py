@@ -247,12 +247,14 @@ class CampaignConfig(Config):
                     f"islands.{number}.network.init: with budget.pretrain all start from shared pretraining",
                     "set network.init, which that starts from, or budget.pretrain=0",
                 )
-        share, kept = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
-        if share < 1 and (not round(kept) or abs(kept - round(kept)) > 1e-6):
+        # Milestones are evenly spaced, so a share is there only if it is a whole number of them.
+        share, milestone = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
+        if share < 1 and (not round(milestone) or abs(milestone - round(milestone)) > 1e-6):
             raise ConfigError(
                 f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there",
                 "set train.milestones before it is trained, such as 4 or 8 for 0.25",
             )
+        # Signatures are of what is published. A checkpoint would get into the ensemble unsigned.
         if share < 1 and self.trusted:
             raise ConfigError(
                 "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack",
@@ -260,6 +262,7 @@ class CampaignConfig(Config):
             )
 
     def _check_student(self, student: StudentConfig) -> None:
+        # All of this would come up when the teachers are trained, days after the mistake.
         student.batch(self.train.batch)
         network, k = self.denoiser("student")[0], self.partition.k
         if student.stock:
@@ -279,6 +282,7 @@ class CampaignConfig(Config):
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""
+        # The student has a file of its own, as it may be added when everything else is fixed.
         return self.model_dump(mode="json", exclude={*loose_fields(CampaignConfig), "student"})
 
     @property
@@ -301,6 +305,7 @@ class CampaignConfig(Config):
         """Network and training settings of a run that is not the router's."""
         if island is not None:
             return self.island(island)
+        # Its rate need not fall: the experts go on at the peak.
         if role == "pretrain":
             schedule = {"lr_schedule": self.budget.pretrain_lr_schedule}
             return self.network, self.train.model_copy(update=schedule)

@@ -90,6 +90,7 @@ class Placement(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Two processes on one GPU would each take the memory that the plan counts for one.
         if self.gpus and self.processes and self.gpus != self.processes:
             fix = "leave processes out: there is one for each GPU"
             raise ConfigError(f"launch: {self.processes} processes for {self.gpus} GPUs", fix)

@@ -150,6 +150,7 @@ class DiagnoseConfig(Config):
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError("diagnose.splits names one twice", "give each once")
         for name in self.strategies or ():
+            # Traces show what the router does, and `oracle` never asks it.
             if Routing.named(name).needs_labels:
                 raise ConfigError(
                     "diagnose.strategies: oracle is told the cluster, so there is nothing to trace",

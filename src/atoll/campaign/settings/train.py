@@ -95,6 +95,7 @@ class TrainConfig(Config):
 
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
+        # In samples and not in steps: another batch must not change the shape.
         warm = min(1.0, samples / self.warmup) if self.warmup else 1.0
         if self.lr_schedule == "constant":
             return self.lr * warm
@@ -132,6 +133,7 @@ class StudentConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.origin()
+        # A teacher is asked once for each sample, at one time: what steps and guidance need is not there.
         if self.routing.needs_labels:
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
         if self.routing.every != 1:
