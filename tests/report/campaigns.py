@@ -90,27 +90,18 @@ class Builder:
         self.plan("router", 50, flops=1e6)
         return self.plan("monolith", sum(self.sizes) // 10)
 
-    def plan(
-        self,
-        role: str,
-        steps: int,
-        *,
-        rows: int | None = None,
-        island: int | None = None,
-        batch: int = 64,
-        flops: float = 3e8,
-    ) -> "Builder":
+    def plan(self, role: str, steps: int, *, flops: float = 3e8, **fields: Any) -> "Builder":
         """The numbers of a run, on all rows unless it is told."""
-        folder = role if island is None else f"islands/{island}"
+        folder = role if "island" not in fields else f"islands/{fields['island']}"
         plan = {
             "role": role,
-            "island": island,
-            "rows": rows or sum(self.sizes),
+            "rows": sum(self.sizes),
             "steps": steps,
-            "batch": batch,
-        }
-        plan |= {"partition": HASH, "seed": 0, "init_seed": 0, "init_sha256": None, "shape": SHAPE}
-        plan |= {"train_flops": steps * batch * flops, "forward_flops": flops / 3}
+            "batch": 64,
+            "partition": HASH,
+        } | fields
+        plan |= {"seed": 0, "init_seed": 0, "init_sha256": None, "shape": SHAPE}
+        plan |= {"forward_flops": flops / 3, "train_flops": steps * plan["batch"] * flops}
         self.store.put_json(f"{folder}/island.json", RunPlan.parse(plan, folder).to_json())
         return self
 
@@ -136,17 +127,12 @@ class Builder:
 
     def _card(self, folder: str, plan: dict[str, Any]) -> None:
         kept = ("role", "island", "rows", "batch", "partition", "shape", "train_flops", "forward_flops")
-        card = {
-            **{name: plan[name] for name in kept},
-            "condition": "text",
-            "family": "router" if plan["role"] == "router" else "pixart",
-            "samples": plan["steps"] * plan["batch"],
-            "latents": {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0},
-            "text": {"name": "minilm", "hash": HASH, "max_length": 20},
-            "parameters": 1234567,
-            "weights_sha256": "cd" * 32,
-            "provenance": {"torch": "2.13.0", "seconds": 61.5, "initial_weights": "ef" * 32},
-        }
+        card = {name: plan[name] for name in kept} | {"condition": "text", "parameters": 1234567}
+        card |= {"family": "router" if plan["role"] == "router" else "pixart", "weights_sha256": "cd" * 32}
+        card |= {"samples": plan["steps"] * plan["batch"]}
+        card |= {"latents": {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0}}
+        card |= {"text": {"name": "minilm", "hash": HASH, "max_length": 20}}
+        card |= {"provenance": {"torch": "2.13.0", "seconds": 61.5, "initial_weights": "ef" * 32}}
         self.store.put_json(f"{folder}/expert/card.json", Card.parse(card, folder).to_json())
 
     def train(self) -> "Builder":
@@ -161,12 +147,8 @@ class Builder:
         sharp = np.eye(self.k)
         once = np.broadcast_to(sharp[np.arange(len(prompts)) % self.k], weights.shape)
         routing = {"once": once, "top-1": sharp[weights.argmax(-1)], "full": weights.round(4)}
-        cost = {
-            "seconds": 20.0,
-            "gflops_per_step": 0.07,
-            "experts_per_step": 1.0,
-            "router_calls_per_step": 0.25,
-        }
+        cost = {"seconds": 20.0, "gflops_per_step": 0.07, "experts_per_step": 1.0}
+        cost |= {"router_calls_per_step": 0.25}
         content: dict[str, Any] = {"format": "atoll/comparison 1", "code": "0.1.0", "default": "once"}
         content |= {"metric": METRIC | {"steps": steps}}
         content |= {
@@ -209,28 +191,22 @@ class Builder:
             ),
             "best": table(
                 "model guidance distance precision recall edge ratio",
-                [
-                    ("monolith", 3.0, 19.0, 0.5, None, "high", None),
-                    ("once", 1.0, 16.0, 0.5, None, "low", 0.842),
-                ],
+                [("monolith", 3, 19, 0.5, None, "high", None), ("once", 1, 16, 0.5, None, "low", 0.842)],
             ),
             "curve": table(
                 "model share train_flops of_monolith distance precision recall",
                 (
                     (name, share, 1e12 * spent, spent, distance, None, None)
-                    for name, share, spent, distance in (
-                        ("pretrain", 0.5, 0.125, 60.0),
-                        ("pretrain", 1.0, 0.25, 40.0),
-                        ("monolith", 0.5, 0.5, 40.0),
-                        ("monolith", 1.0, 1.0, 20.0),
-                        ("once", 0.5, 0.625, 30.0),
-                        ("once", 1.0, 1.0, 18.0),
+                    for name, *points in (
+                        ("pretrain", (0.5, 0.125, 60.0), (1.0, 0.25, 40.0)),
+                        ("monolith", (0.5, 0.5, 40.0), (1.0, 1.0, 20.0)),
+                        ("once", (0.5, 0.625, 30.0), (1.0, 1.0, 18.0)),
                     )
+                    for share, spent, distance in points
                 ),
             ),
             "reach": table(
-                "model target train_flops of_monolith how",
-                [("once", 20.0, 9.375e11, 0.9375, "between points")],
+                "model target train_flops of_monolith how", [("once", 20, 9.375e11, 0.9375, "between points")]
             ),
         }
         tables = complete(tables, ComparisonTables) | change
@@ -239,7 +215,7 @@ class Builder:
         return self
 
     def diagnose(
-        self, splits: tuple[str, ...] = ("heldout",), monolith: bool = True, **fields: Any
+        self, splits: Sequence[str] = ("heldout",), monolith: bool = True, **fields: Any
     ) -> "Builder":
         """Experts whose error on cluster j is 1 + |j - k|, a monolith at 2, a router that learns with t."""
         pairs = []
@@ -255,14 +231,13 @@ class Builder:
         self.store.put_json("reports/diagnostics.json", Diagnosis.header() | content | fields)
         return self
 
-    def _errors(self, splits: tuple[str, ...], monolith: bool) -> dict[str, Any]:
+    def _errors(self, splits: Sequence[str], monolith: bool) -> dict[str, Any]:
         times, clusters, experts = (0.25, 0.75, 1.0), ["all", *range(self.k)], range(self.k)
         places = [(split, t, c) for split in splits for t in (*times, "mean") for c in clusters]
         models = {"own": 1.0, "selected": 1.5, "others": 3.0, "mixture": 1.25}
         models |= {"monolith": 2.0} if monolith else {}
-        gaps = [("selected", "own"), ("selected", "monolith"), ("mixture", "monolith")][
-            : 3 if monolith else 1
-        ]
+        gaps = [("selected", "own")]
+        gaps += [("selected", "monolith"), ("mixture", "monolith")] if monolith else []
         return {
             "router": table(
                 "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
@@ -343,14 +318,10 @@ class Builder:
     def change(self, name: str, change: dict[str, object], **where: object) -> "Builder":
         """Change columns in the rows of a diagnosis' table that have these values."""
         content = self.store.get_json("reports/diagnostics.json")
-        columns = content["tables"][name]["columns"]
-        rows = [
-            row
-            for row in content["tables"][name]["rows"]
-            if all(row[columns.index(key)] == value for key, value in where.items())
-        ]
-        assert rows
-        for row, (key, value) in itertools.product(rows, change.items()):
+        columns, rows = (content["tables"][name][part] for part in ("columns", "rows"))
+        chosen = [r for r in rows if all(r[columns.index(key)] == value for key, value in where.items())]
+        assert chosen
+        for row, (key, value) in itertools.product(chosen, change.items()):
             row[columns.index(key)] = value
         self.store.put_json("reports/diagnostics.json", content)
         return self

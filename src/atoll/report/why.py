@@ -84,7 +84,8 @@ def _findings(k: int, diagnosis: Diagnosis) -> dict[str, Any]:
     against = []
     for answer, name in (("selected", "first choice"), ("mixture", "weighted mixture")):
         rows = diagnosis.select("differences", gap=f"{answer}-{BASE}", cluster="all")
-        sure = [r for r in rows if r.t != "mean" and r.se and abs(r.difference) > SURE * r.se]
+        rows = [row for row in rows if row.t != "mean"]
+        sure = [r for r in rows if r.se and abs(r.difference) > SURE * r.se]
         wins, losses = ([r.t for r in sure if (r.difference < 0) == less] for less in (True, False))
         if rows:
             against.append((name, wins, losses))
