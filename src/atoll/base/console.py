@@ -8,6 +8,7 @@ from atoll.base.text import duration
 
 def say(message: str) -> None:
     """One line, at once, and in one piece whatever other threads say."""
+    # With its newline in one write: print makes two, and another thread's line would come between them.
     print(f"{message}\n", end="", flush=True)
 
 

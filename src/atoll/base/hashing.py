@@ -24,6 +24,7 @@ def digest_strings(values: Iterable[str]) -> str:
     state = hashlib.sha256()
     for value in values:
         encoded = value.encode()
+        # Its length first: else ["ab", "c"] and ["a", "bc"] would have one digest.
         state.update(len(encoded).to_bytes(8, "little"))
         state.update(encoded)
     return state.hexdigest()
@@ -34,6 +35,7 @@ def digest_tensors(tensors: "Mapping[str, Tensor]") -> str:
     import numpy as np
     import torch
 
+    # Bits are read as integers, since numpy has no bfloat16; so -0 and 0 differ, and NaN is equal to itself.
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     state = hashlib.sha256()
     for name in sorted(tensors):

@@ -23,6 +23,7 @@ def escape(value: Any) -> str:
         return value
     line = " ".join(str(value).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # At the start of a line these would begin a heading or a list.
     return re.sub(r"^([#+-])", r"\\\1", _SPECIAL.sub(r"\\\1", line))
 
 

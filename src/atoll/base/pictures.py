@@ -18,6 +18,7 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
     """Pictures of a batch `(B, C, H, W)` in [-1, 1], C = 1 (gray) or 3 (RGB); values outside are clipped."""
     if tensor.ndim != 4 or tensor.shape[1] not in (1, 3):
         raise ValueError(f"pictures have shape (B, 1 or 3, H, W), not {tuple(tensor.shape)}")
+    # A network that diverges gives NaN, which no integer stands for: its preview must not end the run.
     levels = (tensor.detach().float().cpu().nan_to_num() + 1) * 127.5
     pixels = levels.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     arrays = (pixels[..., 0] if pixels.shape[-1] == 1 else pixels).contiguous().numpy()

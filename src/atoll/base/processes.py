@@ -99,6 +99,7 @@ class ProcessGroup:
         return cast(Result, value)
 
     def _broadcast(self, message: Any) -> Any:
+        # Over the CPU's backend: NCCL would first wait for all that the GPU has queued.
         box = [message]
         with named("a message of rank 0"):
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

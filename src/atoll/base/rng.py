@@ -37,6 +37,7 @@ def uniforms(seed: int, stream: str, positions: Sequence[Position], shape: Seque
 
 
 def _draw(fill, seed: int, stream: str, positions: Sequence[Position], shape: Sequence[int]) -> Tensor:  # type: ignore[no-untyped-def]
+    # Rows one by one: a batch drawn at once would depend on its size, by how torch fills vectors.
     source, values = torch.Generator(), torch.empty((len(positions), *shape))
     for position, row in zip(positions, values.unbind(), strict=True):
         base, number = position if isinstance(position, tuple) else (seed, position)

@@ -45,6 +45,7 @@ def fetch(objects: Any, key: str, url: str) -> Path:
                 file.close()
                 if not _is_whole(Path(file.name), meta):
                     raise StoreError(f"{url} arrived torn", "run the command again")
+                # Renamed last: of several processes that fetch one object each sees all of it or nothing.
                 os.replace(file.name, path)
             finally:
                 Path(file.name).unlink(missing_ok=True)

@@ -39,6 +39,7 @@ class _Ranges(io.RawIOBase):
         return count
 
     def _range(self, start: int, stop: int) -> bytes:
+        # obstore asks again where a request fails, but not where only a part of the body arrives.
         for pause in (*PAUSES, None):
             try:
                 data = self._fetch(start, stop)
@@ -53,4 +54,5 @@ class _Ranges(io.RawIOBase):
 
 def reader(fetch: Callable[[int, int], bytes], size: int, buffer: int = BUFFER) -> BinaryIO:
     """A seekable file whose ranges `fetch(start, stop)` gives, again where it fails or gives too little."""
+    # Buffered: readers of tar and parquet make thousands of small reads, and each would be a request.
     return io.BufferedReader(_Ranges(fetch, size), buffer)

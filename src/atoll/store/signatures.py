@@ -42,6 +42,7 @@ def new_key(path: Path) -> str:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     try:
+        # Closed to others from its first byte, and never written through a link that somebody laid there.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "name a new file") from None
@@ -98,6 +99,7 @@ def signer(store: Store, name: str) -> str | None:
 
 def check_trusted(store: Store, name: str, trusted: Collection[str]) -> str:
     """Refuse a file that none of these keys signed; the key that did."""
+    # Before the file: a mistyped key would look like a file that somebody else signed.
     for key in trusted:
         try:
             _public(key)

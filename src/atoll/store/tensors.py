@@ -15,6 +15,7 @@ def read_tensors(source: Path | bytes, name: str, *wanted: str) -> dict[str, Ten
 
     `Damaged` if it is no safetensors, or lacks one that is `wanted`; `name` is the object's, for messages.
     """
+    # A hostile header reaches several layers of the parser, and each raises in its own way.
     try:
         tensors: dict[str, Tensor] = load_file(source) if isinstance(source, Path) else load(source)
     except (SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -74,6 +74,7 @@ class DistillTask(DenoiserTask):
     """
 
     def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
+        # The rows bring the teacher's draws, by position as all else: a resumed run asks the same experts.
         super().__init__(network, replace(rows, draws=teacher.draws))
         self.teacher, self.data_weight = teacher, data_weight
 

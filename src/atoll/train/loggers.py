@@ -149,7 +149,8 @@ class Trackers:
 
     def _put(self, tracker: Tracker) -> None:
         for name, data in tracker.files():
-            if self._sizes.get(name) != len(data):  # both kinds of file only grow
+            # Both kinds of file only grow, so the size tells whether there is something new to upload.
+            if self._sizes.get(name) != len(data):
                 self.run.put(name, data)
                 self._sizes[name] = len(data)
 
