@@ -1,5 +1,7 @@
 """The engine: a request gives one picture whatever shares its batch, and one failure is one request's."""
 
+import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from atoll.model.expert import Expert
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.settings import Residency
+from atoll.serve.app import create_app
 from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
@@ -213,6 +216,23 @@ def test_who_leaves_frees_its_rows_and_who_is_late_is_told(client: Client) -> No
         (failure,) = client.of(job)
         assert isinstance(failure, Failed) and failure.code == code
     assert client.metric("atoll_images_waiting") == 0
+
+
+def test_a_client_that_leaves_leaves_no_request_behind(client: Client) -> None:
+    body = json.dumps({"prompt": "1", "steps": 250}).encode()
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, object]:
+        return messages.pop() if len(messages) > 1 else messages[0]
+
+    async def send(message: object) -> None:
+        pass
+
+    app = create_app(client.engine, client.engine.settings)
+    scope = {"type": "http", "method": "POST", "path": "/v1/images/generations", "headers": []}
+    scope |= {"query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1"}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))  # it would else never end
+    until(lambda: client.metric("atoll_images_waiting") == 0)
 
 
 def test_draining_finishes_what_was_accepted(serving: Serving) -> None:

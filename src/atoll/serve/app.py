@@ -122,6 +122,8 @@ def create_app(
             while not await request.is_disconnected():
                 await asyncio.sleep(0.1)
             job.cancelled = True
+            # The engine tells nothing more of it, so whoever waits for its pictures would wait for ever.
+            events.put_nowait(Failed("cancelled", "the client has gone"))
 
         # Starlette says nothing of a client that leaves while an answer is being made, so it is asked.
         watching = asyncio.ensure_future(watch())

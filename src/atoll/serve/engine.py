@@ -230,54 +230,23 @@ class Engine:
             while True:
                 job = self._arrivals.get(timeout=0 if busy else IDLE)
                 busy = True
-                if not self._gone(job):
-                    self._pending += self._begun(job)
+                if self._gone(job):
+                    continue
+                try:
+                    self._pending += self._cut(_begin(job, self.opened[job.model]))
+                except AtollError as error:
+                    self._fail(job, Failed("invalid_request", str(error)))
+                except Exception as error:
+                    reason = f"the request cannot be set up: {first_line(error)}"
+                    self._fail(job, Failed("internal_error", reason))
+
         # Rows that nobody waits for any more go before a step is spent on them.
         for name, sampler in list(self._running.items()):
             self._keep(name, self._wanted(sampler))
         wanted = [(sampler, self._wanted(sampler)) for sampler in self._pending]
         self._pending = deque(_rows(sampler, kept) for sampler, kept in wanted if kept)
-        self._join()
-        for name, sampler in list(self._running.items()):
-            started, rows = time.monotonic(), len(sampler.rows)
-            jobs = [(row.owner.job, row.generation.steps) for row in sampler.rows]
-            self._advance(name)
-            seconds = time.monotonic() - started
-            # How fast work is done says when to come again, so it follows the machine smoothly.
-            rate = sum(job.work / job.count / steps for job, steps in jobs) / max(seconds, 1e-9)
-            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-            self.metrics.steps.observe(seconds)
-            self.metrics.batch.observe(rows)
-            banks = [model.bank.experts for model in self.opened.values()]
-            self.metrics.moved(*(sum(getattr(b, of, 0) for b in banks) for of in ("loads", "loaded_bytes")))
 
-    def _begun(self, job: Job) -> list[Sampler]:
-        try:
-            return self._cut(_begin(job, self.opened[job.model]))
-        except AtollError as error:
-            self._fail(job, Failed("invalid_request", str(error)))
-        except Exception as error:
-            self._fail(job, Failed("internal_error", f"the request cannot be set up: {first_line(error)}"))
-        return []
-
-    def _cut(self, sampler: Sampler) -> list[Sampler]:
-        """The rows in parts that fit a batch."""
-        numbers = range(len(sampler.rows))
-        return [_rows(sampler, numbers[n : n + self._batch]) for n in numbers[:: self._batch]]
-
-    def _wanted(self, sampler: Sampler) -> list[int]:
-        return [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
-
-    def _gone(self, job: Job) -> bool:
-        if job.waiting and job.cancelled:
-            self.metrics.cancelled.labels("queue" if job.started is None else "step").inc()
-            self._release(job)
-        elif job.waiting and time.monotonic() > job.deadline:
-            self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
-        return not job.waiting
-
-    def _join(self) -> None:
-        """Let what waits longest join the rows of its model, as far as there is room."""
+        # What waits longest joins the rows of its model, as far as there is room.
         waiting: deque[Sampler] = deque()
         full = set[str]()
         for sampler in self._pending:
@@ -295,6 +264,35 @@ class Engine:
                     self.metrics.queue_wait.observe(job.started - job.accepted)
                 self._running[name] = sampler if there is None else Sampler.merge([there, sampler])
         self._pending = waiting
+
+        for name, sampler in list(self._running.items()):
+            started, rows = time.monotonic(), len(sampler.rows)
+            jobs = [(row.owner.job, row.generation.steps) for row in sampler.rows]
+            self._advance(name)
+            seconds = time.monotonic() - started
+            # How fast work is done says when to come again, so it follows the machine smoothly.
+            rate = sum(job.work / job.count / steps for job, steps in jobs) / max(seconds, 1e-9)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+            self.metrics.steps.observe(seconds)
+            self.metrics.batch.observe(rows)
+            banks = [model.bank.experts for model in self.opened.values()]
+            self.metrics.moved(*(sum(getattr(b, of, 0) for b in banks) for of in ("loads", "loaded_bytes")))
+
+    def _cut(self, sampler: Sampler) -> list[Sampler]:
+        """The rows in parts that fit a batch."""
+        numbers = range(len(sampler.rows))
+        return [_rows(sampler, numbers[n : n + self._batch]) for n in numbers[:: self._batch]]
+
+    def _wanted(self, sampler: Sampler) -> list[int]:
+        return [n for n, row in enumerate(sampler.rows) if not self._gone(row.owner.job)]
+
+    def _gone(self, job: Job) -> bool:
+        if job.waiting and job.cancelled:
+            self.metrics.cancelled.labels("queue" if job.started is None else "step").inc()
+            self._release(job)
+        elif job.waiting and time.monotonic() > job.deadline:
+            self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
+        return not job.waiting
 
     def _advance(self, name: str) -> None:
         """One step of a model's rows."""
