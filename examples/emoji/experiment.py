@@ -65,7 +65,7 @@ from variants import SMALL, ablations, mixed
 import atoll
 from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
-from atoll.measure.override import generation_of, supported
+from atoll.measure.models import generation_of, supported
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.routing import PRETRAIN

@@ -30,11 +30,10 @@ from atoll.campaign.runs import Run, experts_of
 from atoll.encoders.vision import extractor
 from atoll.export.call import set_times
 from atoll.measure.metrics.metric import How
-from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
-from atoll.measure.override import generation_of
+from atoll.measure.models import Candidate, Drawn, RowConditions, generation_of, published, samples_of
 from atoll.measure.pictures import Batch
 from atoll.measure.points import Judge
-from atoll.measure.reference import reference
+from atoll.measure.reference import reference_of
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks
@@ -265,7 +264,7 @@ class Bench:
     def judge(self) -> Judge:
         """Fréchet distance on 64 components of the campaign's extractor."""
         encoder = extractor(self.campaign.config.evaluate.extractor, self.size, "cpu")
-        held = reference(None, self.split, self.campaign, encoder, self.campaign.store)
+        held = reference_of(None, self.split, self.campaign, encoder, self.campaign.store)
         components = min(64, held.about.count // 2, self.samples // 2)
         how = How(encoder.name, encoder.kind, encoder.width, self.samples, held.about.count, components)
         return Judge(self.campaign.store, encoder, held, ("frechet", "precision", "recall"), how, 64)

@@ -26,7 +26,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.data.samples import Samples
 from atoll.encoders.vision import extractor
-from atoll.measure.evaluation import Request, evaluate
+from atoll.measure.evaluation import evaluate
 from atoll.measure.features import extract
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
@@ -127,7 +127,7 @@ class Album:
         for name, settings in judges.items():
             metrics = "frechet" if distances else "frechet,precision,recall"
             chosen = type(config).parse({**config.model_dump(), **settings, "metrics": metrics}, name)
-            point = evaluate(self.campaign, Request(images=self.folder, split=self.conditions.split), chosen)
+            point = evaluate(self.campaign, chosen, images=self.folder, split=self.conditions.split)
             assert point is not None
             values = {metric: value.value for metric, value in point.values.items()}
             distances |= {name: values.pop("frechet"), **values}

@@ -126,7 +126,7 @@ def evaluate(
     config = campaign.config.evaluate
     changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
     generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
-    point = evaluation.evaluate(campaign, evaluation.Request(model, generation), changed)
+    point = evaluation.evaluate(campaign, changed, model=model, generation=generation)
     assert point is not None  # it has one process
     return {name: value.value for name, value in point.values.items()}
 

@@ -12,8 +12,8 @@ from PIL import Image
 from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure import features
-from atoll.measure.features import extract
-from atoll.measure.pictures import Batch, share
+from atoll.measure.features import extract, share
+from atoll.measure.pictures import Batch
 
 
 @dataclass

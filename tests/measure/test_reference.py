@@ -13,7 +13,7 @@ from atoll.base.errors import DataError, StoreError
 from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.measure.pictures import Folder
-from atoll.measure.reference import Reference, Statistics, reference
+from atoll.measure.reference import Reference, Statistics, reference_of
 from atoll.store.store import Store
 from helpers_extractors import save_dinov2, save_pictures
 
@@ -54,7 +54,7 @@ def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEnco
     again = of(folder, encoder, store)
     shutil.rmtree(folder)
     assert np.array_equal(features(again, encoder), first)
-    named = reference(str(path), None, None, encoder, store)
+    named = reference_of(str(path), None, None, encoder, store)
     assert named.about.count == 37 and np.array_equal(features(named, encoder), first)
 
 

@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from scipy import stats
 
 from atoll.campaign.measured import ComparedModel, Comparison
 from atoll.measure.seeds import interval, over_seeds, unlike
-from helpers import command, merged, refused
+from helpers import Run, merged, refused
 
 METRIC = {"name": "net", "samples": 10, "seed": 0, "neighbours": {"k": 3, "real_recall": 0.8}}
 
@@ -97,61 +99,52 @@ def changed(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_each_is_compared_and_all_are_one_table(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = command(capsys, "compare", *pair, "--out", tmp_path)
+@contextmanager
+def report(folder: Path) -> Iterator[dict[str, Any]]:
+    """What was compared of a campaign, to be changed."""
+    path = folder / "reports/compare.json"
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+def test_each_is_compared_and_all_are_one_table(pair: tuple[Path, Path], tmp_path: Path, run: Run) -> None:
+    answer = run("compare", *pair, "--out", tmp_path)
     assert answer.code == 0, answer
     assert "over 2 seeds" in answer.out and "distance / monolith" in answer.out
-    found = json.loads((tmp_path / "reports/seeds.json").read_text())
+    seeds = json.loads((tmp_path / "reports/seeds.json").read_text())
     each = [json.loads((folder / "reports/compare.json").read_text()) for folder in pair]
-    assert [one["key"] for one in found["campaigns"]] == [one["key"] for one in each]
-    assert [one["seed"] for one in found["campaigns"]] == [0, 1]
+    assert [one["key"] for one in seeds["campaigns"]] == [one["key"] for one in each]
+    assert [one["seed"] for one in seeds["campaigns"]] == [0, 1]
     lines = list(csv.DictReader((tmp_path / "reports/seeds.csv").read_text().splitlines()))
     distances = [one["rows"][0]["distance"] for one in each]
     (line,) = (line for line in lines if (line["model"], line["measure"]) == ("monolith", "distance"))
     assert float(line["least"]) == min(distances) and float(line["most"]) == max(distances)
     assert min(distances) < max(distances)
-    again = command(capsys, "compare", *pair, "--out", tmp_path)
-    assert again.out.count("finished already") == 2
+    assert run("compare", *pair, "--out", tmp_path).out.count("finished already") == 2
 
-
-def test_what_one_campaign_lacks_is_told(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One ensemble need not get as far as the monolith: then there is one value, and no interval."""
-    copies = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in pair]
-    for folder, share in zip(copies, (0.5, None), strict=True):
-        assert command(capsys, "compare", folder).code == 0
-        path = folder / "reports/compare.json"
-        found = json.loads(path.read_text())
-        columns, row = (
-            ["model", "target", "train_flops", "of_monolith", "how"],
-            ["once", 1.0, 1.0, share, "never" if share is None else "between points"],
-        )
-        found["tables"]["reach"] = {"columns": columns, "rows": [row]}
-        path.write_text(json.dumps(found))
-    answer = command(capsys, "compare", *copies, "--out", tmp_path)
+    # One ensemble need not get as far as the monolith: then there is one value, and no interval.
+    for folder, share in zip(pair, (0.5, None), strict=True):
+        columns = ["model", "target", "train_flops", "of_monolith", "how"]
+        row = ["once", 1.0, 1.0, share, "never" if share is None else "between points"]
+        with report(folder) as content:
+            content["tables"]["reach"] = {"columns": columns, "rows": [row]}
+    answer = run("compare", *pair, "--out", tmp_path)
     assert answer.code == 0 and "0.5 (0.5 to 0.5); 0.5, in 1 of them" in answer.out, answer
 
-
-def test_what_was_measured_otherwise_is_refused(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loose = changed(Path(shutil.copytree(pair[1], tmp_path / "b")), train={"log_every": 3})
-    assert command(capsys, "compare", pair[0], loose, "--out", tmp_path).code == 0
-    path = loose / "reports/compare.json"
-    found = json.loads(path.read_text())
-    del found["metric"]["reference_hash"]
-    path.write_text(json.dumps(found))
-    answer = command(capsys, "compare", pair[0], loose, "--out", tmp_path)
+    # What decides no result may differ; what was measured otherwise may not.
+    changed(pair[1], train={"log_every": 3})
+    assert run("compare", *pair, "--out", tmp_path).code == 0
+    with report(pair[1]) as content:
+        del content["metric"]["reference_hash"]
+    answer = run("compare", *pair, "--out", tmp_path)
     refused(answer, "measured otherwise", "reference_hash", "remove reports/compare.json")
 
 
 def test_campaigns_that_are_no_repetition_are_refused(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path], tmp_path: Path, run: Run
 ) -> None:
-    refused(command(capsys, "compare", pair[0], pair[0], "--out", tmp_path), "both of seed 0")
+    refused(run("compare", pair[0], pair[0], "--out", tmp_path), "both of seed 0")
     other = changed(Path(shutil.copytree(pair[1], tmp_path / "other")), train={"lr": 3e-4})
-    refused(command(capsys, "compare", pair[0], other, "--out", tmp_path), "more than its seed: train.lr")
+    refused(run("compare", pair[0], other, "--out", tmp_path), "more than its seed: train.lr")
     assert not (tmp_path / "reports").exists()

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.campaign.measured import CurveRow, GuidanceRow
 from atoll.measure.comparison import best_table
-from atoll.measure.override import supported
+from atoll.measure.models import supported
 from atoll.measure.training_curve import crossing, reach_table
 
 

@@ -293,11 +293,11 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
             raise AtollError("--list needs a campaign", "name it")
         say(evaluation.show_all(open_campaign(campaign).store))
         return
-    request, sets = evaluation.requested(options)
+    arguments, sets = evaluation.requested(options)
     if evaluation.spread(processes):
         return
     opened = open_campaign(campaign, sets) if campaign is not None else None
-    evaluation.evaluate(opened, request, evaluation.alone(sets) if opened is None else None)
+    evaluation.evaluate(opened, evaluation.alone(sets) if opened is None else None, **arguments)
 
 
 @atoll.command()

@@ -14,7 +14,6 @@ from atoll.base.pictures import png
 from atoll.base.table import ratio_of
 from atoll.base.threads import using_threads
 from atoll.base.version import code_version
-from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, BestRow, ComparedModel, Comparison, ComparisonTables, GuidanceRow
@@ -22,13 +21,11 @@ from atoll.campaign.roles import RUNS
 from atoll.campaign.settings.measure import EXTRA
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
-from atoll.measure.models import RowConditions
-from atoll.measure.override import WIDE
+from atoll.measure.models import WIDE, RowConditions
 from atoll.measure.same_noise import SavedSamples, pair_table
-from atoll.measure.setup import SPLITS, CommonSetup, Request
+from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.measure.training_curve import TrainingCurve, show_point, training_curve
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.folder import read_manifest
 from atoll.model.model import joined
 from atoll.model.trace import Trace
 
@@ -46,56 +43,47 @@ def compare(campaign: Campaign) -> Comparison:
         ConfigError: a strategy or a curve that is not possible here.
         DataError: there are too few rows to judge by.
     """
-    store, config = campaign.store, campaign.config.compare
-    content, router = read_manifest(store), Checkpoint(store, "ensemble/router").card
-    dense = single_cards(campaign, router)
-    request = Request.of(campaign, content, dense)
-    parts = content.parts | {name: card.weights_sha256 for name, card in dense.items()}
+    store, config, setup = campaign.store, campaign.config.compare, CommonSetup(campaign)
+    parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
     key = digest(
         {
             "parts": parts,
             "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
-            "strategies": request.strategies,
-            "generation": request.override.generation.model_dump(mode="json", exclude={"size"}),
+            "strategies": setup.strategies,
+            "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
         }
     )
     result = Comparison.known(store, key)
-    missing = request.missing(result)
+    missing = setup.missing(result)
     if result is not None and not missing:
         say("compare: finished already")
         return result
     # A curve that is not possible is refused before anything is drawn.
-    curve = TrainingCurve(campaign, content, router, list(dense)) if "curve" in missing else None
-    setup = CommonSetup(campaign, request, router, dense)
+    curve = TrainingCurve(setup) if "curve" in missing else None
+    setup.load()
     with using_threads(config.threads):
         if result is None:
             result = _table(setup, key, parts)
             result.write(store)
         # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
         for name in missing:
-            start = time.monotonic()
-            if name == "sweep":
-                assert request.sweep is not None
-                tables: dict[str, Any] = guidance_sweep(setup, request.sweep)
-            else:
-                assert request.curve is not None and curve is not None
-                tables = training_curve(setup, curve, request.curve)
+            start, asked = time.monotonic(), setup.extras[name]
+            tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
             seconds = round(result.seconds + time.monotonic() - start, 1)
             extended = result.tables.model_copy(update=tables)
-            changes = {name: getattr(request, name), "tables": extended, "seconds": seconds}
-            result = result.model_copy(update=changes)
+            result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
             result.write(store)
     return result
 
 
 def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     """Every model and strategy: how good, at what cost, how alike; and pictures to look at."""
-    start, override, store = time.monotonic(), setup.request.override, setup.campaign.store
+    start, store, config = time.monotonic(), setup.campaign.store, setup.config
     shown = _shown(setup)
-    say(f"compare: {setup.config.samples} pictures each, {override.text}")
+    say(f"compare: {config.samples} pictures each, {setup.override.text}")
     rows: list[ComparedModel] = []
     samples, weights = dict[str, SavedSamples](), dict[str, Any]()
-    for name in (*setup.dense, *setup.request.strategies):
+    for name in (*setup.dense, *setup.strategies):
         row, saved, _ = setup.row(name, keep=True)
         assert saved is not None
         samples[name] = saved
@@ -106,7 +94,7 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
         drawn = setup.drawn(setup.model(name), name, None, 0)
         drawn = replace(drawn, generation=drawn.generation.with_(seed=setup.seed + 1), conditions=shown)
         traces = list[tuple[list[int], Trace]]()
-        for batch in drawn.batches(range(len(shown)), setup.config.batch):
+        for batch in drawn.batches(range(len(shown)), config.batch):
             for number, picture in zip(batch.numbers, batch.pictures, strict=True):
                 store.put(f"{FOLDER}/{name}/{number:02d}.png", png(picture))
             if batch.trace is not None:
@@ -120,36 +108,34 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     for number, index in enumerate(shown.index):
         picture = setup.dataset.image(int(setup.train.rows[index]))
         store.put(f"{FOLDER}/data/{number:02d}.png", png(picture))
-    return Comparison(
-        key=key,
-        parts=parts,
-        code=code_version(),
-        default=str(setup.campaign.config.sampling.routing),
-        overrides=override.changes,
-        prompts=shown.captions(),
-        clusters=shown.clusters.tolist(),
-        routing=weights,
-        metric=_metric(setup),
-        rows=rows,
-        train_flops=_train_flops(setup),
-        tables=_pairs(setup, samples),
-        seconds=round(time.monotonic() - start, 1),
-    )
 
-
-def _train_flops(setup: CommonSetup) -> dict[str, Any]:
-    """What was spent on the training of each part."""
-    store, dense = setup.campaign.store, setup.dense
-    experts = [Checkpoint(store, f"ensemble/experts/{n}").card for n in read_manifest(store).experts]
-    cards = [*experts, setup.router, *dense.values()]
+    # What was spent on the training of each part.
+    cards = [Checkpoint(store, f"ensemble/experts/{n}").card for n in setup.content.experts]
+    cards += [setup.router, *setup.dense.values()]
     if pretrain_finished(setup.campaign):
         cards.append(Checkpoint(store, "pretrain/expert").card)
     spent: dict[str, float | None] = {BASE: None}
     spent |= {role.plural: 0.0 for role in RUNS.values() if role.counted == "ensemble"}
     for card in cards:
-        name = RUNS[card.role].plural
-        spent[name] = (spent.get(name) or 0.0) + card.train_flops
-    return spent
+        part = RUNS[card.role].plural
+        spent[part] = (spent.get(part) or 0.0) + card.train_flops
+
+    metric, pairs = _metric(setup), _pairs(setup, samples)
+    return Comparison(
+        key=key,
+        parts=parts,
+        code=code_version(),
+        default=str(setup.campaign.config.sampling.routing),
+        overrides=setup.override.changes,
+        prompts=shown.captions(),
+        clusters=shown.clusters.tolist(),
+        routing=weights,
+        metric=metric,
+        rows=rows,
+        train_flops=spent,
+        tables=pairs,
+        seconds=round(time.monotonic() - start, 1),
+    )
 
 
 def _metric(setup: CommonSetup) -> dict[str, Any]:
@@ -157,7 +143,7 @@ def _metric(setup: CommonSetup) -> dict[str, Any]:
     config, judge = setup.config, setup.judge(setup.config.samples)
     real, _, _ = judge.measure(setup.training("floor", config.samples))
     assert real is not None
-    partition, generation = setup.partition.about.encoder or {}, setup.request.override.generation
+    partition, generation = setup.partition.about.encoder or {}, setup.override.generation
     return {
         "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",
         **setup.encoder.producer(),  # its name, hash and size
@@ -193,8 +179,8 @@ def _pairs(setup: CommonSetup, samples: Mapping[str, SavedSamples]) -> Compariso
     if BASE not in samples:
         return ComparisonTables()
     others = {name: saved for name, saved in samples.items() if name != BASE}
-    where = setup.conditions
-    rows = pair_table(samples[BASE], others, where.clusters, where.index, setup.seed)
+    conditions = setup.conditions
+    rows = pair_table(samples[BASE], others, conditions.clusters, conditions.index, setup.seed)
     for row in rows:
         if row.space == "pixels" and row.partner == "any" and row.effect is not None:
             same = next(other for other in rows if other.strategy == row.strategy)
@@ -209,15 +195,16 @@ def _shown(setup: CommonSetup) -> RowConditions:
     """Rows whose captions are shown: those asked for, then training rows spread over the clusters."""
     train, count = setup.train, setup.config.shown
     captions = [str(c) for c in train.dataset.take(train.rows).column("caption").to_pylist()]
-    where = {caption: number for number, caption in reversed(list(enumerate(captions)))}
+    first = {caption: number for number, caption in reversed(list(enumerate(captions)))}
     chosen = []
     for prompt in setup.config.prompts[:count]:
-        if prompt not in where:
+        if prompt not in first:
             what = f"compare.prompts: no training row has the caption {prompt!r}"
             raise ConfigError(what, "choose one that exists")
-        chosen.append(where[prompt])
+        chosen.append(first[prompt])
     clusters = setup.partition.clusters[train.rows]
     k = int(setup.partition.clusters.max()) + 1
+    # Of a fixed seed, not the campaign's: pages of several seeds show the same captions.
     order = np.random.default_rng(0).permutation(len(clusters))
     for turn in range(count - len(chosen)):
         fresh = (int(i) for i in order if clusters[i] == turn % k and int(i) not in chosen)
@@ -226,18 +213,12 @@ def _shown(setup: CommonSetup) -> RowConditions:
     return RowConditions(train, index, clusters[index], "train")
 
 
-def guidance_sweep(setup: CommonSetup, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Every model at every scale, and each at its own best.
-
-    Args:
-        setup: of the comparison.
-        request: `models`, that is monolith and student, as far as there are any, and routing strategies; and
-            `guidances`, rising.
-    """
-    say(f"compare: guidance {', '.join(f'{scale:g}' for scale in request['guidances'])}")
+def sweep(setup: CommonSetup, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Every one of the `models` at every one of the rising `guidances`, and each at its best."""
+    say(f"compare: guidance {', '.join(f'{scale:g}' for scale in asked['guidances'])}")
     rows = []
-    for name in request["models"]:
-        for scale in request["guidances"]:
+    for name in asked["models"]:
+        for scale in asked["guidances"]:
             row, _, new = setup.row(name, guidance=scale)
             show_point(row, f"guidance {scale:<6g}", new)
             numbers = row.model_dump(include={"distance", "precision", "recall"})

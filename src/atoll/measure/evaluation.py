@@ -1,30 +1,32 @@
-"""The evaluate stage: one point, of a model or of a folder of pictures, with its protocol."""
+"""The evaluate stage: one point, of a model or of a folder of pictures, and all of them as a table."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atoll.base.config import set_value
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.hashing import digest
 from atoll.base.processes import joined
+from atoll.base.table import Column, Table
+from atoll.base.text import columns
 from atoll.base.threads import cores, using_threads
 from atoll.campaign.folder import Campaign
-from atoll.campaign.measured import MeasuredPoint
+from atoll.campaign.measured import MeasuredPoint, Protocol
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.vision import extractor
-from atoll.measure.metrics.metric import How, parse
-from atoll.measure.models import Drawn, RowConditions, published, samples_of
-from atoll.measure.override import generation_of
+from atoll.measure.metrics.metric import How, metrics, parse
+from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
 from atoll.measure.pictures import Folder
 from atoll.measure.points import Judge
-from atoll.measure.reference import reference
-from atoll.measure.results_table import table
+from atoll.measure.reference import reference_of
 from atoll.store.store import Store
 
 REPORTS = "reports/evaluate"
@@ -32,91 +34,64 @@ COMPARED = ("routing", "guidance", "steps", "seed")
 """Fields that points of one campaign usually differ in: columns of its table."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is measured.
-
-    Attributes:
-        model: of the campaign: `ensemble`, `monolith`, `student` or `pretrain`.
-        generation: values in place of the campaign's `sampling`: routing, guidance, steps, seed.
-        images: a folder of pictures, in a model's place.
-        reference: what they are held against; the campaign's own data if None.
-        split: rows of a data set that are the reference; by default the held-out ones, or the test ones where
-            `evaluate.conditions` is `test`.
-        out: where `reports/` goes without a campaign.
-    """
-
-    model: str = "ensemble"
-    generation: dict[str, Any] = field(default_factory=dict)
-    images: Path | None = None
-    reference: str | None = None
-    split: str | None = None
-    out: str = "."
-
-
-def requested(options: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
-    """The request that options of the command make, and the settings that they replace.
-
-    Raises:
-        ConfigError: options of a model beside a folder of pictures.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    names = ("routing", "guidance", "steps", "seed")
-    generation: dict[str, Any] = {name: given[name] for name in names if name in given}
-    of_model = [name for name in ("model", *generation, "samples") if name in given]
-    if "images" in given and of_model:
-        raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
-    shorthand = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
-    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in shorthand.items()))
-    rest = {name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given}
-    return Request(generation=generation, **rest), sets
-
-
 def evaluate(
-    campaign: Campaign | None, request: Request, config: EvaluateConfig | None = None
+    campaign: Campaign | None,
+    config: EvaluateConfig | None = None,
+    *,
+    model: str = "ensemble",
+    generation: Mapping[str, Any] | None = None,
+    images: Path | None = None,
+    reference: str | None = None,
+    split: str | None = None,
+    out: str = ".",
 ) -> MeasuredPoint | None:
     """Measure, write `reports/evaluate/KEY.json` and `.csv`, and print; None on all processes but the first.
 
     Args:
         campaign: whose model is measured, and whose data is the reference; None for pictures alone.
-        request: what is measured.
         config: how; by default the campaign's.
+        model: of the campaign: `ensemble`, `monolith`, `student` or `pretrain`.
+        generation: values in place of the campaign's `sampling`: routing, guidance, steps, seed.
+        images: a folder of pictures, in a model's place.
+        reference: what they are compared with; the campaign's own data if None.
+        split: rows of a data set that are the reference; by default the held-out ones, or the test ones where
+            `evaluate.conditions` is `test`.
+        out: where `reports/` goes without a campaign.
 
     Raises:
         ConfigError: settings, names or metrics that do not exist or contradict each other.
         DataError: pictures that cannot be measured, or a reference of another extractor.
     """
-    if campaign is None and request.images is None:
+    if campaign is None and images is None:
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
-    store = campaign.store if campaign is not None else Store.open(request.out, create=True)
+    store = campaign.store if campaign is not None else Store.open(out, create=True)
     with using_threads(config.threads), joined() as world:
         encoder = extractor(config.extractor, config.extractor_size, str(world.device))
-        metrics = parse(config.metrics, encoder.kind, captioned=request.images is None)
+        chosen = parse(config.metrics, encoder.kind, captioned=images is None)
 
         # What is measured: a folder of pictures, or what a model draws at conditions of the campaign's data.
-        if request.images is not None:
-            source: Folder | Drawn = Folder(request.images)
+        if images is not None:
+            source: Folder | Drawn = Folder(images)
         else:
             assert campaign is not None
-            generation = generation_of(campaign).with_(**request.generation)
-            candidate, where = published(campaign, request.model, world.device), config.conditions
-            rows = samples_of(campaign, campaign.dataset(), where, candidate.model.card)
-            conditions = RowConditions.drawn(campaign, rows, where, config.samples, generation.seed)
-            source = Drawn(candidate, generation, conditions, captioned="clip-score" in metrics)
+            drawn_by = generation_of(campaign).with_(**(generation or {}))
+            candidate, rows = published(campaign, model, world.device), config.conditions
+            samples = samples_of(campaign, campaign.dataset(), rows, candidate.model.card)
+            conditions = RowConditions.drawn(campaign, samples, rows, config.samples, drawn_by.seed)
+            source = Drawn(candidate, drawn_by, conditions, captioned="clip-score" in chosen)
 
         # What it is compared with, and how.
         usual = "test" if config.conditions == "test" else "heldout"
-        held = reference(request.reference, request.split, campaign, encoder, store, usual)
+        real = reference_of(reference, split, campaign, encoder, store, usual)
         components = config.components_of(encoder.kind, encoder.width)
         how = How(
-            *(encoder.name, encoder.kind, encoder.width, len(source), held.about.count, components),
+            *(encoder.name, encoder.kind, encoder.width, len(source), real.about.count, components),
             subsets=config.kid_subsets,
             subset=config.kid_size,
             device=world.device,
         )
-        judge = Judge(store, encoder, held, metrics, how, config.batch, world, REPORTS)
-        point, _, new = judge.measure(source)
+        point, _, new = Judge(store, encoder, real, chosen, how, config.batch, world, REPORTS).measure(source)
         if point is None:
             return None
         key = f"{REPORTS}/{point.key}"
@@ -134,6 +109,26 @@ def evaluate(
         return point
 
 
+# The command.
+
+
+def requested(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Arguments of `evaluate` that options of the command make, and the settings that they replace.
+
+    Raises:
+        ConfigError: options of a model beside a folder of pictures.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    generation = {name: given[name] for name in COMPARED if name in given}
+    of_model = [name for name in ("model", *generation, "samples") if name in given]
+    if "images" in given and of_model:
+        raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
+    shorthand = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
+    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in shorthand.items()))
+    rest = {name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given}
+    return {"generation": generation, **rest}, sets
+
+
 def alone(sets: Sequence[str]) -> EvaluateConfig:
     """Settings without a campaign, out of `evaluate.KEY=VALUE`."""
     tree: dict[str, Any] = {}
@@ -145,11 +140,8 @@ def alone(sets: Sequence[str]) -> EvaluateConfig:
 
 
 def spread(processes: int) -> bool:
-    """Run this very command on several processes of this machine, unless it is one of them.
-
-    Returns:
-        Whether it was run; a failure ends this process too.
-    """
+    """Run this very command on several processes of this machine, unless it is one of them; whether it was
+    run. A failure ends this process too."""
     if processes == 1 or "WORLD_SIZE" in os.environ:
         return False
     command = [sys.executable, "-m", "atoll.launch.torchrun", "--nnodes", "1", "--standalone"]
@@ -164,22 +156,111 @@ def spread(processes: int) -> bool:
 def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
     """The table of all that was evaluated of a campaign, with warnings where protocols differ; also as CSV.
 
-    Points of another version are left out, which is said.
-
-    Raises:
-        DataError: there are none.
+    Points of another version are left out, which is said; `DataError` where there are none.
     """
-    keys = [key for key in store.list(REPORTS) if key.endswith(".json")]
-    if not keys:
-        raise DataError(f"{store.location} has no results", "make one: atoll evaluate")
-    points = []
+    points, keys = list[MeasuredPoint](), [key for key in store.list(REPORTS) if key.endswith(".json")]
     for key in keys:
         try:
             points.append(MeasuredPoint.read(store, key))
         except DataError as error:
             say(f"warning: left out: {error}")
     if not points:
-        raise DataError(f"{store.location} has no results of this version", "make one: atoll evaluate")
+        version = " of this version" if keys else ""
+        raise DataError(f"{store.location} has no results{version}", "make one: atoll evaluate")
     results = table(sorted(points, key=lambda point: str(point.subject["name"])), compared)
     store.put(f"{REPORTS}/table.csv", results.to_csv())
     return results.text()
+
+
+# Points side by side.
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Results side by side.
+
+    Attributes:
+        lines: the table, a line each, header first.
+        warnings: which fields of the protocols differ, so that numbers may not be compared.
+        notes: differences that are likely harmless.
+        rows: the same as plain values, for CSV; `of` tells weights or pictures of one name apart.
+    """
+
+    lines: list[str]
+    warnings: list[str]
+    notes: list[str]
+    rows: list[dict[str, Any]]
+
+    def to_csv(self) -> bytes:
+        """The rows as CSV."""
+        return Table("table", "", tuple(map(Column, self.rows[0])), self.rows).to_csv()
+
+    def text(self) -> str:
+        """Table, warnings and notes."""
+        beside = [*(f"warning: {warning}" for warning in self.warnings), *(f"note: {n}" for n in self.notes)]
+        return "\n".join([*self.lines, *beside])
+
+
+def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> Listing:
+    """Results side by side, one or more, with a warning for every field of the protocols that differs.
+
+    Args:
+        results: one or more.
+        compared: fields that the table is about, such as `routing` or `guidance`: they become columns, and
+            may differ. Those of the reference and the extractor never may.
+
+    Raises:
+        ConfigError: a field that does not exist, or that may not differ.
+    """
+    allowed = {"steps", "guidance", "routing", "seed", "samples", "sampler", "conditions"}
+    for field in compared:
+        if field not in allowed:
+            what = f"results that differ in {field!r} are not compared"
+            raise ConfigError(what, f"use {', '.join(sorted(allowed))}")
+    names = [name for name in metrics() if any(name in result.values for result in results)]
+    protocols, rows = [result.protocol.model_dump(mode="json") for result in results], []
+    for result, protocol in zip(results, protocols, strict=True):
+        row = {"name": result.subject["name"], "of": digest(result.subject)[:8], "key": result.key}
+        row |= {field: protocol[field] for field in compared}
+        for name in names:
+            value = result.values.get(name)
+            row |= {name: value and value.value, f"{name} deviation": value and value.deviation}
+        rows.append(row | protocol | {"picture_size": "x".join(map(str, protocol["picture_size"]))})
+    versions = Counter(str(name) for name, _ in sorted({(row["name"], row["of"]) for row in rows}))
+    header = ["name", *(["of"] if max(versions.values()) > 1 else []), *compared, *names]
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    cells = [[cell(row[column]) for column in header] for row in rows]
+    lines, warnings, notes = columns([header, *cells], left=range(len(header))), list[str](), list[str]()
+
+    # Hashes say what reference and extractor are, whatever they were called.
+    same_weights = len({protocol["extractor_hash"] for protocol in protocols}) < 2
+    passed = {*compared, "reference", *(("extractor",) if same_weights else ())}
+    for field in Protocol.model_fields:
+        values = list({digest(protocol[field]): protocol[field] for protocol in protocols}.values())
+        if field in passed or len(values) < 2:
+            continue
+        text = f"{field} differs: {', '.join('none' if value is None else str(value) for value in values)}"
+        # Another version of Atoll is likely harmless: one that changes numbers has another version of points.
+        notes += [text] if field == "code" else []
+        warnings += [] if field == "code" else [f"{text}; do not compare"]
+    warnings += [
+        f"{name} was not always the same: its results are of {count} versions; see the column 'of'"
+        for name, count in versions.items()
+        if count > 1
+    ]
+    for name in names:
+        labels = list(dict.fromkeys(r.values[name].label for r in results if name in r.values))
+        settings = {digest(r.values[name].settings) for r in results if name in r.values}
+        if len(settings) > 1:
+            warnings.append(f"{name} was measured with different settings: do not compare it")
+        if labels != [name]:
+            notes.append(f"{name}: {' or '.join(labels)}")
+        for result in results:
+            if name in result.values and (note := result.values[name].note):
+                notes.append(f"{name} of {result.subject['name']}: {note}")
+    return Listing(lines, warnings, notes, rows)

@@ -12,7 +12,7 @@ from PIL import Image
 from atoll.base.console import Progress
 from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder
-from atoll.measure.pictures import Batch, Source, share
+from atoll.measure.pictures import Batch, Source
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -26,18 +26,10 @@ Scorer = Callable[[VisionEncoder, F32, list[str]], F64]
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Features of a set of pictures.
-
-    Attributes:
-        rows: `(N, D)`, by the pictures' numbers.
-        scores: of the pictures and their captions `(N,)`, by the metric that asked for them.
-    """
+    """Features `(N, D)` of pictures by number, and scores `(N,)` with captions by the metric that asked."""
 
     rows: F32
     scores: Mapping[str, F64] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 def extract(
@@ -67,16 +59,23 @@ def extract(
     scores = {name: np.empty(len(part)) for name in scorers}
     progress, done = Progress(what, len(part), unit="pictures"), 0
     for numbers, pictures, captions in _chunks(source, part, batch, watch):
-        place = np.array(numbers) - part.start
-        rows[place] = encoder.encode(pictures).numpy()
+        index = np.array(numbers) - part.start
+        rows[index] = encoder.encode(pictures).numpy()
         for name, scorer in scorers.items():
-            scores[name][place] = scorer(encoder, rows[place], captions)
+            scores[name][index] = scorer(encoder, rows[index], captions)
         done += len(numbers)
         if world.first:
             progress(done)
     whole = _gathered(world, rows, parts)
     marks = {name: _gathered(world, values, parts) for name, values in scores.items()}
     return Features(whole, marks) if world.first else None
+
+
+def share(count: int, batch: int, rank: int, size: int) -> range:
+    """The numbers of one process out of several: whole batches, so that each batch is that of one process."""
+    batches = -(-count // batch)
+    first, last = (min(count, batches * part // size * batch) for part in (rank, rank + 1))
+    return range(first, last)
 
 
 def _chunks(

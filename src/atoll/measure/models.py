@@ -1,4 +1,4 @@
-"""Models that are measured, and the pictures that they draw at conditions of a data set."""
+"""Models that are measured, how they draw, and the pictures that they draw at conditions of a data set."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import SINGLE
+from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
@@ -24,10 +26,74 @@ from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.generate import Conditions
 from atoll.model.generation import Generation
 from atoll.model.model import ENSEMBLE, Model
-from atoll.model.routing import PRETRAIN
+from atoll.model.routing import PRETRAIN, Routing
 
-"""Networks beside the ensemble, where they are published."""
 TO_8_BITS = "nearest of 256 levels of [-1, 1]"
+WIDE = 26
+"""Columns of a model's name where it is printed: `once null sample-1 every 5` fits."""
+
+
+# How models draw.
+
+
+def generation_of(campaign: Campaign) -> Generation:
+    """What the campaign samples with, under its own seed, at the size nearest to a square."""
+    values = {**dict(campaign.config.sampling), "seed": campaign.config.seed, "size": None}
+    return Generation(**{name: values[name] for name in Generation.model_fields})
+
+
+@dataclass(frozen=True)
+class SamplingOverride:
+    """How samples are drawn to be measured.
+
+    Attributes:
+        generation: the campaign's `sampling` with the stage's own settings in place of it.
+        changes: these settings, and what `sampling` says instead, where they differ.
+    """
+
+    generation: Generation
+    changes: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, campaign: Campaign, config: CompareConfig | DiagnoseConfig) -> "SamplingOverride":
+        """Of a stage. Noise and draws are those of the campaign's seed."""
+        sampled, kind = generation_of(campaign), campaign.config.condition
+        generation = sampled.with_(steps=config.steps, guidance=config.guidance).for_condition(kind)
+        sampled = sampled.for_condition(kind)
+        pairs = {name: [getattr(generation, name), getattr(sampled, name)] for name in ("steps", "guidance")}
+        return cls(generation, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+
+    @property
+    def text(self) -> str:
+        """The steps and guidance, and what the campaign samples with where that is something else."""
+        beside = {name: f" (sampling: {pair[1]:g})" for name, pair in self.changes.items()}
+        steps = f"{self.generation.steps} steps{beside.get('steps', '')}"
+        return f"{steps}, guidance {self.generation.guidance:g}{beside.get('guidance', '')}"
+
+
+def strategies_for(campaign: Campaign, names: Sequence[str] | None, usual: Sequence[str]) -> list[str]:
+    """Strategies that a stage asks for: those named, or the campaign's own and then the usual ones."""
+    default = str(campaign.config.sampling.routing)
+    return list(names) if names is not None else list(dict.fromkeys([default, *usual]))
+
+
+def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretrained: bool) -> list[str]:
+    """The strategies that an ensemble of these networks can follow; which are left out is said."""
+    able = []
+    for name in names:
+        routing = Routing.named(name)
+        if routing.needs_labels and missing:
+            say(f"  warning: {name} is left out: the clusters of missing experts have nobody to go to")
+        elif not routing.possible(experts):
+            say(f"  warning: {name} is left out: there are {experts} experts")
+        elif routing.null == PRETRAIN and not pretrained:
+            say(f"  warning: {name} is left out: no network of shared pretraining is assembled")
+        else:
+            able.append(name)
+    return able
+
+
+# What draws.
 
 
 @dataclass(frozen=True)
@@ -70,6 +136,15 @@ def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     return Candidate(name, content.parts, model, missing)
 
 
+# At which conditions.
+
+
+def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
+    """Rows of a split, with the columns that a model of this card is conditioned on."""
+    rows, config = of_usual_size(dataset, dataset.split(split)), campaign.config
+    return Samples(dataset, rows, config.condition, like.shape, token_encoder(campaign, dataset))
+
+
 @dataclass(frozen=True)
 class RowConditions:
     """Conditions of rows of a data set, one for each picture, with the rows' clusters.
@@ -96,16 +171,11 @@ class RowConditions:
         """Those of `count` rows in a seeded order, repeated when there are fewer; `DataError` for none."""
         if not len(samples):
             raise DataError(f"the data set has no {split} rows", "choose others: evaluate.conditions")
+        # One stream for every stage: a shorter list is the beginning of a longer one, and pictures of compare
+        # and diagnose are of the same rows.
         order = torch.randperm(len(samples), generator=generator(seed, "compare")).numpy()
-        return cls.of(campaign, samples, np.resize(order, count), split)
-
-    @classmethod
-    def of(
-        cls, campaign: Campaign, samples: Samples, index: NDArray[np.int64], split: str
-    ) -> "RowConditions":
-        """Those of chosen rows, with their clusters."""
-        clusters = campaign.clustered()[1].clusters
-        return cls(samples, index, clusters[samples.rows[index]], split)
+        index = np.resize(order, count)
+        return cls(samples, index, campaign.clustered()[1].clusters[samples.rows[index]], split)
 
     def first(self, count: int) -> "RowConditions":
         """Those of the first pictures."""
@@ -114,10 +184,9 @@ class RowConditions:
     @property
     def of_model(self) -> Conditions:
         """As a model takes them."""
-        return Conditions(self._of, self.samples.null(), len(self))
-
-    def _of(self, rows: Sequence[int]) -> Any:
-        return self.samples.conditions(self.index[list(rows)])
+        return Conditions(
+            lambda numbers: self.samples.conditions(self.index[list(numbers)]), self.samples.null(), len(self)
+        )
 
     @property
     def labels(self) -> torch.Tensor:
@@ -137,9 +206,12 @@ class RowConditions:
         return [str(c) for c in self.samples.dataset.take(rows).column("caption").to_pylist()]
 
 
+# What is drawn.
+
+
 @dataclass
 class Drawn:
-    """Pictures that a model draws at conditions of a data set.
+    """Pictures that a model draws at conditions of a data set: a `Source`.
 
     Attributes:
         candidate: the model.
@@ -173,8 +245,9 @@ class Drawn:
     @property
     def subject(self) -> dict[str, Any]:
         """Name of the model and digests of the weights that it may draw with."""
+        # Without `null pretrain` that network draws nothing: a point holds whether it is assembled or not.
         unused = {PRETRAIN_PART} if self.generation.routing.null != PRETRAIN else set()
-        weights = {part: one for part, one in self.candidate.weights.items() if part not in unused}
+        weights = {part: value for part, value in self.candidate.weights.items() if part not in unused}
         return {"name": self.candidate.name, "weights": weights}
 
     @property
@@ -201,11 +274,7 @@ class Drawn:
         return width, height
 
     def batches(self, part: range, batch: int) -> Iterator[Batch]:
-        """Pictures in batches.
-
-        Raises:
-            DataError: a picture with values that are no numbers.
-        """
+        """Pictures in batches; `DataError` for one with values that are no numbers."""
         model, start = self.candidate.model, time.monotonic()
         captions = self.conditions.captions() if self.captioned else None
         how = {"first": part.start, "batch": batch, "labels": self.conditions.labels}
@@ -214,9 +283,3 @@ class Drawn:
             texts = [captions[row] for row in drawn.rows] if captions is not None else None
             yield Batch(drawn.rows, pictures, texts, drawn.trace, time.monotonic() - start)
             start = time.monotonic()
-
-
-def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
-    """Rows of a split, with the columns that a model of this card is conditioned on."""
-    rows, config = of_usual_size(dataset, dataset.split(split)), campaign.config
-    return Samples(dataset, rows, config.condition, like.shape, token_encoder(campaign, dataset))

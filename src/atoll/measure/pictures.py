@@ -80,9 +80,9 @@ class Folder:
         if not folder.is_dir():
             what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
             raise DataError(what, "give a folder of images")
+        self.about = {"rounding": "8-bit files"}
         paths = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
         self.folder, self.files = folder, sorted(paths)
-        self.about = {"rounding": "8-bit files"}
         if not self.files:
             raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
 
@@ -102,44 +102,38 @@ class Folder:
     @cached_property
     def digest(self) -> str:
         """Digest of the files' bytes in order."""
-        return digest_strings(map(_digest_of, self.files))
+        digests = list[str]()
+        for path in self.files:
+            try:
+                with path.open("rb") as file:
+                    digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
+        return digest_strings(digests)
 
     def batches(self, part: range, batch: int) -> Iterator[Batch]:
-        """Pictures in batches.
-
-        Raises:
-            DataError: an unreadable image, or one of another size than the first; names it.
-        """
+        """Pictures in batches; `DataError` names an unreadable one, or one of another size than the first."""
         for numbers in cut(part, batch):
-            yield Batch(numbers, [self._sized(self.files[number]) for number in numbers])
-
-    def _sized(self, path: Path) -> Image.Image:
-        picture = open_picture(path)
-        if picture.size != self.size:
-            (a, b), (c, d) = picture.size, self.size
-            raise DataError(f"{path} is {a}x{b}, {self.files[0].name} is {c}x{d}", "bring all to one size")
-        return picture
-
-
-def _digest_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
+            pictures = [open_picture(self.files[number]) for number in numbers]
+            for number, picture in zip(numbers, pictures, strict=True):
+                if picture.size != self.size:
+                    (a, b), (c, d), first = picture.size, self.size, self.files[0].name
+                    what = f"{self.files[number]} is {a}x{b}, {first} is {c}x{d}"
+                    raise DataError(what, "bring all to one size")
+            yield Batch(numbers, pictures)
 
 
 def of_usual_size(dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of some rows whose pictures are of one size: of several, the one nearest to a square.
 
-    It is what a model draws where nothing is said, so that like is held against like.
+    It is what a model draws where nothing is said, so that like is compared with like.
     """
     if dataset.buckets is None:
         return rows
     sizes = np.unique(dataset.buckets, axis=0)
     usual = sizes[(sizes.max(1) / sizes.min(1)).argmin()]
-    kept: NDArray[np.int64] = rows[(dataset.buckets[rows] == usual).all(1)]
-    return kept
+    chosen: NDArray[np.int64] = rows[(dataset.buckets[rows] == usual).all(1)]
+    return chosen
 
 
 class Rows:
@@ -147,7 +141,7 @@ class Rows:
 
     Args:
         dataset: with pictures.
-        split: `train`, `heldout` or `all`.
+        split: `train`, `heldout`, `test` or `all`.
         rows: some rows of the split; by default all.
 
     Raises:
@@ -190,10 +184,3 @@ class Rows:
 def cut(part: range, batch: int) -> Iterator[range]:
     """A range in batches."""
     return (part[first : first + batch] for first in range(0, len(part), batch))
-
-
-def share(count: int, batch: int, rank: int, size: int) -> range:
-    """The numbers of one process out of several: whole batches, so that each batch is that of one process."""
-    batches = -(-count // batch)
-    first, last = (min(count, batches * part // size * batch) for part in (rank, rank + 1))
-    return range(first, last)

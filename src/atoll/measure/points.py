@@ -45,7 +45,7 @@ class Judge:
     Attributes:
         store: of the campaign.
         encoder: gives features.
-        reference: what pictures are held against.
+        reference: what pictures are compared with.
         metrics: names of the numbers.
         how: the metrics' options.
         batch: pictures at once; it does not change them.
@@ -62,19 +62,22 @@ class Judge:
     world: ProcessGroup = field(default_factory=ProcessGroup)
     folder: str = FOLDER
 
-    def protocol(self, source: Source) -> Protocol:
-        """How pictures are measured.
+    def measure(self, source: Source, keep: bool = False) -> Measured:
+        """Measure pictures, unless it is known what they are.
+
+        Args:
+            source: a model with how it draws and at which conditions, a folder, or rows of a data set.
+            keep: whether the first samples are wanted too; then they lie beside the point.
 
         Raises:
-            DataError: they are of another size than the reference's.
+            DataError: too few pictures, of another size than the reference's, or with values that are NaN.
         """
         about, encoder = self.reference.about, self.encoder
         if source.size != tuple(about.size):
             (a, b), (c, d) = source.size, about.size
-            raise DataError(
-                f"the pictures are {a}x{b}, those of the reference {c}x{d}", "bring both to one size"
-            )
-        return Protocol(
+            what = f"the pictures are {a}x{b}, those of the reference {c}x{d}"
+            raise DataError(what, "bring both to one size")
+        protocol = Protocol(
             extractor=encoder.name,
             extractor_hash=about.extractor["hash"],
             extractor_size=encoder.size,
@@ -89,18 +92,6 @@ class Judge:
             code=code_version(),
             **source.about,
         )
-
-    def measure(self, source: Source, keep: bool = False) -> Measured:
-        """Measure pictures, unless it is known what they are.
-
-        Args:
-            source: a model with how it draws and at which conditions, a folder, or rows of a data set.
-            keep: whether the first samples are wanted too; then they lie beside the point.
-
-        Raises:
-            DataError: too few pictures, of another size, or with values that are no numbers.
-        """
-        protocol = self.protocol(source)
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{self.folder}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
         if source.reusable and self.world.once(lambda: self.store.exists(f"{key}.json")):
@@ -111,9 +102,9 @@ class Judge:
 
         # Draw, look, and see what it costs.
         start, meter = time.monotonic(), CostMeter(keep)
-        reference = self.reference.features(self.encoder, self.batch, self.world)
-        name, wanted = source.subject["name"], scorers(self.metrics)
-        samples = extract(source, self.encoder, name, self.batch, self.world, wanted, meter)
+        reference = self.reference.features(encoder, self.batch, self.world)
+        name, scored = source.subject["name"], scorers(self.metrics)
+        samples = extract(source, encoder, name, self.batch, self.world, scored, meter)
         if samples is None or reference is None:
             return Measured(None, None, True)
         saved = SavedSamples.of(meter.pixels, samples.rows) if keep else None
@@ -140,11 +131,8 @@ class Judge:
 
 
 class CostMeter:
-    """What is seen of batches as they are drawn: the first pictures, seconds, calls of experts and router.
-
-    Args:
-        keep: whether the first pictures are kept.
-    """
+    """What is seen of batches as they are drawn: seconds, calls of experts and router, and if they are to be
+    kept the first pictures."""
 
     def __init__(self, keep: bool) -> None:
         self.keep, self.seconds = keep, 0.0
@@ -154,6 +142,7 @@ class CostMeter:
         """Count a batch."""
         self.seconds += batch.seconds
         if batch.trace is not None:
+            # Its counts alone: weights of every step of 50,000 samples would fill the memory.
             self.traces.append(replace(batch.trace, weights=[]))
         if self.keep:
             self.pixels |= SavedSamples.pixels_of(batch.numbers, batch.pictures)

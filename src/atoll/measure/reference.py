@@ -1,4 +1,4 @@
-"""What pictures are held against: other pictures, whose features are saved and reused."""
+"""What pictures are compared with: other pictures, whose features are saved and reused."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class Statistics(File):
 
 @dataclass
 class Reference:
-    """Features of the pictures that others are held against, read or made once, when they are needed.
+    """Features of the pictures that others are compared with, read or made once, when they are needed.
 
     Attributes:
         about: which pictures they are, and which extractor sees them.
@@ -94,63 +94,41 @@ class Reference:
         """Statistics of an earlier evaluation; `DataError` if they are another extractor's."""
         folder, _, file = place.rpartition("/")
         store, key = Store.open(folder or "."), file.removesuffix(".safetensors").removesuffix(".json")
-        about = Statistics.read(store, f"{key}.json")
-        _must_be_of(about, encoder.producer(), store.name(f"{key}.json"))
+        about, producer = Statistics.read(store, f"{key}.json"), encoder.producer()
+        for name in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
+            if (theirs := about.extractor.get(name)) != (needed := producer.get(name)):
+                raise DataError(
+                    f"{store.name(f'{key}.json')} was made by another extractor"
+                    f" ({about.extractor.get('name')}, {name} {theirs!s:.16} instead of {needed!s:.16})",
+                    "give the pictures, or statistics made by the same one",
+                )
         return cls(about, store, f"{key}.json")
 
     def features(self, encoder: VisionEncoder, batch: int, world: ProcessGroup) -> Features | None:
-        """The features, on the first process.
-
-        Raises:
-            StoreError: a file is missing or damaged.
-        """
+        """The features, on the first process; `StoreError` where a file is missing or damaged."""
         if self._known is not None and world.size == 1:
             return self._known
-        there = world.once(lambda: self.store.exists(self.key))
-        if not there:
+        if not world.once(lambda: self.store.exists(self.key)):
             assert self.pictures is not None
-            extracted = extract(self.pictures, encoder, "reference", batch, world)
-            self._known = extracted if extracted is None else self._save(extracted)
-            return self._known
-        if not world.first:
-            return None
-        about = Statistics.read(self.store, self.key)
-        folder = self.key.rpartition("/")[0] or "."
-        where = self.store.name(self.key)
-        if len(about.files) != 1:
-            raise DataError(f"{where} names {len(about.files)} files of features", Statistics.REMEDY)
-        data = read_file(self.store, folder, FileEntry.parse(about.files[0], where))
-        self._known = Features(read_tensors(data, where, "rows")["rows"].numpy())
+            self._known = extract(self.pictures, encoder, "reference", batch, world)
+            if self._known is not None:
+                # The JSON last: features without one are made again.
+                data = save_tensors({"rows": torch.from_numpy(self._known.rows)})
+                entry = FileEntry(path=f"{self.about.key}.safetensors", bytes=len(data), sha256=sha256(data))
+                self.store.put(f"{FOLDER}/{entry.path}", data)
+                about = self.about.model_copy(update={"files": [entry.model_dump()]})
+                self.store.put_json(self.key, about.to_json())
+        elif world.first:
+            about, place = Statistics.read(self.store, self.key), self.store.name(self.key)
+            if len(about.files) != 1:
+                raise DataError(f"{place} names {len(about.files)} files of features", Statistics.REMEDY)
+            folder = self.key.rpartition("/")[0] or "."
+            data = read_file(self.store, folder, FileEntry.parse(about.files[0], place))
+            self._known = Features(read_tensors(data, place, "rows")["rows"].numpy())
         return self._known
 
-    def _save(self, extracted: Features) -> Features:
-        """Write the features and, last, what they are of."""
-        data = save_tensors({"rows": torch.from_numpy(extracted.rows)})
-        file = f"{self.about.key}.safetensors"
-        self.store.put(f"{FOLDER}/{file}", data)
-        entry = FileEntry(path=file, bytes=len(data), sha256=sha256(data))
-        about = self.about.model_copy(update={"files": [entry.model_dump()]})
-        self.store.put_json(self.key, about.to_json())
-        return extracted
 
-
-def _must_be_of(about: Statistics, extractor: dict[str, Any], name: str) -> None:
-    for what in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
-        theirs, needed = (_short(one.get(what)) for one in (about.extractor, extractor))
-        if about.extractor.get(what) != extractor.get(what):
-            raise DataError(
-                f"{name} was made by another extractor ({about.extractor.get('name')}, {what} {theirs}"
-                f" instead of {needed})",
-                "give the pictures, or statistics made by the same one",
-            )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:16]}…"
-
-
-def reference(
+def reference_of(
     named: str | None,
     split: str | None,
     campaign: Campaign | None,
@@ -158,7 +136,7 @@ def reference(
     store: Store,
     usual: str = "heldout",
 ) -> Reference:
-    """What pictures are held against.
+    """What pictures are compared with.
 
     Args:
         named: a campaign, a data set, a folder of pictures, or saved statistics; None is the data of the
@@ -173,31 +151,26 @@ def reference(
         ConfigError: nothing is named, or rows are asked of what has none.
         DataError: it is nothing of these, or statistics of another extractor.
     """
-    if named is not None and named.endswith((".json", ".safetensors")):
-        _has_no_rows(named, split)
-        return Reference.saved(named, encoder)
-    pictures = _pictures(named, split, usual, campaign)
-    return Reference.of_pictures(pictures, named or "the campaign's data", encoder, store)
-
-
-def _pictures(named: str | None, split: str | None, usual: str, campaign: Campaign | None) -> Folder | Rows:
+    pictures: Folder | Rows
     if named is None:
         if campaign is None:
             fix = "give --reference CAMPAIGN, FOLDER or statistics"
             raise ConfigError("there is nothing to hold the pictures against", fix)
-        return Rows(campaign.dataset(), split or usual)
-    store = Store.open(named)
-    if store.exists(YAML) or store.exists(FROZEN):
-        return Rows(Campaign.open(named).dataset(), split or usual)
-    if store.exists(MANIFEST):
-        return Rows(DataSet.open(store), split or usual)
-    if is_url(named):
+        pictures = Rows(campaign.dataset(), split or usual)
+        return Reference.of_pictures(pictures, "the campaign's data", encoder, store)
+    statistics = named.endswith((".json", ".safetensors"))
+    source = None if statistics else Store.open(named)
+    if source is not None and (source.exists(YAML) or source.exists(FROZEN)):
+        pictures = Rows(Campaign.open(named).dataset(), split or usual)
+    elif source is not None and source.exists(MANIFEST):
+        pictures = Rows(DataSet.open(source), split or usual)
+    elif source is not None and is_url(named):
         what = f"{named} is no campaign and no data set"
         raise DataError(what, "give one of them, or a local folder of images")
-    _has_no_rows(named, split)
-    return Folder(Path(named))
-
-
-def _has_no_rows(named: str, split: str | None) -> None:
-    if split is not None:
+    elif split is not None:
         raise ConfigError(f"--split {split} is for a data set, and {named} is none", "leave it out")
+    elif statistics:
+        return Reference.saved(named, encoder)
+    else:
+        pictures = Folder(Path(named))
+    return Reference.of_pictures(pictures, named, encoder, store)

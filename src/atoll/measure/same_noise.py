@@ -45,8 +45,14 @@ class SavedSamples:
     @classmethod
     def pixels_of(cls, numbers: Sequence[int], pictures: Sequence[Image.Image]) -> dict[int, Any]:
         """Values of those pictures of a batch that are among the first, by number."""
-        pairs = zip(numbers, pictures, strict=True)
-        return {number: np.asarray(_small(picture)).ravel() for number, picture in pairs if number < MOST}
+        values = dict[int, Any]()
+        for number, picture in zip(numbers, pictures, strict=True):
+            if number < MOST:
+                if (side := max(picture.size)) > SIDE:
+                    width, height = (max(1, round(edge * SIDE / side)) for edge in picture.size)
+                    picture = picture.resize((width, height), Image.Resampling.BOX)
+                values[number] = np.asarray(picture).ravel()
+        return values
 
     @classmethod
     def of(cls, pixels: Mapping[int, Any], features: NDArray[np.float32]) -> "SavedSamples":
@@ -64,24 +70,8 @@ class SavedSamples:
         return cls(tensors["pixels"].numpy(), tensors["features"].numpy())
 
 
-def _small(picture: Image.Image) -> Image.Image:
-    side = max(picture.size)
-    if side <= SIDE:
-        return picture
-    width, height = (max(1, round(edge * SIDE / side)) for edge in picture.size)
-    return picture.resize((width, height), Image.Resampling.BOX)
-
-
 def correlations(one: NDArray[np.generic], other: NDArray[np.generic]) -> F64:
-    """Pearson correlation of each row of one with the same row of the other.
-
-    Args:
-        one: `(N, V)`.
-        other: `(N, V)`.
-
-    Returns:
-        `(N,)`, in [-1, 1]; NaN where a row is constant.
-    """
+    """Pearson correlation `(N,)` of the same rows of both `(N, V)`; NaN where one is constant."""
     first, second = (np.asarray(rows, dtype=np.float64) for rows in (one, other))
     first, second = (rows - rows.mean(axis=1, keepdims=True) for rows in (first, second))
     scale = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
@@ -93,9 +83,7 @@ def correlations(one: NDArray[np.generic], other: NDArray[np.generic]) -> F64:
 def partners(groups: Index, seed: int) -> Index:
     """For each sample another one of its group, drawn so that nobody is chosen twice; -1 for who is alone.
 
-    Args:
-        groups: of each sample `(N,)`.
-        seed: of the order within each group, in which everybody gets the next one.
+    The seed decides the order within each group `(N,)`, in which everybody gets the next one.
     """
     order = torch.randperm(len(groups), generator=generator(seed, "pairs")).numpy()
     partner = np.full(len(groups), -1, dtype=np.int64)
@@ -133,36 +121,34 @@ def pair_table(
             mine, theirs = getattr(base, space), getattr(other, space)
             same = correlations(mine, theirs[chosen["same noise"]])
             for partner, index in chosen.items():
-                apart, contrast = same, NO_CONTRAST
+                values, effect, higher = same, None, None
                 if partner != "same noise":
-                    apart = correlations(mine, theirs[index])
-                    apart[(index < 0) | (conditions == conditions[index])] = np.nan
-                    contrast = _contrast(same, apart)
-                numbers = {**_summary(apart), "effect": contrast[0], "higher": contrast[1]}
-                rows.append(PairRow(strategy=name, space=space, partner=partner, **numbers))
+                    values = correlations(mine, theirs[index])
+                    values[(index < 0) | (conditions == conditions[index])] = np.nan
+                    both = ~np.isnan(same) & ~np.isnan(values)
+                    first, second = same[both], values[both]
+                    if len(first) > 1:
+                        # Cohen's d, and the share of samples where the same noise correlates more.
+                        pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
+                        effect = finite((first.mean() - second.mean()) / pooled) if pooled else None
+                        higher = float((first > second).mean())
+                there = values[~np.isnan(values)]
+                mean = finite(there.mean()) if len(there) else None
+                numbers: dict[str, float | None] = {
+                    "mean": mean,
+                    "deviation": None,
+                    "low": None,
+                    "high": None,
+                }
+                if mean is not None and len(there) > 1:
+                    deviation = float(there.std(ddof=1))
+                    half = Z95 * deviation / math.sqrt(len(there))
+                    numbers |= {"deviation": deviation, "low": mean - half, "high": mean + half}
+                about: dict[str, Any] = {
+                    "strategy": name,
+                    "space": space,
+                    "partner": partner,
+                    "pairs": len(there),
+                }
+                rows.append(PairRow(**about, **numbers, effect=effect, higher=higher))
     return rows
-
-
-NO_CONTRAST: tuple[float | None, float | None] = None, None
-
-
-def _summary(values: F64) -> dict[str, Any]:
-    there = values[~np.isnan(values)]
-    if len(there) < 2:
-        mean = finite(there.mean()) if len(there) else None
-        return {"pairs": len(there), "mean": mean, "deviation": None, "low": None, "high": None}
-    mean, deviation = float(there.mean()), float(there.std(ddof=1))
-    half = Z95 * deviation / math.sqrt(len(there))
-    ends = {"low": mean - half, "high": mean + half}
-    return {"pairs": len(there), "mean": mean, "deviation": deviation, **ends}
-
-
-def _contrast(same: F64, apart: F64) -> tuple[float | None, float | None]:
-    """Effect size, and the share of samples where the same noise correlates more."""
-    both = ~np.isnan(same) & ~np.isnan(apart)
-    if both.sum() < 2:
-        return None, None
-    first, second = same[both], apart[both]
-    pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
-    effect = finite((first.mean() - second.mean()) / pooled) if pooled else None
-    return effect, float((first > second).mean())

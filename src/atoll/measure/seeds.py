@@ -16,10 +16,10 @@ from atoll.base.format import File
 from atoll.base.table import Table
 from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
-from atoll.campaign.measured import BASE, ComparedModel, Comparison
+from atoll.campaign.measured import BASE, Comparison
 from atoll.campaign.roles import RUNS
 from atoll.measure.comparison import compare
-from atoll.measure.override import WIDE
+from atoll.measure.models import WIDE
 from atoll.measure.pictures import Rows
 from atoll.store.store import Store
 
@@ -56,17 +56,9 @@ class SeedsRow(Config):
     def of(cls, model: str, measure: str, values: Sequence[float]) -> "SeedsRow":
         """The number out of its values, one or more."""
         low, high = interval(values) or (None, None)
-        return cls(
-            model=model,
-            measure=measure,
-            campaigns=len(values),
-            median=statistics.median(values),
-            least=min(values),
-            most=max(values),
-            mean=statistics.fmean(values),
-            low=low,
-            high=high,
-        )
+        middle, mean = statistics.median(values), statistics.fmean(values)
+        ends = {"least": min(values), "most": max(values), "low": low, "high": high}
+        return cls(model=model, measure=measure, campaigns=len(values), median=middle, mean=mean, **ends)
 
 
 class SeedsTable(File):
@@ -102,15 +94,10 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[SeedsRow]:
     """All that comparisons of different seeds, measured alike (`unlike` finds nothing), have in common.
 
-    Args:
-        comparisons: one or more.
-        base: the model that ratios and differences are taken to, where it was measured.
-
-    Yields:
-        Numbers that all comparisons have; of `best` and `reach` also those that only some have, as a model
-        need not get as far as the monolith in every campaign.
+    Those are numbers that all of them have; of `best` and `reach` also those that only some have, as a model
+    need not get as far as the monolith in every campaign. Ratios and differences are taken to `base`.
     """
-    bases = [comparison.row(base) for comparison in comparisons]
+    bases = [row.distance for comparison in comparisons if (row := comparison.row(base)) is not None]
     for first in comparisons[0].rows:
         rows = [row for comparison in comparisons if (row := comparison.row(first.name)) is not None]
         if len(rows) < len(comparisons):
@@ -120,8 +107,9 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
             if None not in values:
                 yield SeedsRow.of(first.name, measure, values)
         # Within a campaign both sides start from the same conditions and noise: ratios vary less than levels.
-        if first.name != base and all(bases):
-            pairs = list(zip(map(_distance, rows), map(_distance, bases), strict=True))
+        if first.name != base and len(bases) == len(comparisons):
+            levels = zip((row.distance for row in rows), bases, strict=True)
+            pairs = [(own or 0.0, other or 0.0) for own, other in levels]
             yield SeedsRow.of(first.name, f"distance / {base}", [own / other for own, other in pairs])
             yield SeedsRow.of(first.name, f"distance - {base}", [own - other for own, other in pairs])
 
@@ -148,27 +136,22 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
             for comparison in comparisons
         ]
         for key in tables[0] if all(tables) else ():
-            found = [rows_of[key] for rows_of in tables if key in rows_of]
-            values = [row[column] for row in found if row[column] is not None]
+            rows_of = [table_rows[key] for table_rows in tables if key in table_rows]
+            values = [row[column] for row in rows_of if row[column] is not None]
             if values:
-                at_most = any(row.get("how") == "at the first point" for row in found)
+                # Before its first milestone nobody knows when a model was that good.
+                at_most = any(row.get("how") == "at the first point" for row in rows_of)
                 yield SeedsRow.of(", ".join(key), measure + (", at most" if at_most else ""), values)
-
-
-def _distance(row: ComparedModel | None) -> float:
-    assert row is not None and row.distance is not None
-    return row.distance
 
 
 def unlike(first: Comparison, other: Comparison) -> list[str]:
     """What two comparisons do not have in common beyond their seed, by name: then they share no table."""
 
     def decided(value: Any) -> Any:
+        # What real pictures came to is a result, not a setting.
         if not isinstance(value, Mapping):
             return value
-        return {
-            key: part for key, part in value.items() if not key.startswith("real_")
-        }  # pictures gave these
+        return {key: part for key, part in value.items() if not key.startswith("real_")}
 
     one, two = first.metric, other.metric
     differs = [
@@ -183,23 +166,36 @@ def unlike(first: Comparison, other: Comparison) -> list[str]:
 def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
     """Compare every campaign, then write `reports/seeds.json` and `.csv` with what they have in common.
 
-    Args:
-        campaigns: two or more of the same settings, each of a seed of its own.
-        out: where `reports/` goes.
-
     Raises:
         ConfigError: a seed comes twice, or the campaigns were not trained or not measured alike.
         StoreError, DataError: as `compare`.
     """
-    _must_repeat(campaigns)
+    # They must repeat each other: the same settings and held-out pictures, each of a seed of its own.
+    first, seen = campaigns[0], dict[int, str]()
+    reference = Rows(first.dataset(), "heldout").digest
+    for campaign in campaigns:
+        place, seed = campaign.store.location, campaign.config.seed
+        if seed in seen:
+            raise ConfigError(f"{seen[seed]} and {place} are both of seed {seed}", "give each seed once")
+        seen[seed] = place
+        differs = _differences(first.config, campaign.config) - set(OWN)
+        compared = _differences(first.config.compare, campaign.config.compare)
+        differs |= {f"compare.{name}" for name in compared}
+        if differs:
+            what = f"{place} differs from {first.store.location} in more than its seed"
+            raise ConfigError(f"{what}: {', '.join(sorted(differs))}", "compare it by itself")
+        if Rows(campaign.dataset(), "heldout").digest != reference:
+            what = f"{place} and {first.store.location} hold out other pictures"
+            raise ConfigError(what, "compare them on the same data")
+
     comparisons = list[Comparison]()
     for campaign in campaigns:
         say(f"{campaign.store.location}, seed {campaign.config.seed}")
         comparisons.append(compare(campaign))
-        if differs := unlike(comparisons[0], comparisons[-1]):
+        if other := unlike(comparisons[0], comparisons[-1]):
             raise ConfigError(
-                f"{campaign.store.location} was measured otherwise than {campaigns[0].store.location}:"
-                f" {', '.join(differs)}",
+                f"{campaign.store.location} was measured otherwise than {first.store.location}:"
+                f" {', '.join(other)}",
                 f"remove {Comparison.PLACE} of the older one (points are kept), and compare again",
             )
     rows = list(over_seeds(comparisons))
@@ -229,31 +225,6 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
             )
     say(f"wrote {out.name(SeedsTable.PLACE)} and .csv")
     return result
-
-
-def _must_repeat(campaigns: Sequence[Campaign]) -> None:
-    def judging(campaign: Campaign) -> str:
-        return Rows(campaign.dataset(), "heldout").digest
-
-    seen = dict[int, str]()
-    first, reference = campaigns[0].config, judging(campaigns[0])
-    for campaign in campaigns:
-        where, seed = campaign.store.location, campaign.config.seed
-        if seed in seen:
-            raise ConfigError(f"{seen[seed]} and {where} are both of seed {seed}", "give each seed once")
-        seen[seed] = where
-        other = campaign.config
-        differs = _differences(first, other) - set(OWN)
-        differs |= {f"compare.{name}" for name in _differences(first.compare, other.compare)}
-        if differs:
-            than = campaigns[0].store.location
-            raise ConfigError(
-                f"{where} differs from {than} in more than its seed: {', '.join(sorted(differs))}",
-                "compare it by itself",
-            )
-        if judging(campaign) != reference:
-            than = campaigns[0].store.location
-            raise ConfigError(f"{where} and {than} hold out other pictures", "compare them on the same data")
 
 
 def _differences(one: Config, other: Config) -> set[str]:

@@ -1,7 +1,5 @@
-"""What all points of one comparison share: conditions, judge and models."""
+"""What all points of one comparison share: what was asked for, conditions, judge and models."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -12,21 +10,30 @@ from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator
+from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import ComparedModel, Comparison
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K
 from atoll.measure.metrics.projection import Axes, Projection
-from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
-from atoll.measure.override import SamplingOverride, strategies_for, supported
+from atoll.measure.models import (
+    Candidate,
+    Drawn,
+    RowConditions,
+    SamplingOverride,
+    published,
+    samples_of,
+    strategies_for,
+    supported,
+)
 from atoll.measure.pictures import Rows, of_usual_size
 from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import SavedSamples
-from atoll.model.card import Card
-from atoll.model.folder import PRETRAIN_PART, Manifest
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.model import ENSEMBLE
 from atoll.model.routing import Routing
 
@@ -38,62 +45,63 @@ COSTS = ("gflops_per_step", "experts_per_step", "router_calls_per_step", "router
 """Columns of a row, of a point's metrics and of its cost."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be compared: strategies that this ensemble can follow, how samples are drawn, and what the
-    guidance sweep and the training curve were asked for, as the result names it; None for none."""
+class CommonSetup:
+    """A comparison as it is asked for; data, judge and models are loaded when they are first needed.
 
-    strategies: list[str]
-    override: SamplingOverride
-    sweep: dict[str, Any] | None = None
-    curve: dict[str, Any] | None = None
+    Attributes:
+        override: how samples are drawn.
+        strategies: those named that this ensemble can follow.
+        extras: what the guidance sweep and the training curve were asked for, `sweep` and `curve` as the
+            result names them.
 
-    @classmethod
-    def of(cls, campaign: Campaign, content: Manifest, dense: Mapping[str, Card]) -> "Request":
-        """Out of the settings."""
-        config, override = campaign.config.compare, SamplingOverride.of(campaign, campaign.config.compare)
-        missing = sorted(set(range(content.k)) - set(content.experts))
-        able = content.k, missing, PRETRAIN_PART in content.parts
-        strategies = supported(strategies_for(campaign, config.strategies, USUAL), *able)
-        if not config.guidances and not config.curve:
-            return cls(strategies, override)
-        names = supported(strategies_for(campaign, config.sweep, ["top-1"]), *able)
-        names = list({str(Routing.named(name)): name for name in names}.values())
-        if not names:
-            raise ConfigError("compare.sweep: none of these strategies is possible here", "name another one")
-        own, kind = override.generation, campaign.config.condition
-        swept = [own.with_(guidance=scale).for_condition(kind) for scale in config.guidances]
-        scales = sorted({float(generation.guidance) for generation in (own, *swept)})
-        samples = config.curve_samples or config.samples
-        sweep = {"models": [*dense, *names], "guidances": scales}
-        curve = {"strategies": names, "samples": samples, "guidance": own.guidance}
-        return cls(strategies, override, sweep if config.guidances else None, curve if config.curve else None)
+    Raises:
+        StoreError: there is no ensemble.
+        ConfigError: the sweep names no strategy that is possible here.
+    """
+
+    def __init__(self, campaign: Campaign) -> None:
+        store, config = campaign.store, campaign.config.compare
+        self.campaign, self.config, self.seed, self.device = (
+            campaign,
+            config,
+            campaign.config.seed,
+            own_device(),
+        )
+        self.content, self.router = read_manifest(store), Checkpoint(store, "ensemble/router").card
+        self.dense = single_cards(campaign, self.router)
+        self.override = SamplingOverride.of(campaign, config)
+        missing = sorted(set(range(self.content.k)) - set(self.content.experts))
+        able = self.content.k, missing, PRETRAIN_PART in self.content.parts
+        self.strategies = supported(strategies_for(campaign, config.strategies, USUAL), *able)
+        self.extras: dict[str, dict[str, Any]] = {}
+        if config.guidances or config.curve:
+            names = supported(strategies_for(campaign, config.sweep, ["top-1"]), *able)
+            names = list({str(Routing.named(name)): name for name in names}.values())
+            if not names:
+                what = "compare.sweep: none of these strategies is possible here"
+                raise ConfigError(what, "name another one")
+            own, kind = self.override.generation, campaign.config.condition
+            swept = [own.with_(guidance=scale).for_condition(kind) for scale in config.guidances]
+            scales = sorted({float(generation.guidance) for generation in (own, *swept)})
+            if config.guidances:
+                self.extras["sweep"] = {"models": [*self.dense, *names], "guidances": scales}
+            if config.curve:
+                samples = config.curve_samples or config.samples
+                self.extras["curve"] = {"strategies": names, "samples": samples, "guidance": own.guidance}
+        self.split = "test" if config.conditions == "test" else "heldout"
+        self.published = cache(lambda name: published(campaign, name, self.device))
+        self.judge = cache(self._judge)
 
     def missing(self, result: Comparison | None) -> list[str]:
         """What a result of the same table does not hold, `sweep` or `curve`."""
-        extra = {"sweep": self.sweep, "curve": self.curve}
-        return [n for n, part in extra.items() if part is not None and getattr(result, n, None) != part]
+        return [name for name, asked in self.extras.items() if getattr(result, name, None) != asked]
 
-
-class CommonSetup:
-    """Conditions, judge and models, all loaded when they are first needed.
-
-    Args:
-        campaign: with an ensemble.
-        request: what is compared.
-        router: the router's card.
-        dense: cards of the single networks.
-
-    Raises:
-        DataError: there are too few rows to judge by.
-    """
-
-    def __init__(self, campaign: Campaign, request: Request, router: Card, dense: Mapping[str, Card]) -> None:
-        self.campaign, self.request, self.router, self.dense = campaign, request, router, dense
-        self.config, self.seed, self.device = campaign.config.compare, campaign.config.seed, own_device()
-        self.dataset, self.partition = campaign.clustered()
-        self.split = "test" if self.config.conditions == "test" else "heldout"
-        self.train, judging = (samples_of(campaign, self.dataset, s, router) for s in ("train", self.split))
+    def load(self) -> None:
+        """Read the rows; `DataError` where there are too few to judge by."""
+        self.dataset, self.partition = self.campaign.clustered()
+        self.train, judging = (
+            samples_of(self.campaign, self.dataset, split, self.router) for split in ("train", self.split)
+        )
         self.references = len(judging)
         if not self.references:
             what = f"the data set has no {SPLITS[self.split]} rows"
@@ -102,9 +110,7 @@ class CommonSetup:
         # Conditions of a shorter list are the first of a longer one, so a curve of fewer samples than the
         # table sees the same ones.
         most = max(self.config.samples, self.config.curve_samples or 0)
-        self.conditions = RowConditions.drawn(campaign, rows, self.config.conditions, most, self.seed)
-        self.published = cache(lambda name: published(campaign, name, self.device))
-        self.judge = cache(self._judge)
+        self.conditions = RowConditions.drawn(self.campaign, rows, self.config.conditions, most, self.seed)
 
     @cached_property
     def encoder(self) -> VisionEncoder:
@@ -117,46 +123,46 @@ class CommonSetup:
         pictures = Rows(self.dataset, self.split)
         return Reference.of_pictures(pictures, "the campaign's data", self.encoder, self.campaign.store)
 
-    @cached_property
-    def _fit(self) -> Rows:
-        return self.training("judge", self.config.fit_rows)
-
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
         train = of_usual_size(self.dataset, self.dataset.split("train"))
         order = torch.randperm(len(train), generator=generator(self.seed, stream)).numpy()
         return Rows(self.dataset, "train", np.sort(train[order[:count]]))
 
-    @property
-    def components(self) -> int:
-        """Most components, however many pictures there are: half of those at hand."""
-        components = min(self.config.components, min(self.references, len(self._fit)) // 2)
-        if components < 1:
+    @cached_property
+    def axes(self) -> tuple[int, Axes]:
+        """Most components, however many pictures there are, and which.
+
+        They are those of training pictures: of the reference's own they would fit its noise. And half as many
+        as there are pictures, since a covariance of more is singular or nearly so.
+        """
+        fit, config = self.training("judge", self.config.fit_rows), self.config
+        most = min(config.components, min(self.references, len(fit)) // 2)
+        if most < 1:
             what = f"{self.references} {SPLITS[self.split]} rows cannot judge"
             raise DataError(what, f"hold out more: data.ingest.{self.split}")
-        return components
 
-    def _judge(self, samples: int) -> Judge:
         def projection() -> Projection:
             name = "training pictures of the campaign"
-            fit = Reference.of_pictures(self._fit, name, self.encoder, self.campaign.store)
-            features = fit.features(self.encoder, self.config.batch, ProcessGroup())
+            pictures = Reference.of_pictures(fit, name, self.encoder, self.campaign.store)
+            features = pictures.features(self.encoder, config.batch, ProcessGroup())
             assert features is not None
-            return Projection.fit(features.rows, self.components)
+            return Projection.fit(features.rows, most)
 
-        # The components are those of training pictures: of the reference's own they would fit its noise, and
-        # of half as many as there are pictures, since a covariance of more is singular or nearly so.
-        about = {"axes": "of training pictures", "axes_hash": self._fit.digest, "most": self.components}
-        components, held = min(self.components, samples // 2), self.references
-        encoder, axes = self.encoder, Axes(about, cache(projection))
-        how = How(encoder.name, encoder.kind, encoder.width, samples, held, components, axes)
-        metrics = ["frechet", *(["precision", "recall"] if min(samples, held) > DENSITY_K else [])]
+        about = {"axes": "of training pictures", "axes_hash": fit.digest, "most": most}
+        return most, Axes(about, cache(projection))
+
+    def _judge(self, samples: int) -> Judge:
+        (most, axes), encoder, references = self.axes, self.encoder, self.references
+        components = min(most, samples // 2)
+        how = How(encoder.name, encoder.kind, encoder.width, samples, references, components, axes)
+        metrics = ["frechet", *(["precision", "recall"] if min(samples, references) > DENSITY_K else [])]
         return Judge(self.campaign.store, encoder, self.reference, metrics, how, self.config.batch)
 
     def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
         """Samples of a model, under a routing strategy of this name if it is an ensemble."""
         routing = name if candidate.routed else None
-        generation = self.request.override.generation.with_(routing=routing, guidance=guidance)
+        generation = self.override.generation.with_(routing=routing, guidance=guidance)
         return Drawn(candidate, generation, self.conditions.first(samples))
 
     def model(self, name: str) -> Candidate:
@@ -171,7 +177,7 @@ class CommonSetup:
         samples: int | None = None,
         keep: bool = False,
     ) -> tuple[ComparedModel, SavedSamples | None, bool]:
-        """Measure a model, unless it is known.
+        """Measure a single network, or the ensemble under a strategy of this name, unless it is known.
 
         Args:
             name: of a single network or of a strategy.

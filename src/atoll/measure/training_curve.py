@@ -15,18 +15,15 @@ import torch
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.base.table import ratio_of
-from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, ComparedModel, CurveRow, How, ReachRow
 from atoll.campaign.milestones import Milestone, TrainingRun
 from atoll.campaign.runs import Run
-from atoll.measure.models import Candidate
-from atoll.measure.override import WIDE
+from atoll.measure.models import WIDE, Candidate
 from atoll.measure.setup import CommonSetup
 from atoll.model.bank import Bank
-from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.folder import PRETRAIN_PART, Manifest
+from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.trace import Costs
 
@@ -51,35 +48,24 @@ class CurvePoint:
 class TrainingCurve:
     """The way of a campaign's training, as far as its checkpoints tell.
 
-    Args:
-        campaign: with an ensemble.
-        content: of `ensemble.json`.
-        router: the router's card.
-        dense: names of the single networks that are published.
-
     Raises:
         ConfigError: the experts have kept no milestones that they share.
     """
 
-    def __init__(self, campaign: Campaign, content: Manifest, router: Card, dense: Sequence[str]) -> None:
-        store = campaign.store
-        self.store, self.router, self.k = store, router, content.k
+    def __init__(self, setup: CommonSetup) -> None:
+        self.setup, self.store, content = setup, setup.campaign.store, setup.content
         self.experts = {
-            n: TrainingRun.of(store, f"ensemble/experts/{n}", f"{Run('expert', n).folder}/run")
+            n: TrainingRun.of(self.store, f"ensemble/experts/{n}", f"{Run('expert', n).folder}/run")
             for n in content.experts
         }
-        names = [
-            *(["pretrain"] if pretrain_finished(campaign) else []),
-            *(n for n in dense if n == "monolith"),
-        ]
-        self.single = {name: TrainingRun.of(store, f"{name}/expert", f"{name}/run") for name in names}
+        # An expert without steps of its own has the same weights at every share.
+        self.trained = {n: run for n, run in self.experts.items() if run.steps}
+        names = ["pretrain"] if pretrain_finished(setup.campaign) else []
+        names += [name for name in setup.dense if name == "monolith"]
+        self.single = {name: TrainingRun.of(self.store, f"{name}/expert", f"{name}/run") for name in names}
         self.guide = {PRETRAIN_PART: content.parts[PRETRAIN_PART]} if PRETRAIN_PART in content.parts else {}
-        self._check()
-
-    def _check(self) -> None:
-        trained = {n: one for n, one in self.experts.items() if one.steps}
-        without = [n for n, one in trained.items() if not one.shares]
-        if without or not trained:
+        without = [n for n, run in self.trained.items() if not run.shares]
+        if without or not self.trained:
             who = ", ".join(map(str, without or self.experts))
             raise ConfigError(
                 f"compare.curve: no checkpoints on the way were kept by the experts {who}",
@@ -93,88 +79,78 @@ class TrainingCurve:
 
     def ensemble(self) -> list[CurvePoint]:
         """The ensemble at every share that all its trained experts have kept, and at the end."""
-        trained = {n: one for n, one in self.experts.items() if one.steps}
-        first = min(trained.values(), key=lambda one: len(one.shares))
-        checkpoints = []
-        for share in first.shares:
-            chosen = {
-                f"experts/{n}": one.at(share, first.steps) if one.steps else None
-                for n, one in self.experts.items()
-            }
-            if all(chosen[f"experts/{n}"] for n in trained):
-                checkpoints.append(self._checkpoint(share, chosen))
-        return [*checkpoints, self._checkpoint(1.0, {})]
-
-    def _checkpoint(self, share: float, chosen: Mapping[str, Milestone | None]) -> CurvePoint:
-        spent = self.router.train_flops + (
-            self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
-        )
-        weights = {"router": self.router.weights_sha256, **self.guide} if chosen else {}
-        for n, one in self.experts.items():
-            milestone = chosen.get(f"experts/{n}")
-            spent += one.card.train_flops * (milestone.step / one.steps if milestone else 1.0)
-            if chosen:
-                weights[f"experts/{n}"] = milestone.sha256 if milestone else one.card.weights_sha256
-        return CurvePoint(share, spent, weights, chosen)
+        pretrain = self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
+        first, points = min(self.trained.values(), key=lambda run: len(run.shares)), list[CurvePoint]()
+        ways: list[tuple[float, dict[str, Milestone | None]]] = [
+            (share, {f"experts/{n}": run.at(share, first.steps) for n, run in self.experts.items()})
+            for share in first.shares
+        ]
+        ways = [(s, chosen) for s, chosen in ways if all(chosen[f"experts/{n}"] for n in self.trained)]
+        for share, chosen in [*ways, (1.0, dict[str, Milestone | None]())]:
+            spent = self.setup.router.train_flops + pretrain
+            weights = {"router": self.setup.router.weights_sha256, **self.guide} if chosen else {}
+            for n, run in self.experts.items():
+                milestone = chosen.get(f"experts/{n}")
+                spent += run.card.train_flops * (milestone.step / run.steps if milestone else 1.0)
+                if chosen:
+                    weights[f"experts/{n}"] = milestone.sha256 if milestone else run.card.weights_sha256
+            points.append(CurvePoint(share, spent, weights, chosen))
+        return points
 
     def dense(self, name: str) -> list[CurvePoint]:
         """Monolith or pretraining at its own milestones, and at the end."""
-        origin = self.single[name]
-        checkpoints = [
-            CurvePoint(share, origin.card.train_flops * share, {name: one.sha256}, {name: one})
-            for share, one in zip(origin.shares, origin.milestones, strict=False)  # the last may be the end
+        run = self.single[name]
+        points = [
+            CurvePoint(share, run.card.train_flops * share, {name: milestone.sha256}, {name: milestone})
+            for share, milestone in zip(run.shares, run.milestones, strict=False)  # the last may be the end
         ]
-        return [*checkpoints, CurvePoint(1.0, origin.card.train_flops, {}, {})]
+        return [*points, CurvePoint(1.0, run.card.train_flops, {}, {})]
 
-    def candidate(self, setup: CommonSetup, checkpoint: CurvePoint, name: str) -> Candidate:
+    def candidate(self, point: CurvePoint, name: str) -> Candidate:
         """A model at a stage, by its name or a strategy's; its weights are loaded when it first draws."""
-        if not checkpoint.chosen:
+        setup, chosen = self.setup, point.chosen
+        if not chosen:
             return setup.model(name)
         if name in self.single:
-            origin, chosen = self.single[name], checkpoint.chosen[name]
-            model = Model(lambda: Bank([origin.load(chosen, setup.device)]), origin.card, setup.device)
-            return Candidate(name, checkpoint.weights, model)
+            run = self.single[name]
+            model = Model(lambda: Bank([run.load(chosen[name], setup.device)]), run.card, setup.device)
+            return Candidate(name, point.weights, model)
         # An ensemble of checkpoints is loaded whole: where that may not fit, it stays in host memory.
         limited = setup.campaign.config.sampling.residency.limited
-        device = torch.device("cpu") if limited else setup.device
-        missing = sorted(set(range(self.k)) - set(self.experts))
-        model = Model(lambda: self._assembled(checkpoint, device), self.router, device)
-        return Candidate(ENSEMBLE, checkpoint.weights, model, missing)
+        device, k = torch.device("cpu") if limited else setup.device, setup.content.k
 
-    def _assembled(self, checkpoint: CurvePoint, device: torch.device) -> Bank:
-        loaded = {n: one.load(checkpoint.chosen[f"experts/{n}"], device) for n, one in self.experts.items()}
-        pretrain = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
-        cards = {n: one.card for n, one in self.experts.items()}
-        costs = Costs.of(self.router, cards, self.k, pretrain.card if pretrain else None)
-        router = Checkpoint(self.store, "ensemble/router").router(device)
-        return Bank([loaded.get(n) for n in range(self.k)], router, (), costs, pretrain)
+        def assembled() -> Bank:
+            loaded = {n: run.load(chosen[f"experts/{n}"], device) for n, run in self.experts.items()}
+            guide = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
+            cards = {n: run.card for n, run in self.experts.items()}
+            costs = Costs.of(setup.router, cards, k, guide.card if guide else None)
+            router = Checkpoint(self.store, "ensemble/router").router(device)
+            return Bank([loaded.get(n) for n in range(k)], router, (), costs, guide)
+
+        missing = sorted(set(range(k)) - set(self.experts))
+        return Candidate(ENSEMBLE, point.weights, Model(assembled, setup.router, device), missing)
 
 
-def training_curve(setup: CommonSetup, curve: TrainingCurve, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Every model after every part of its training, and when each is as good as the finished monolith.
-
-    Args:
-        setup: of the comparison.
-        curve: of the campaign's training.
-        request: `strategies` of the ensemble, and `samples` of each point.
-    """
-    strategies, samples = request["strategies"], request["samples"]
+def training_curve(setup: CommonSetup, curve: TrainingCurve, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Every model after every part of its training, and when each is as good as the finished monolith; asked
+    for are `strategies` of the ensemble, and `samples` of each point."""
+    strategies, samples = asked["strategies"], asked["samples"]
     say(f"compare: on the way of the training, {samples:,} pictures each")
     base = curve.single[BASE].card.train_flops if BASE in curve.single else None
-    points = [(checkpoint, [name]) for name in curve.single for checkpoint in curve.dense(name)]
-    points += [(checkpoint, list(strategies)) for checkpoint in curve.ensemble()]
+    points = [(point, [name]) for name in curve.single for point in curve.dense(name)]
+    points += [(point, list(strategies)) for point in curve.ensemble()]
     rows = []
-    for checkpoint, names in points:
-        candidate = curve.candidate(setup, checkpoint, names[0])  # for all strategies: it is loaded once
+    for point, names in points:
+        candidate = curve.candidate(point, names[0])  # for all strategies: it is loaded once
         for name in names:
             row, _, new = setup.row(name, candidate, samples=samples)
-            show_point(row, f"{checkpoint.share:6.1%} trained", new)
+            show_point(row, f"{point.share:6.1%} trained", new)
             rows.append(
                 CurveRow(
                     model=name,
-                    share=checkpoint.share,
-                    train_flops=checkpoint.train_flops,
-                    of_monolith=ratio_of(checkpoint.train_flops, base),
+                    share=point.share,
+                    train_flops=point.train_flops,
+                    of_monolith=ratio_of(point.train_flops, base),
                     **row.model_dump(include={"distance", "precision", "recall"}),
                 )
             )
@@ -212,12 +188,8 @@ def crossing(path: Sequence[tuple[float, float]], target: float) -> tuple[float 
 
 
 def reach_table(rows: Sequence[CurveRow], start: str | None = None) -> list[ReachRow]:
-    """When each model reaches the monolith's final distance; nothing without a monolith.
-
-    Args:
-        rows: of the curve.
-        start: a model that the others begin with (shared pretraining): its points come before theirs.
-    """
+    """When each model reaches the monolith's final distance; nothing without a monolith. The points of
+    `start`, a model that the others begin with (shared pretraining), come before theirs."""
     paths: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         assert row.distance is not None

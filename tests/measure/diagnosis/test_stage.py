@@ -12,7 +12,7 @@ from PIL import Image
 
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from helpers import Answer, command, refused
+from helpers import Run, refused
 
 QUICK = [
     "diagnose.samples=16",
@@ -25,9 +25,9 @@ QUICK = [
 ]
 
 
-def diagnose(capsys: pytest.CaptureFixture[str], folder: Path, *settings: str) -> Answer:
-    sets = [part for one in (*QUICK, *settings) for part in ("--set", one)]
-    return command(capsys, "diagnose", folder, *sets)
+@pytest.fixture
+def diagnose(staged: Run) -> Run:
+    return lambda folder, *settings: staged("diagnose", folder, *QUICK, *settings)
 
 
 def table(folder: Path, name: str) -> list[dict[str, object]]:
@@ -40,10 +40,8 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "campaign"))
 
 
-def test_tables_are_written_once_per_parts_and_settings(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = diagnose(capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
+def test_tables_are_written_once_per_parts_and_settings(folder: Path, diagnose: Run) -> None:
+    said = diagnose(folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
     assert said.code == 0 and "router: accuracy" in said.out and "error of monolith" in said.out
     found = json.loads((folder / "reports/diagnostics.json").read_text())
     assert set(found["parts"]) == {"experts/0", "experts/1", "router", "monolith"} and found["missing"] == []
@@ -72,24 +70,24 @@ def test_tables_are_written_once_per_parts_and_settings(
             with Image.open(folder / key) as picture:
                 picture.load()
 
-    again = diagnose(capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
+    again = diagnose(folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
     assert again.out == "diagnose: finished already\n"
     other = diagnose(
-        capsys, folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999", "diagnose.batch=7"
+        folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999", "diagnose.batch=7"
     )
     assert other.out == "diagnose: finished already\n"
-    assert "finished" not in diagnose(capsys, folder, "diagnose.samples=0").out
+    assert "finished" not in diagnose(folder, "diagnose.samples=0").out
     assert "usage" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
 
 
 @pytest.mark.parametrize("change", ["diagnose.batch=7", "sampling.residency.experts=1"])
 def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
-    folder: Path, capsys: pytest.CaptureFixture[str], change: str
+    folder: Path, diagnose: Run, change: str
 ) -> None:
     rows = []
     for setting in ("diagnose.batch=1000", change):
         (folder / "reports/diagnostics.json").unlink(missing_ok=True)
-        assert diagnose(capsys, folder, setting).code == 0
+        assert diagnose(folder, setting).code == 0
         names = ("errors", "usage", "stability", "lipschitz", "landing")
         rows.append([v for name in names for r in table(folder, name) for v in r.values()])
     assert len(rows[0]) == len(rows[1])
@@ -97,10 +95,10 @@ def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
         assert one == (pytest.approx(other, rel=1e-4, abs=1e-6) if isinstance(other, float) else other)
 
 
-def test_a_partial_ensemble_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partial_ensemble_is_told(folder: Path, diagnose: Run) -> None:
     shutil.rmtree(folder / "islands/1/expert")
     assemble(Campaign.open(folder))
-    said = diagnose(capsys, folder, "diagnose.splits=[train]")
+    said = diagnose(folder, "diagnose.splits=[train]")
     assert said.code == 0 and "experts 1 are missing and left out" in said.out
     assert json.loads((folder / "reports/diagnostics.json").read_text())["missing"] == [1]
     assert {r["expert"] for r in table(folder, "experts")} == {0}
@@ -108,38 +106,26 @@ def test_a_partial_ensemble_is_told(folder: Path, capsys: pytest.CaptureFixture[
     assert own == {("all", False), (0, False), (1, True)}
 
 
-def test_without_a_monolith_its_columns_are_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(folder / "monolith/expert")
-    assert diagnose(capsys, folder, "diagnose.samples=0").code == 0
-    assert {r["model"] for r in table(folder, "errors")} == {"own", "selected", "others", "mixture"}
-
-
-def test_copies_of_the_monolith_are_counted_beside_the_ensembles(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert diagnose(capsys, folder, "diagnose.probed=0").code == 0
+def test_copies_of_the_monolith_are_counted_beside_the_ensembles(folder: Path, diagnose: Run) -> None:
+    assert diagnose(folder, "diagnose.probed=0").code == 0
     rows = {row["cluster"]: row for row in table(folder, "nearest")}
     assert list(rows)[-1] == "monolith"
     monolith, ensemble = rows["monolith"], rows["all"]
     assert monolith["samples"] == ensemble["samples"] and monolith["distance"] != ensemble["distance"]
     assert monolith["distance_heldout"] == ensemble["distance_heldout"]
     shutil.rmtree(folder / "monolith/expert")
-    assert diagnose(capsys, folder, "diagnose.probed=0").code == 0
+    assert diagnose(folder, "diagnose.probed=0").code == 0
     assert "monolith" not in {row["cluster"] for row in table(folder, "nearest")}
+    assert {r["model"] for r in table(folder, "errors")} == {"own", "selected", "others", "mixture"}
 
-
-def test_another_extractor_knows_nothing_of_the_clusters(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # Another extractor knows nothing of the clusters.
     other = ("diagnose.extractor=efficientnet-lite2", "diagnose.extractor_size=32", "diagnose.probed=0")
-    assert diagnose(capsys, folder, *other).code == 0
+    assert diagnose(folder, *other).code == 0
     tables = json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
     assert "nearest" in tables and not {"landing", "stability", "lipschitz"} & set(tables)
 
 
-def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_held_out_rows_it_says_what_to_do(folder: Path, diagnose: Run) -> None:
     dataset = Campaign.open(folder).dataset()
     shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
     everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
@@ -151,7 +137,7 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, capsys: pytest.C
         "heldout": [0, 0],
     }
     partition.write_text(json.dumps(tree))
-    refused(diagnose(capsys, folder), "no held-out rows", "diagnose.splits=[train]")
-    said = diagnose(capsys, folder, "diagnose.splits=[train]", "diagnose.conditions=train")
+    refused(diagnose(folder), "no held-out rows", "diagnose.splits=[train]")
+    said = diagnose(folder, "diagnose.splits=[train]", "diagnose.conditions=train")
     assert said.code == 0
     assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]

@@ -507,7 +507,7 @@ def test_a_copy_of_a_picture_that_is_there_twice_is_found() -> None:
     assert [(r["sample"], r["why"]) for r in rows] == [(2, "distance")]
 
 
-def test_held_out_pictures_that_are_training_pictures_are_told_and_no_errors_of() -> None:
+def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() -> None:
     draws = np.random.default_rng(0)
     train, samples = draws.normal(size=(300, 8)), draws.normal(size=(50, 8))
     samples[13] = train[77]

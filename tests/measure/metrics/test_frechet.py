@@ -5,7 +5,7 @@ import pytest
 import scipy.linalg
 
 from atoll.base.errors import DataError
-from atoll.measure.metrics.frechet import frechet_distance, frechet_of_moments, rank
+from atoll.measure.metrics.frechet import frechet_distance, frechet_of_moments
 from atoll.measure.metrics.projection import Moments, Projection
 
 F64 = np.ndarray
@@ -47,8 +47,8 @@ def test_rounding_makes_no_distance_negative() -> None:
     """300 rows that fill 5 of 64 dimensions: the roots of what should be 0 add up to more than rounding."""
     x = samples(0, 300, 5) @ samples(1, 5, 64)
     assert 0 <= frechet_distance(x, x) < 1e-3
-    assert rank(Moments.of(x)) == 5 and rank(Moments.of(samples(0, 300, 8))) == 8
-    assert rank(Moments.of(np.ones((300, 4)))) == 0
+    assert Moments.of(x).rank == 5 and Moments.of(samples(0, 300, 8)).rank == 8
+    assert Moments.of(np.ones((300, 4))).rank == 0
 
 
 def test_too_few_samples_are_refused() -> None:

@@ -43,8 +43,8 @@ def test_a_new_metric_is_one_file(own: None) -> None:
     assert parse("means,frechet", "dinov2") == ["means", "frechet"] and "means" in parse("all", "dinov2")
     shifted = Features(REFERENCE.rows + 2)
     value = compute(["means"], HOW, shifted, REFERENCE)["means"]
-    assert value["value"] == pytest.approx(4 * 16, rel=1e-5)
-    assert value["label"] == "means" and value["settings"] == {} and value["deviation"] is None
+    assert value.value == pytest.approx(4 * 16, rel=1e-5)
+    assert value.label == "means" and value.settings == {} and value.deviation is None
 
 
 def test_only_inceptions_distance_is_called_fid() -> None:
@@ -94,11 +94,11 @@ def test_too_few_pictures_are_told_before_the_work() -> None:
 
 def test_the_reference_itself_is_perfect() -> None:
     values = compute(["frechet", "precision", "recall", "kid"], HOW, REFERENCE, REFERENCE)
-    assert values["frechet"]["value"] == pytest.approx(0, abs=1e-9)
-    assert values["precision"]["value"] == values["recall"]["value"] == 1.0
-    assert "40 samples for 8 dimensions: so few" in values["frechet"]["note"]
+    assert values["frechet"].value == pytest.approx(0, abs=1e-9)
+    assert values["precision"].value == values["recall"].value == 1.0
+    assert "40 samples for 8 dimensions: so few" in values["frechet"].note
     far = compute(["precision", "recall"], HOW, Features(REFERENCE.rows + 100), REFERENCE)
-    assert far["precision"]["value"] == far["recall"]["value"] == 0.0
+    assert far["precision"].value == far["recall"].value == 0.0
 
 
 def test_axes_of_other_pictures_and_fewer_of_them() -> None:
@@ -108,8 +108,8 @@ def test_axes_of_other_pictures_and_fewer_of_them() -> None:
     how = replace(HOW, samples=30, components=3, axes=Axes({"axes": "theirs"}, lambda: projection))
     value = compute(["frechet"], how, Features(samples), REFERENCE)["frechet"]
     axes = Projection.fit(train, 3)
-    assert value["value"] == pytest.approx(frechet_distance(axes(samples), axes(REFERENCE.rows)), rel=1e-9)
-    assert value["settings"] == {"components": 3, "axes": "theirs"}
+    assert value.value == pytest.approx(frechet_distance(axes(samples), axes(REFERENCE.rows)), rel=1e-9)
+    assert value.settings == {"components": 3, "axes": "theirs"}
 
 
 def test_dimensions_of_the_frechet_distance() -> None:

@@ -8,10 +8,6 @@ from atoll.measure.metrics import precision_recall
 from atoll.measure.metrics.precision_recall import neighbourhoods, radii
 
 
-def rows(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32)
-
-
 def drawn(seed: int, n: int = 70, d: int = 3, shift: float = 0.0) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=(n, d)) + shift).astype(np.float32)
 
@@ -43,7 +39,7 @@ def test_they_agree_with_brute_force(
     if block is not None:
         monkeypatch.setattr(precision_recall, "BLOCK", block)
     x, y = drawn(0, n, shift=shift), drawn(1)
-    found, expected = neighbourhoods(rows(x), rows(y)), brute(x, y)
+    found, expected = neighbourhoods(x, y), brute(x, y)
     assert found == pytest.approx(expected, abs=1e-12)
     assert 0 < expected["precision"] < 1 and 0 < expected["coverage"] < 1
 
@@ -53,33 +49,33 @@ def test_copies_of_one_picture_are_on_the_edge(d: int) -> None:
     """A collapsed model: its pictures are one of the reference, which has copies of its own."""
     y = np.repeat(drawn(1, 12, d, shift=3.0), 5, axis=0)
     x = np.repeat(y[:1], 50, axis=0)
-    assert neighbourhoods(rows(x), rows(y)) == brute(x, y)
+    assert neighbourhoods(x, y) == brute(x, y)
     assert brute(x, y)["precision"] == 1.0
-    assert neighbourhoods(rows(x), rows(x)) == {**brute(x, x), "density": 0.0, "coverage": 0.0}
+    assert neighbourhoods(x, x) == {**brute(x, x), "density": 0.0, "coverage": 0.0}
 
 
 @pytest.mark.parametrize("d", [3, 640])
 def test_a_sample_that_is_a_neighbour_is_on_the_edge(d: int) -> None:
     """Every reference picture is somebody's k-th neighbour: there the ball ends, to the last digit."""
     y = drawn(1, 60, d, shift=2.0)
-    found, expected = neighbourhoods(rows(y[:20]), rows(y)), brute(y[:20], y)
+    found, expected = neighbourhoods(y[:20], y), brute(y[:20], y)
     assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_set_against_itself() -> None:
     x = drawn(0)
-    found = neighbourhoods(rows(x), rows(x))
+    found = neighbourhoods(x, x)
     assert found["precision"] == found["recall"] == found["coverage"] == 1.0
     assert found["density"] == pytest.approx(1.0, abs=0.5)
 
 
 def test_radii_leave_out_the_row_itself_and_keep_its_copies() -> None:
-    x = np.array([[0.0], [0.0], [3.0], [7.0]])
-    np.testing.assert_allclose(radii(rows(x), 2).numpy(), [[0, 9], [0, 9], [9, 9], [16, 49]], atol=1e-12)
+    x = np.array([[0], [0], [3], [7]], np.float32)
+    np.testing.assert_allclose(radii(x, 2).numpy(), [[0, 9], [0, 9], [9, 9], [16, 49]], atol=1e-12)
 
 
 def test_too_few_pictures_are_refused() -> None:
     with pytest.raises(DataError, match="5 pictures have no 5-th neighbour"):
-        neighbourhoods(rows(drawn(0)), rows(drawn(1, 5)))
+        neighbourhoods(drawn(0), drawn(1, 5))
     with pytest.raises(DataError, match="3 pictures have no 3-th neighbour"):
-        neighbourhoods(rows(drawn(0, 3)), rows(drawn(1)))
+        neighbourhoods(drawn(0, 3), drawn(1))

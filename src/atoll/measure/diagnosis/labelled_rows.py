@@ -207,13 +207,13 @@ class Calibration:
             )
             for cluster in range(self.k):
                 means = self._rows.of(cluster)
-                about = {"t": t, "cluster": cluster, "rows": means.cells(number, 0)[0]}
+                about: dict[str, Any] = {"t": t, "cluster": cluster, "rows": means.cells(number, 0)[0]}
                 scores = means.fields(["nll", "accuracy"], number)
                 tables["router_clusters"].append(RouterClusterRow(**about, **scores))
             for bucket, (count, confident, correct, _) in enumerate(self._binned[:, number].T.tolist()):
                 if count:
-                    ends = {"low": bucket / self.bins, "high": (bucket + 1) / self.bins}
-                    rates = {"confidence": confident / count, "accuracy": correct / count}
+                    ends: dict[str, Any] = {"low": bucket / self.bins, "high": (bucket + 1) / self.bins}
+                    rates: dict[str, Any] = {"confidence": confident / count, "accuracy": correct / count}
                     tables["reliability"].append(ReliabilityRow(t=t, rows=int(count), **ends, **rates))
         return tables
 
@@ -326,8 +326,8 @@ class Alignment:
                 rows, loss, se = cells[f"without {n}"]
                 tables["missing"].append(MissingRow(**place, expert=n, rows=rows, loss=loss, se=se))
             (_, angle, angle_se), (rows, spread, spread_se) = cells["angle"], cells["spread"]
-            apart_by = {"angle": angle, "angle_se": angle_se, "spread": spread, "spread_se": spread_se}
-            tables["disagreement"].append(DisagreementRow(**place, rows=rows, **apart_by))
+            place |= {"angle": angle, "angle_se": angle_se, "spread": spread, "spread_se": spread_se}
+            tables["disagreement"].append(DisagreementRow(**place, rows=rows))
         return tables
 
 

@@ -183,9 +183,9 @@ def cluster_match(
     rows = []
     for number in numbers:
         mine, theirs = (m.pooled(range(k)) if number == "all" else m.of(number) for m in (samples, real))
-        values: dict[str, Any] = mine.fields(["landed", "served", "others"])
+        values = mine.fields(["landed", "served", "others"])
         values |= theirs.fields(["own", "heldout_others"])
-        counts = {"samples": mine.cells(0)[0], "heldout": theirs.cells(0)[0]}
+        counts: dict[str, Any] = {"samples": mine.cells(0)[0], "heldout": theirs.cells(0)[0]}
         rows.append(ClusterMatchRow(cluster=number, **counts, **values))
     return rows
 

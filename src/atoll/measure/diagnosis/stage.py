@@ -30,8 +30,14 @@ from atoll.encoders.vision import VisionEncoder, extractor, vision_encoder
 from atoll.measure.diagnosis.labelled_rows import errors_of, labelled, weak_experts
 from atoll.measure.diagnosis.memorization import Copies, two_nearest
 from atoll.measure.diagnosis.sampled import cluster_match, leaders, stability, switches, usage
-from atoll.measure.models import RowConditions, published, samples_of
-from atoll.measure.override import SamplingOverride, strategies_for, supported
+from atoll.measure.models import (
+    RowConditions,
+    SamplingOverride,
+    published,
+    samples_of,
+    strategies_for,
+    supported,
+)
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -153,8 +159,8 @@ class _Look:
             models: dict[str, tuple[Bank, Routing]] = {n: (self.ensemble, r) for n, r in routings.items()}
             if self.monolith is not None:
                 models["monolith"] = (self.monolith.model.bank, Routing())
-            for name, (model, routing) in models.items():
-                ends, path = stability(model, self._sampling(routing, count))
+            for name, (bank, routing) in models.items():
+                ends, path = stability(bank, self._sampling(routing, count))
                 _extend(tables, {"stability": [ends], "lipschitz": path}, strategy=name)
 
         # Whether samples lie in their experts' clusters, which only the partition's features can say, and
@@ -174,13 +180,13 @@ class _Look:
         for name in routings if own_space else list(routings)[:1]:
             numbers = torch.arange(config.samples).split(config.batch)
             pictures = [p for part in numbers for p in model.pictures(latents[name][part], part.tolist())]
-            features, weights = encoder.encode(pictures).numpy(), traces[name].numpy()
+            features, trace = encoder.encode(pictures).numpy(), traces[name].numpy()
             if own_space:
                 cut, clusters = self.partition, self.partition.clusters[self.heldout]
-                ends = cluster_match(features, weights, real, clusters, cut.centroids, cut.prices)
-                _extend(tables, {"landing": ends}, strategy=name)
+                landed = cluster_match(features, trace, real, clusters, cut.centroids, cut.prices)
+                _extend(tables, {"landing": landed}, strategy=name)
             if name == next(iter(routings)) and len(self.heldout):
-                copies, facts = self._copies(encoder, pictures, features, real, leaders(weights))
+                copies, facts = self._copies(encoder, pictures, features, real, leaders(trace))
                 tables, about = tables | copies, about | facts
         return tables, about
 
@@ -194,8 +200,9 @@ class _Look:
     ) -> tuple[Tables, dict[str, Any]]:
         """Tables of copies among samples, and of those of the monolith at the same noise and conditions."""
         say(f"diagnose: {len(features):,} pictures against {len(self.train):,} training pictures")
-        near = (two_nearest(rows, self._features(encoder, self.train)) for rows in (features, real))
-        copies = Copies(*near, served, self.partition.clusters[self.heldout], self.config.quantile)
+        nearest, usual = (two_nearest(rows, self._features(encoder, self.train)) for rows in (features, real))
+        clusters = self.partition.clusters[self.heldout]
+        copies = Copies(nearest, usual, served, clusters, self.config.quantile)
         leaked, limits = int(copies.heldout.same.sum()), copies.limits
         if leaked:
             say(

@@ -36,8 +36,8 @@ class Frechet(Metric):
         return {"components": how.components, **(how.axes.about if how.axes else {})}
 
     def check(self, how: How) -> None:
-        for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
-            must_be_regular(count, how.components, what, "fewer components: evaluate.components=N")
+        for count, pictures in ((how.samples, "samples"), (how.references, "reference pictures")):
+            must_be_regular(count, how.components, pictures, "fewer components: evaluate.components=N")
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         sets = samples.rows, reference.rows
@@ -46,29 +46,27 @@ class Frechet(Metric):
         else:
             axes = how.axes.projection() if how.axes else Projection.fit(reference.rows, how.components)
             moments = [Moments.of(axes.first(how.components)(rows)) for rows in sets]
-        if not rank(moments[1]):
+        if not moments[1].rank:
             what = f"{how.extractor} sees no difference between any two of the reference pictures"
             raise DataError(what, "let it see larger ones: extractor_size")
-        return {"frechet": Value(frechet_between(*moments), None, _note(*moments))}
+        notes, named = list[str](), list(zip(("samples", "reference pictures"), moments, strict=True))
+        for pictures, given in named:
+            if given.rank < how.components:
+                notes.append(
+                    f"the covariance of the {pictures} is singular: they fill {given.rank} of"
+                    f" {how.components} dimensions"
+                )
+        for pictures, given in named:
+            if given.count < ENOUGH * how.components:
+                notes.append(
+                    f"{given.count} {pictures} for {how.components} dimensions: so few make the distance"
+                    " larger by themselves (compare it with one of as many, or take KID)"
+                )
+        distance = frechet_of_moments(*(part for m in moments for part in (m.mean, m.covariance)))
+        return {"frechet": Value(distance, None, "; ".join(notes) or None)}
 
 
 METRICS = (Frechet(),)
-
-
-def _note(samples: Moments, reference: Moments) -> str | None:
-    named = (("samples", samples), ("reference pictures", reference))
-    flat = [
-        f"the covariance of the {name} is singular: they fill {rank(moments)} of {moments.width} dimensions"
-        for name, moments in named
-        if rank(moments) < moments.width
-    ]
-    few = [
-        f"{moments.count} {name} for {moments.width} dimensions: so few make the distance larger by"
-        " themselves (compare it with one of as many, or take KID)"
-        for name, moments in named
-        if moments.count < ENOUGH * moments.width
-    ]
-    return "; ".join(flat + few) or None
 
 
 def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
@@ -77,24 +75,20 @@ def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) 
     Raises:
         DataError: NaN, or fewer samples than dimensions (a singular covariance).
     """
-    return frechet_between(Moments.of(first), Moments.of(second))
-
-
-def frechet_between(first: Moments, second: Moments) -> float:
-    """The same from moments; `DataError` where a covariance is singular."""
-    for moments in (first, second):
-        must_be_regular(moments.count, moments.width)
-    return frechet_of_moments(first.mean, first.covariance, second.mean, second.covariance)
+    one, other = Moments.of(first), Moments.of(second)
+    for moments in (one, other):
+        must_be_regular(moments.count, len(moments.mean))
+    return frechet_of_moments(one.mean, one.covariance, other.mean, other.covariance)
 
 
 def must_be_regular(
-    count: int, dimensions: int, what: str = "samples", fewer: str = "project on fewer components"
+    count: int, dimensions: int, pictures: str = "samples", fewer: str = "project on fewer components"
 ) -> None:
-    """Refuse so few samples that their covariance must be singular."""
+    """Refuse so few pictures that their covariance must be singular."""
     if count <= dimensions:
         raise DataError(
-            f"{count} {what} for {dimensions} dimensions: the covariance is singular",
-            f"give more {what}, or {fewer}",
+            f"{count} {pictures} for {dimensions} dimensions: the covariance is singular",
+            f"give more {pictures}, or {fewer}",
         )
 
 
@@ -114,8 +108,3 @@ def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
     middle = np.linalg.eigvalsh(root @ c2 @ root)
     trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
     return max(0.0, float(((m1 - m2) ** 2).sum() + trace))
-
-
-def rank(moments: Moments) -> int:
-    """How many dimensions the features fill: fewer than they have if their covariance is singular."""
-    return int(np.linalg.matrix_rank(moments.covariance, hermitian=True))

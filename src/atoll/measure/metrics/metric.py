@@ -5,12 +5,13 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 import atoll.measure.metrics as package
 from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.campaign.measured import MeasuredValue
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.features import F32, F64, Features, Scorer
 from atoll.measure.metrics.projection import Axes
@@ -25,7 +26,7 @@ class How:
         kind: of that network; FID is Inception's alone, and the CLIP score CLIP's.
         width: D of the features.
         samples: number of the pictures that are measured.
-        references: number of those that they are held against.
+        references: number of those that they are compared with.
         components: principal components that a Fréchet distance is taken in.
         axes: the components, where they are fixed by other pictures than the reference's.
         subsets: random subsets of KID.
@@ -46,16 +47,15 @@ class How:
     seed: int = 0
     device: torch.device | str = "cpu"
 
+    def must_exceed(self, least: int) -> None:
+        """Refuse sets of so few pictures or fewer."""
+        for count, pictures in ((self.samples, "samples"), (self.references, "reference pictures")):
+            if count <= least:
+                raise DataError(f"{count} {pictures} are too few", f"give more than {least}")
 
-@dataclass(frozen=True)
-class Value:
-    """One number.
 
-    Attributes:
-        value: the number.
-        deviation: standard deviation over subsets or pictures; None for a single number.
-        note: what a reader of the number must know beside it.
-    """
+class Value(NamedTuple):
+    """One number, its standard deviation over subsets or pictures, and what a reader must know beside it."""
 
     value: float
     deviation: float | None = None
@@ -63,7 +63,7 @@ class Value:
 
 
 class Metric:
-    """One way to hold features against others; it may give several numbers at once."""
+    """One way to compare features with others; it may give several numbers at once."""
 
     names: ClassVar[tuple[str, ...]] = ()
     """Of the numbers that it gives."""
@@ -95,19 +95,14 @@ class Metric:
 @cache
 def metrics() -> dict[str, Metric]:
     """Every metric by the names of its numbers."""
-    names = [one.name for one in pkgutil.iter_modules(package.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     entries = [metric for module in modules for metric in getattr(module, "METRICS", ())]
     return {name: metric for metric in entries for name in metric.names}
 
 
 def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
-    """Metrics out of `frechet,kid,...`.
-
-    Args:
-        names: separated by commas; `all` is every one that the extractor's kind allows.
-        kind: of the extractor.
-        captioned: whether the pictures have captions.
+    """Metrics out of `frechet,kid,...`; `all` is every one that this kind of extractor allows.
 
     Raises:
         ConfigError: an unknown metric, one of another extractor, or one that captions are missing for.
@@ -132,47 +127,28 @@ def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def of_names(names: Sequence[str]) -> list[Metric]:
-    """The metrics that give these numbers, each once."""
-    return list(dict.fromkeys(metrics()[name] for name in names))
-
-
 def scorers(names: Sequence[str]) -> dict[str, Scorer]:
     """Those of these metrics that score pictures and captions."""
-    return {metric.names[0]: metric.score for metric in of_names(names) if metric.captions}
+    return {name: metrics()[name].score for name in names if metrics()[name].captions}
 
 
 def settings_of(names: Sequence[str], how: How) -> dict[str, dict[str, Any]]:
-    """What decides each number beside the protocol, known before anything is computed.
-
-    Raises:
-        DataError: too few pictures.
-    """
-    for metric in of_names(names):
-        metric.check(how)
+    """What decides each number beside the protocol; `DataError` where there are too few pictures."""
+    for name in names:
+        metrics()[name].check(how)
     return {name: metrics()[name].settings(name, how) for name in names}
 
 
-def compute(names: Sequence[str], how: How, samples: Features, reference: Features) -> dict[str, Any]:
+def compute(
+    names: Sequence[str], how: How, samples: Features, reference: Features
+) -> dict[str, MeasuredValue]:
     """Numbers by name, as they stand in a point."""
-    numbers = dict[str, Value]()
-    for metric in of_names(names):
+    numbers, settings = dict[str, Value](), settings_of(names, how)
+    for metric in dict.fromkeys(metrics()[name] for name in names):  # each once, for all of its numbers
         numbers |= metric.compute(how, samples, reference)
-    settings = settings_of(names, how)
     return {
-        name: {
-            "label": metrics()[name].label(name, how),
-            "value": numbers[name].value,
-            "deviation": numbers[name].deviation,
-            "settings": settings[name],
-            "note": numbers[name].note,
-        }
+        name: MeasuredValue(
+            label=metrics()[name].label(name, how), settings=settings[name], **numbers[name]._asdict()
+        )
         for name in names
     }
-
-
-def enough(how: How, least: int) -> None:
-    """Refuse sets of so few pictures or fewer."""
-    for count, what in ((how.samples, "samples"), (how.references, "reference pictures")):
-        if count <= least:
-            raise DataError(f"{count} {what} are too few", f"give more than {least}")

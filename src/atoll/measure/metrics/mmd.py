@@ -1,6 +1,6 @@
 """Distances of kernels between two sets of features: KID and CMMD, in float64 and in blocks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from atoll.base.errors import DataError
 from atoll.base.rng import generator
 from atoll.measure.features import F32, Features
-from atoll.measure.metrics.metric import How, Metric, Value, enough
+from atoll.measure.metrics.metric import How, Metric, Value
 
 Index = NDArray[np.int64]
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +38,7 @@ class Kid(Metric):
         return {"subsets": how.subsets, "size": size, "seed": how.seed}
 
     def check(self, how: How) -> None:
-        enough(how, FEW)
+        how.must_exceed(FEW)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         return {"kid": kid(samples.rows, reference.rows, **self.settings("kid", how), device=how.device)}
@@ -57,7 +57,7 @@ class Cmmd(Metric):
         return {"sigma": CMMD_SIGMA, "scale": CMMD_SCALE}
 
     def check(self, how: How) -> None:
-        enough(how, FEW)
+        how.must_exceed(FEW)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         return {"cmmd": Value(cmmd(samples.rows, reference.rows, device=how.device))}
@@ -76,16 +76,8 @@ def kid(
 ) -> Value:
     """The unbiased estimate of MMD^2 with the kernel (x.y / D + 1)^3, its mean over random subsets.
 
-    Bińkowski et al. 2018. Subsets are drawn as there: without replacement, one set's apart from the other's.
-
-    Args:
-        samples: features that are judged.
-        reference: what they are held against.
-        subsets: how many.
-        size: rows of each set in a subset; a larger one than a set is refused. A set of that many rows is the
-            same in every subset, so there is no deviation then, and of two such sets one subset is enough.
-        seed: of the subsets.
-        device: where it is computed.
+    Bińkowski et al. 2018. Subsets of `size` rows of each set are drawn as there: without replacement, one
+    set's apart from the other's.
 
     Raises:
         DataError: fewer rows than a subset takes, or subsets of fewer than two.
@@ -93,6 +85,8 @@ def kid(
     least = min(len(samples), len(reference))
     if not 2 <= size <= least:
         raise DataError(f"subsets of {size} out of {least} pictures", f"use subsets of 2 to {least}")
+    # A set of that many rows is the same in every subset: of two such sets one subset is enough, and their
+    # spread would tell nothing.
     whole = [len(rows) == size for rows in (samples, reference)]
     values = []
     for number in range(1 if all(whole) else subsets):
@@ -129,24 +123,6 @@ def _polynomial(one: Tensor, other: Tensor) -> Tensor:
     return (one @ other.T).div_(one.shape[1]).add_(1).pow_(3)
 
 
-class _Chosen:
-    """Chosen rows in blocks on a device, in float64; those that fit into one block are read once."""
-
-    def __init__(self, rows: F32, index: Index, device: torch.device | str) -> None:
-        self._rows, self._index, self._device = rows, index, device
-        self._only = self._read(0) if len(index) <= BLOCK else None
-
-    def __len__(self) -> int:
-        return -(-len(self._index) // BLOCK)
-
-    def __getitem__(self, number: int) -> Tensor:
-        return self._read(number) if self._only is None else self._only
-
-    def _read(self, number: int) -> Tensor:
-        block = self._rows[self._index[number * BLOCK : (number + 1) * BLOCK]]
-        return torch.from_numpy(block).to(self._device).double()
-
-
 def _mmd(
     one: F32,
     other: F32,
@@ -157,18 +133,30 @@ def _mmd(
     unbiased: bool,
     device: torch.device | str,
 ) -> float:
-    n, m, less = len(i), len(j), int(unbiased)
-    x, y = _Chosen(one, i, device), _Chosen(other, j, device)
+    """MMD^2 between rows `i` of one set and rows `j` of the other."""
+
+    def blocks(rows: F32, index: Index) -> Iterator[Tensor]:
+        # Read anew for every pass: a large set as a whole, in float64, may not fit on the device.
+        for first in range(0, len(index), BLOCK):
+            yield torch.from_numpy(rows[index[first : first + BLOCK]]).to(device).double()
+
+    def within(rows: F32, index: Index) -> float:
+        total = 0.0
+        for number, block in enumerate(blocks(rows, index)):
+            total += _own(block, kernel, unbiased)
+            for later in blocks(rows, index[(number + 1) * BLOCK :]):
+                total += 2 * float(kernel(block, later).sum())
+        return total / (len(index) * (len(index) - int(unbiased)))
+
     across = 0.0
-    for a in range(len(x)):
-        block = x[a]
-        across += sum(float(kernel(block, y[b]).sum()) for b in range(len(y)))
-    within = _within(x, kernel, unbiased) / (n * (n - less)), _within(y, kernel, unbiased) / (m * (m - less))
-    return sum(within) - 2 * across / (n * m)
+    for block in blocks(one, i):
+        across += sum(float(kernel(block, rest).sum()) for rest in blocks(other, j))
+    return within(one, i) + within(other, j) - 2 * across / (len(i) * len(j))
 
 
 def _own(block: Tensor, kernel: Kernel, unbiased: bool) -> float:
-    """The same of one block. Halves meet once, so that little more than half of the products is needed."""
+    """Sum over all pairs of a block, without the diagonal where `unbiased`. Halves meet once, so that little
+    more than half of the products is needed."""
     if len(block) > SMALL:
         half = len(block) // 2
         one, other = block[:half], block[half:]
@@ -176,14 +164,3 @@ def _own(block: Tensor, kernel: Kernel, unbiased: bool) -> float:
         return both + 2 * float(kernel(one, other).sum())
     values = kernel(block, block)
     return float(values.sum()) - (float(values.diagonal().sum()) if unbiased else 0.0)
-
-
-def _within(chosen: _Chosen, kernel: Kernel, unbiased: bool) -> float:
-    """Sum of the kernel over all pairs of a set, without the diagonal where `unbiased`."""
-    total = 0.0
-    for first in range(len(chosen)):
-        block = chosen[first]
-        total += _own(block, kernel, unbiased)
-        for later in range(first + 1, len(chosen)):
-            total += 2 * float(kernel(block, chosen[later]).sum())
-    return total

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.measure.features import F32, Features
-from atoll.measure.metrics.metric import How, Metric, Value, enough
+from atoll.measure.metrics.metric import How, Metric, Value
 
 PRECISION_K, DENSITY_K = 3, 5
 ROUNDING = 1e-12
@@ -35,7 +35,7 @@ class Neighbours(Metric):
         return {"k": PRECISION_K if name in ("precision", "recall") else DENSITY_K}
 
     def check(self, how: How) -> None:
-        enough(how, DENSITY_K)
+        how.must_exceed(DENSITY_K)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         shares = neighbourhoods(samples.rows, reference.rows, device=how.device)

@@ -1,7 +1,7 @@
 """Mean and covariance of features, and their principal components, in float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,54 +13,47 @@ _ROWS = 4096
 """Most rows that are taken in at once, so that a large set costs no more memory than a small one."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moments:
-    """Moments of features, in float64.
-
-    They are kept about the running mean and merged as Chan, Golub and LeVeque (1979) do, so that no digits
-    are lost where the mean is large.
+    """Moments of N features of D dimensions.
 
     Attributes:
-        width: D.
-        count: number of samples N.
+        count: N.
         mean: `(D,)`.
         scatter: `(D, D)`, the sum of (x - mean)(x - mean)^T.
     """
 
-    width: int
-    count: int = 0
-    mean: F64 = field(default_factory=lambda: np.zeros(0))
-    scatter: F64 = field(default_factory=lambda: np.zeros((0, 0)))
-
-    def __post_init__(self) -> None:
-        if not self.mean.size:
-            self.mean, self.scatter = np.zeros(self.width), np.zeros((self.width, self.width))
+    count: int
+    mean: F64
+    scatter: F64
 
     @classmethod
     def of(cls, features: NDArray[np.floating]) -> "Moments":
         """Moments of features `(N, D)`; `DataError` where one is not finite."""
-        moments = cls(np.asarray(features).shape[1])
+        width = features.shape[1]
+        count, mean, scatter = 0, np.zeros(width), np.zeros((width, width))
         for first in range(0, len(features), _ROWS):
-            moments.add(must_be_finite(features[first : first + _ROWS]))
-        return moments
-
-    def add(self, values: F64) -> None:
-        """Take in features `(N, D)`."""
-        count, mean = len(values), values.mean(0)
-        shift = mean - self.mean
-        factor = self.count * count / (self.count + count)
-        # One row more holds the shift of the mean: one product, which is symmetric to the bit, does it all.
-        rows = np.empty((count + 1, self.width))
-        np.subtract(values, mean, out=rows[:count])
-        np.multiply(shift, np.sqrt(factor), out=rows[count])
-        self.scatter += rows.T @ rows
-        self.mean = self.mean + shift * (count / (self.count + count))
-        self.count += count
+            values = must_be_finite(features[first : first + _ROWS])
+            new, whole, center = len(values), count + len(values), values.mean(0)
+            # Kept about the mean: sums of squares lose all digits where it is large. One row more holds the
+            # shift of the mean: one product, which is symmetric to the bit, does it all.
+            shift, rows = center - mean, np.empty((new + 1, width))
+            np.subtract(values, center, out=rows[:new])
+            np.multiply(shift, np.sqrt(count * new / whole), out=rows[new])
+            scatter += rows.T @ rows
+            mean = mean + shift * (new / whole)
+            count = whole
+        return cls(count, mean, scatter)
 
     @property
     def covariance(self) -> F64:
         """Unbiased covariance `(D, D)`; two samples or more."""
         return self.scatter / (self.count - 1)
+
+    @property
+    def rank(self) -> int:
+        """How many dimensions the features fill: fewer than D if their covariance is singular."""
+        return int(np.linalg.matrix_rank(self.covariance, hermitian=True))
 
 
 def must_be_finite(features: NDArray[np.floating]) -> F64:
@@ -109,7 +102,7 @@ class Axes:
 
     Attributes:
         about: which pictures these are, for the settings of a distance.
-        projection: the components, computed when they are first needed.
+        projection: gives the components, which may be computed when they are first needed.
     """
 
     about: dict[str, object]
