@@ -15,7 +15,7 @@ from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.measure.pictures import Folder
 from atoll.measure.reference import Reference, Statistics, reference_of
 from atoll.store.store import Store
-from helpers_extractors import save_dinov2, save_pictures
+from helpers_extractors import save_pictures
 
 PRODUCER = {"name": "net", "hash": "a" * 64, "size": 28, "resize": "bicubic"}
 
@@ -26,17 +26,13 @@ def about(**changes: Any) -> Statistics:
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> VisionEncoder:
-    return vision_encoder(str(save_dinov2(tmp_path_factory.mktemp("net"))), 28)
+def encoder(net: Path) -> VisionEncoder:
+    return vision_encoder(str(net), 28)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "out", create=True)
-
-
-def of(folder: Path, encoder: VisionEncoder, store: Store) -> Reference:
-    return Reference.of_pictures(Folder(folder), "real", encoder, store)
 
 
 def features(one: Reference, encoder: VisionEncoder) -> np.ndarray:
@@ -47,15 +43,26 @@ def features(one: Reference, encoder: VisionEncoder) -> np.ndarray:
 
 def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEncoder, store: Store) -> None:
     folder = save_pictures(tmp_path / "real", 37)
-    one = of(folder, encoder, store)
+    one, again = (Reference.of_pictures(Folder(folder), "real", encoder, store) for _ in range(2))
     first = features(one, encoder)
     path = store.path(one.key.replace(".json", ".safetensors"))
     assert np.array_equal(load_file(path)["rows"], first)
-    again = of(folder, encoder, store)
     shutil.rmtree(folder)
     assert np.array_equal(features(again, encoder), first)
     named = reference_of(str(path), None, None, encoder, store)
     assert named.about.count == 37 and np.array_equal(features(named, encoder), first)
+
+    # Damage is found.
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    again._known = None
+    with pytest.raises(StoreError, match="does not match its SHA-256"):
+        features(again, encoder)
+    tree = json.loads(store.path(one.key).read_text())
+    store.put_json(one.key, {**tree, "format": "atoll/statistics 2"})
+    with pytest.raises(DataError, match="is of atoll/statistics 2"):
+        features(again, encoder)
 
 
 def test_the_key_is_that_of_pictures_and_extractor() -> None:
@@ -82,19 +89,3 @@ def test_another_extractor_is_refused_and_another_name_is_not(store: Store, chan
     with pytest.raises(DataError, match="made by another extractor") as caught:
         Reference.saved(place, encoder)
     assert "\n" not in str(caught.value)
-
-
-def test_damage_is_found(tmp_path: Path, encoder: VisionEncoder, store: Store) -> None:
-    folder = save_pictures(tmp_path / "real", 20)
-    one = of(folder, encoder, store)
-    features(one, encoder)
-    path = store.path(one.key.replace(".json", ".safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(StoreError, match="does not match its SHA-256"):
-        features(of(folder, encoder, store), encoder)
-    tree = json.loads(store.path(one.key).read_text())
-    store.put_json(one.key, {**tree, "format": "atoll/statistics 2"})
-    with pytest.raises(DataError, match="is of atoll/statistics 2"):
-        features(of(folder, encoder, store), encoder)

@@ -78,17 +78,14 @@ def test_the_effect_is_cohens_d() -> None:
 def test_pairs_of_equal_conditions_and_of_nobody_do_not_count() -> None:
     base = np.random.default_rng(2).integers(0, 256, size=(4, 12), dtype=np.uint8)
     table = pair_table(made(base), {"a": made(base)}, np.array([0, 1, 2, 3]), np.zeros(4, int), seed=0)
-    counts = {
-        (r["space"], r["partner"]): (r["pairs"], r["mean"]) for r in (row.model_dump() for row in table)
-    }
+    counts = {(row.space, row.partner): (row.pairs, row.mean) for row in table}
     assert counts["pixels", "same noise"][0] == 4
     assert counts["pixels", "same cluster"] == (0, None) and counts["features", "any"] == (0, None)
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
 def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: int) -> None:
-    half = np.zeros((2 * SIDE, 4 * SIDE), dtype=np.uint8)
-    half[:, 1::2] = 200  # every other column
+    half = np.tile(np.array([0, 200], np.uint8), (2 * SIDE, 2 * SIDE))  # every other column
     picture = Image.fromarray(half).convert(mode)
     pixels = SavedSamples.pixels_of(range(3), [picture] * 3)
     kept = SavedSamples.of(pixels, np.zeros((3, 5), dtype=np.float32))

@@ -8,15 +8,13 @@ from atoll.measure.models import supported
 from atoll.measure.training_curve import crossing, reach_table
 
 
-def swept(name: str, **distances: float) -> list[GuidanceRow]:
-    return [
-        GuidanceRow(model=name, guidance=float(scale[1:]), distance=d, precision=0.5, recall=None)
-        for scale, d in distances.items()
-    ]
+def swept(name: str, distances: dict[float, float]) -> list[GuidanceRow]:
+    beside = {"model": name, "precision": 0.5, "recall": None}
+    return [GuidanceRow(guidance=scale, distance=d, **beside) for scale, d in distances.items()]
 
 
 def test_each_model_has_its_own_best_guidance() -> None:
-    rows = [*swept("monolith", g1=9.0, g2=4.0, g3=5.0), *swept("top-1", g3=2.0, g1=7.0, g2=3.0)]
+    rows = swept("monolith", {1: 9.0, 2: 4.0, 3: 5.0}) + swept("top-1", {3: 2.0, 1: 7.0, 2: 3.0})
     mono, top = best_table(rows)
     assert (mono.guidance, mono.distance, mono.edge, mono.ratio) == (2.0, 4.0, "", None)
     assert (top.guidance, top.distance, top.edge, top.ratio) == (3.0, 2.0, "high", 0.5)
@@ -32,15 +30,15 @@ def test_strategies_whose_networks_are_not_there_are_left_out(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("distances", "scale", "edge"),
     [
-        ({"g1": 3.0, "g2": 3.0}, 1.0, "low"),  # of equal ones the smaller
-        ({"g0": 1.0, "g2": 3.0}, 0.0, ""),  # there is nothing below 0
-        ({"g2": 3.0}, 2.0, ""),
+        ({1: 3.0, 2: 3.0}, 1.0, "low"),  # of equal ones the smaller
+        ({0: 1.0, 2: 3.0}, 0.0, ""),  # there is nothing below 0
+        ({2: 3.0}, 2.0, ""),
     ],
 )
 def test_a_best_at_the_end_of_the_scales_is_marked(
-    distances: dict[str, float], scale: float, edge: str
+    distances: dict[float, float], scale: float, edge: str
 ) -> None:
-    (found,) = best_table(swept("once", **distances))
+    (found,) = best_table(swept("once", distances))
     assert (found.guidance, found.edge, found.ratio) == (scale, edge, None)
 
 

@@ -50,12 +50,11 @@ def evaluate(
     Args:
         campaign: whose model is measured, and whose data is the reference; None for pictures alone.
         config: how; by default the campaign's.
-        model: of the campaign: `ensemble`, `monolith`, `student` or `pretrain`.
+        model: `ensemble`, `monolith`, `student` or `pretrain`.
         generation: values in place of the campaign's `sampling`: routing, guidance, steps, seed.
         images: a folder of pictures, in a model's place.
         reference: what they are compared with; the campaign's own data if None.
-        split: rows of a data set that are the reference; by default the held-out ones, or the test ones where
-            `evaluate.conditions` is `test`.
+        split: rows of the reference; by default held-out ones, under `evaluate.conditions=test` those.
         out: where `reports/` goes without a campaign.
 
     Raises:
@@ -113,11 +112,7 @@ def evaluate(
 
 
 def requested(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Arguments of `evaluate` that options of the command make, and the settings that they replace.
-
-    Raises:
-        ConfigError: options of a model beside a folder of pictures.
-    """
+    """Arguments of `evaluate` that options of the command make, and the settings that they replace."""
     given = {name: value for name, value in options.items() if value is not None}
     generation = {name: given[name] for name in COMPARED if name in given}
     of_model = [name for name in ("model", *generation, "samples") if name in given]
@@ -177,19 +172,15 @@ def show_all(store: Store, compared: Sequence[str] = COMPARED) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """Results side by side.
-
-    Attributes:
-        lines: the table, a line each, header first.
-        warnings: which fields of the protocols differ, so that numbers may not be compared.
-        notes: differences that are likely harmless.
-        rows: the same as plain values, for CSV; `of` tells weights or pictures of one name apart.
-    """
+    """Results side by side, as lines for a reader and as plain rows for CSV."""
 
     lines: list[str]
     warnings: list[str]
+    """Which fields of the protocols differ, so that numbers may not be compared."""
     notes: list[str]
+    """Differences that are likely harmless."""
     rows: list[dict[str, Any]]
+    """`of` tells weights or pictures of one name apart."""
 
     def to_csv(self) -> bytes:
         """The rows as CSV."""
@@ -204,13 +195,8 @@ class Listing:
 def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> Listing:
     """Results side by side, one or more, with a warning for every field of the protocols that differs.
 
-    Args:
-        results: one or more.
-        compared: fields that the table is about, such as `routing` or `guidance`: they become columns, and
-            may differ. Those of the reference and the extractor never may.
-
-    Raises:
-        ConfigError: a field that does not exist, or that may not differ.
+    Fields that the table is about (`compared`), such as `routing` or `guidance`, become columns and may
+    differ; `ConfigError` for those of reference and extractor, which never may.
     """
     allowed = {"steps", "guidance", "routing", "seed", "samples", "sampler", "conditions"}
     for field in compared:
@@ -218,7 +204,8 @@ def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> L
             what = f"results that differ in {field!r} are not compared"
             raise ConfigError(what, f"use {', '.join(sorted(allowed))}")
     names = [name for name in metrics() if any(name in result.values for result in results)]
-    protocols, rows = [result.protocol.model_dump(mode="json") for result in results], []
+    protocols = [result.protocol.model_dump(mode="json") for result in results]
+    rows = list[dict[str, Any]]()
     for result, protocol in zip(results, protocols, strict=True):
         row = {"name": result.subject["name"], "of": digest(result.subject)[:8], "key": result.key}
         row |= {field: protocol[field] for field in compared}

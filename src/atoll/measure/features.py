@@ -43,14 +43,7 @@ def extract(
 ) -> Features | None:
     """Features of all pictures of a source, on the first process; None on the others.
 
-    Args:
-        source: numbered pictures; each process takes its share of them.
-        encoder: gives the features.
-        what: the pictures are, for the line of progress.
-        batch: pictures drawn or read at once.
-        world: the processes; by default this one alone.
-        scorers: of pictures and captions, by name.
-        watch: is shown every batch of this process.
+    Each process takes its share of them, `batch` at once, and shows every batch to `watch`.
     """
     world, scorers = world or ProcessGroup(), scorers or {}
     parts = [share(len(source), batch, rank, world.size) for rank in range(world.size)]

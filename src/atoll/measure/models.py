@@ -44,15 +44,11 @@ def generation_of(campaign: Campaign) -> Generation:
 
 @dataclass(frozen=True)
 class SamplingOverride:
-    """How samples are drawn to be measured.
-
-    Attributes:
-        generation: the campaign's `sampling` with the stage's own settings in place of it.
-        changes: these settings, and what `sampling` says instead, where they differ.
-    """
+    """How samples are drawn to be measured: as `sampling` says, but for the stage's own settings."""
 
     generation: Generation
     changes: dict[str, list[Any]]
+    """The stage's settings, and what `sampling` says instead, where they differ."""
 
     @classmethod
     def of(cls, campaign: Campaign, config: CompareConfig | DiagnoseConfig) -> "SamplingOverride":
@@ -98,14 +94,8 @@ def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretra
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model with what its weights are known by.
-
-    Attributes:
-        name: `ensemble`, or of a single network.
-        weights: digests, part by part.
-        model: draws.
-        missing: numbers of the clusters without an expert.
-    """
+    """A model, `ensemble` or a single network, with the digests of its parts' weights and the numbers of the
+    clusters without an expert."""
 
     name: str
     weights: Mapping[str, str]
@@ -119,12 +109,7 @@ class Candidate:
 
 
 def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
-    """A model of a campaign as it was published; its weights are loaded when it first draws.
-
-    Raises:
-        ConfigError: no such model.
-        StoreError: it is not published, or not assembled.
-    """
+    """A model of a campaign as it was published; its weights are loaded when it first draws."""
     if name != ENSEMBLE and name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
     sampling = campaign.config.sampling
@@ -147,14 +132,7 @@ def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> 
 
 @dataclass(frozen=True)
 class RowConditions:
-    """Conditions of rows of a data set, one for each picture, with the rows' clusters.
-
-    Attributes:
-        samples: the rows' columns.
-        index: numbers within `samples`, one per picture.
-        clusters: cluster of each picture.
-        split: what the rows are called.
-    """
+    """Conditions of rows of a split, one for each picture: its number within the samples, and its cluster."""
 
     samples: Samples
     index: NDArray[np.int64]
@@ -211,17 +189,7 @@ class RowConditions:
 
 @dataclass
 class Drawn:
-    """Pictures that a model draws at conditions of a data set: a `Source`.
-
-    Attributes:
-        candidate: the model.
-        generation: how it draws, as its condition allows.
-        conditions: one for each picture.
-        captioned: whether pictures bring their captions.
-
-    Raises:
-        ConfigError: `oracle` where an expert is missing.
-    """
+    """Pictures that a model draws at conditions of a data set, if `captioned` with captions: a `Source`."""
 
     candidate: Candidate
     generation: Generation

@@ -20,15 +20,7 @@ from atoll.model.trace import Trace
 
 @dataclass(frozen=True)
 class Batch:
-    """Some pictures.
-
-    Attributes:
-        numbers: of the pictures.
-        pictures: all of one size.
-        captions: one each; None where there are none.
-        trace: which experts drew them, of an ensemble.
-        seconds: that they took to draw.
-    """
+    """Some pictures of one size, with their captions, and of an ensemble with who drew them."""
 
     numbers: Sequence[int]
     pictures: Sequence[Image.Image]
@@ -68,11 +60,7 @@ class Source(Protocol):
 
 
 class Folder:
-    """The image files below a folder, by their paths.
-
-    Raises:
-        DataError: there is no such folder, or no image in it.
-    """
+    """The image files below a folder, by their paths; `DataError` where there is none."""
 
     reusable = True
 
@@ -137,16 +125,8 @@ def of_usual_size(dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.int64
 
 
 class Rows:
-    """Pictures of a data set, of rows that keep their aspect those nearest to a square.
-
-    Args:
-        dataset: with pictures.
-        split: `train`, `heldout`, `test` or `all`.
-        rows: some rows of the split; by default all.
-
-    Raises:
-        DataError: no such rows, or no pictures.
-    """
+    """Pictures of a split (or `all`) of a data set, or some of its rows; of rows that keep their aspect those
+    nearest to a square. `DataError` where there are none."""
 
     reusable = True
 

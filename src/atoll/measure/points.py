@@ -40,18 +40,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Judge:
-    """What points of one table have in common.
-
-    Attributes:
-        store: of the campaign.
-        encoder: gives features.
-        reference: what pictures are compared with.
-        metrics: names of the numbers.
-        how: the metrics' options.
-        batch: pictures at once; it does not change them.
-        world: the processes that share the work.
-        folder: where points are kept.
-    """
+    """What points of one table have in common; `batch` pictures at once are drawn or read."""
 
     store: Store
     encoder: VisionEncoder
@@ -65,9 +54,7 @@ class Judge:
     def measure(self, source: Source, keep: bool = False) -> Measured:
         """Measure pictures, unless it is known what they are.
 
-        Args:
-            source: a model with how it draws and at which conditions, a folder, or rows of a data set.
-            keep: whether the first samples are wanted too; then they lie beside the point.
+        Where the first samples are wanted too (`keep`), they lie beside the point.
 
         Raises:
             DataError: too few pictures, of another size than the reference's, or with values that are NaN.

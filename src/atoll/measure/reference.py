@@ -58,19 +58,12 @@ class Statistics(File):
 
 @dataclass
 class Reference:
-    """Features of the pictures that others are compared with, read or made once, when they are needed.
-
-    Attributes:
-        about: which pictures they are, and which extractor sees them.
-        store: where the statistics lie or come to lie.
-        key: of their JSON.
-        pictures: None where there are only the statistics.
-    """
+    """Features of the pictures that others are compared with, read or made once, when they are needed."""
 
     about: Statistics
     store: Store
-    key: str
-    pictures: Folder | Rows | None = None
+    key: str  # of the statistics, which lie there or come to lie there
+    pictures: Folder | Rows | None = None  # None where there are only the statistics
     _known: Features | None = None
 
     @classmethod
@@ -136,16 +129,8 @@ def reference_of(
     store: Store,
     usual: str = "heldout",
 ) -> Reference:
-    """What pictures are compared with.
-
-    Args:
-        named: a campaign, a data set, a folder of pictures, or saved statistics; None is the data of the
-            campaign at hand.
-        split: rows of a data set.
-        campaign: the campaign at hand.
-        encoder: sees them.
-        store: where features are kept.
-        usual: the rows, where `split` is None.
+    """What pictures are compared with: a campaign, a data set, a folder of pictures, or saved statistics, by
+    name; None is the data of the campaign at hand. Of a data set it is one `split`, by default the `usual`.
 
     Raises:
         ConfigError: nothing is named, or rows are asked of what has none.

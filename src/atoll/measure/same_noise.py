@@ -121,7 +121,9 @@ def pair_table(
             mine, theirs = getattr(base, space), getattr(other, space)
             same = correlations(mine, theirs[chosen["same noise"]])
             for partner, index in chosen.items():
-                values, effect, higher = same, None, None
+                columns = ("mean", "deviation", "low", "high", "effect", "higher")
+                row: dict[str, Any] = dict.fromkeys(columns)
+                values = same
                 if partner != "same noise":
                     values = correlations(mine, theirs[index])
                     values[(index < 0) | (conditions == conditions[index])] = np.nan
@@ -130,25 +132,13 @@ def pair_table(
                     if len(first) > 1:
                         # Cohen's d, and the share of samples where the same noise correlates more.
                         pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
-                        effect = finite((first.mean() - second.mean()) / pooled) if pooled else None
-                        higher = float((first > second).mean())
+                        row["effect"] = finite((first.mean() - second.mean()) / pooled) if pooled else None
+                        row["higher"] = float((first > second).mean())
                 there = values[~np.isnan(values)]
-                mean = finite(there.mean()) if len(there) else None
-                numbers: dict[str, float | None] = {
-                    "mean": mean,
-                    "deviation": None,
-                    "low": None,
-                    "high": None,
-                }
-                if mean is not None and len(there) > 1:
-                    deviation = float(there.std(ddof=1))
+                row["mean"] = finite(there.mean()) if len(there) else None
+                if len(there) > 1:
+                    mean, deviation = float(there.mean()), float(there.std(ddof=1))
                     half = Z95 * deviation / math.sqrt(len(there))
-                    numbers |= {"deviation": deviation, "low": mean - half, "high": mean + half}
-                about: dict[str, Any] = {
-                    "strategy": name,
-                    "space": space,
-                    "partner": partner,
-                    "pairs": len(there),
-                }
-                rows.append(PairRow(**about, **numbers, effect=effect, higher=higher))
+                    row |= {"deviation": deviation, "low": mean - half, "high": mean + half}
+                rows.append(PairRow(strategy=name, space=space, partner=partner, pairs=len(there), **row))
     return rows

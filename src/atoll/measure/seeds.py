@@ -57,7 +57,7 @@ class SeedsRow(Config):
         """The number out of its values, one or more."""
         low, high = interval(values) or (None, None)
         middle, mean = statistics.median(values), statistics.fmean(values)
-        ends = {"least": min(values), "most": max(values), "low": low, "high": high}
+        ends: dict[str, Any] = {"least": min(values), "most": max(values), "low": low, "high": high}
         return cls(model=model, measure=measure, campaigns=len(values), median=middle, mean=mean, **ends)
 
 

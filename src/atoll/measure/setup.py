@@ -3,9 +3,6 @@
 from functools import cache, cached_property
 from typing import Any
 
-import numpy as np
-import torch
-
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.processes import ProcessGroup
@@ -13,6 +10,7 @@ from atoll.base.rng import generator
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import ComparedModel, Comparison
+from atoll.data.columns import some_rows
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K
@@ -126,8 +124,7 @@ class CommonSetup:
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
         train = of_usual_size(self.dataset, self.dataset.split("train"))
-        order = torch.randperm(len(train), generator=generator(self.seed, stream)).numpy()
-        return Rows(self.dataset, "train", np.sort(train[order[:count]]))
+        return Rows(self.dataset, "train", some_rows(train, count, generator(self.seed, stream)))
 
     @cached_property
     def axes(self) -> tuple[int, Axes]:
@@ -179,15 +176,8 @@ class CommonSetup:
     ) -> tuple[ComparedModel, SavedSamples | None, bool]:
         """Measure a single network, or the ensemble under a strategy of this name, unless it is known.
 
-        Args:
-            name: of a single network or of a strategy.
-            candidate: other weights than the published ones.
-            guidance: by default the comparison's own, like `samples`.
-            samples: pictures.
-            keep: whether its first samples are wanted too.
-
-        Returns:
-            The numbers, the first samples, and whether they were drawn now.
+        Weights are the published ones but for a `candidate`'s. Gives the numbers, if asked for (`keep`) the
+        first samples, and whether they were drawn now.
         """
         samples = samples or self.config.samples
         drawn = self.drawn(candidate or self.model(name), name, guidance, samples)

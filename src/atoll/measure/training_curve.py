@@ -30,18 +30,12 @@ from atoll.model.trace import Costs
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A model after a part of its training.
-
-    Attributes:
-        share: of its own training; of an ensemble, of its experts'.
-        train_flops: operations spent by then.
-        weights: what the weights are known by; empty for what was published.
-        chosen: the milestone of each part.
-    """
+    """A model after a share of its own training; of an ensemble, of its experts'."""
 
     share: float
     train_flops: float
     weights: Mapping[str, str]
+    """What they are known by; empty for what was published, like the milestones."""
     chosen: Mapping[str, Milestone | None]
 
 

@@ -100,11 +100,17 @@ def test_means_and_standard_errors_are_those_of_all_rows_at_once(batch: int) -> 
 # The router.
 
 
+def routed(logp: Tensor, clusters: Tensor, prior: Tensor, bins: int = 15) -> dict[str, Any]:
+    """Tables of a router that gave these answers `(N, K)` at t = 0.5, in batches."""
+    calibration = Calibration([0.5], prior, bins)
+    for part in torch.arange(len(clusters)).split(13):
+        calibration.add(logp[None, part], clusters[part])
+    return calibration.tables()
+
+
 def test_a_uniform_router_has_the_likelihood_of_a_guess() -> None:
-    calibration = Calibration([0.5, 1.0], torch.tensor([30, 10, 10]), bins=10)
     clusters = torch.arange(50) % 3
-    calibration.add(torch.zeros(2, 50, 3), clusters)
-    one = found(calibration.tables()["router"], t=1.0)
+    one = found(routed(torch.zeros(50, 3), clusters, torch.tensor([30, 10, 10]), 10)["router"])
     assert one["nll"] == pytest.approx(math.log(3), abs=1e-12) and one["nll_se"] == pytest.approx(0, abs=1e-9)
     assert one["confidence"] == pytest.approx(1 / 3)
     assert one["accuracy"] == pytest.approx(17 / 50)  # the first of equals
@@ -112,15 +118,17 @@ def test_a_uniform_router_has_the_likelihood_of_a_guess() -> None:
     assert one["prior_nll"] == pytest.approx(-(asked * np.log(shares)).sum())
     assert one["prior_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert one["prior_accuracy"] == pytest.approx(17 / 50)
+    # What the prior holds for impossible has an infinite likelihood, which JSON cannot hold.
+    impossible = routed(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([1, 0]))
+    assert found(impossible["router"])["prior_nll"] is None
 
 
 def drawn_from(p: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
     """Every posterior `(N, K)` with clusters in exactly its proportions: `per_row` rows each."""
     counts = (p * per_row).round().long()
     assert torch.equal(counts.double() / per_row, p)
-    return p.repeat_interleave(per_row, 0), torch.cat(
-        [torch.arange(p.shape[1]).repeat_interleave(c) for c in counts]
-    )
+    clusters = [torch.arange(p.shape[1]).repeat_interleave(count) for count in counts]
+    return p.repeat_interleave(per_row, 0), torch.cat(clusters)
 
 
 POSTERIORS = torch.tensor(
@@ -131,45 +139,31 @@ POSTERIORS = torch.tensor(
 def test_the_exact_posterior_is_calibrated() -> None:
     """Clusters in exactly the proportions that the router says: all numbers are those of the formulas."""
     p, clusters = drawn_from(POSTERIORS, 20)
-    calibration = Calibration([1.0], torch.bincount(clusters), bins=15)
-    for part in torch.arange(len(p)).split(13):
-        calibration.add(p[part].log()[None], clusters[part])
-    one = found(calibration.tables()["router"], t=1.0)
-    entropy = -torch.special.xlogy(POSTERIORS, POSTERIORS).sum(1).mean()
+    tables = routed(p.log(), clusters, torch.bincount(clusters))
+    one, entropy = found(tables["router"]), -torch.special.xlogy(POSTERIORS, POSTERIORS).sum(1).mean()
     assert one["nll"] == pytest.approx(float(entropy), abs=1e-12)
     assert one["accuracy"] == pytest.approx(float(POSTERIORS.max(1).values.mean()), abs=1e-12)
     assert one["ece"] == pytest.approx(0, abs=1e-12) and one["ece_chance"] > 0.03
     assert one["temperature"] == 1 and one["nll_tempered"] == pytest.approx(one["nll"], abs=1e-12)
-    assert all(
-        r["confidence"] == pytest.approx(r["accuracy"]) for r in records(calibration.tables()["reliability"])
-    )
-    third = found(calibration.tables()["router_clusters"], cluster=0)
+    assert all(r["confidence"] == pytest.approx(r["accuracy"]) for r in records(tables["reliability"]))
+    third = found(tables["router_clusters"], cluster=0)
     assert third["rows"] == 21 and third["accuracy"] == pytest.approx(14 / 21)
 
 
 def test_a_router_that_is_too_sure_has_the_error_that_was_put_in() -> None:
     """It says 0.9 and is right in 0.6 of the cases; and 0.8 where it is right in 0.7."""
     sure = torch.tensor([[0.9, 0.1]] * 30 + [[0.2, 0.8]] * 10, dtype=torch.float64)
-    clusters = torch.tensor([0] * 18 + [1] * 12 + [1] * 7 + [0] * 3)
-    calibration = Calibration([0.5], torch.tensor([1, 1]), bins=15)
-    calibration.add(sure.log()[None], clusters)
-    one = found(calibration.tables()["router"])
+    tables = routed(sure.log(), torch.tensor([0] * 18 + [1] * 12 + [1] * 7 + [0] * 3), torch.tensor([1, 1]))
+    one = found(tables["router"])
     assert one["ece"] == pytest.approx(0.75 * 0.3 + 0.25 * 0.1)
     assert one["confidence"] - one["accuracy"] == pytest.approx(one["ece"])
-    first, second = records(calibration.tables()["reliability"])
-    assert (first["rows"], first["accuracy"], first["confidence"]) == (
-        10,
-        pytest.approx(0.7),
-        pytest.approx(0.8),
-    )
-    assert (second["rows"], second["accuracy"]) == (30, pytest.approx(0.6))
+    bins = [[r["rows"], r["accuracy"], r["confidence"]] for r in records(tables["reliability"])]
+    assert bins == [pytest.approx([10, 0.7, 0.8]), pytest.approx([30, 0.6, 0.9])]
 
 
 def test_a_router_that_is_too_sure_by_a_temperature_is_told_which() -> None:
     p, clusters = drawn_from(POSTERIORS[:3], 20)
-    calibration = Calibration([0.5], torch.ones(3), bins=15)
-    calibration.add(4 * p.log()[None], clusters)
-    one = found(calibration.tables()["router"])
+    one = found(routed(4 * p.log(), clusters, torch.ones(3))["router"])
     exact = -torch.special.xlogy(POSTERIORS[:3], POSTERIORS[:3]).sum(1).mean()
     assert one["temperature"] == 4 and 4 in TEMPERATURES
     assert one["nll_tempered"] == pytest.approx(float(exact), abs=1e-12) and one["nll"] > one["nll_tempered"]
@@ -177,22 +171,14 @@ def test_a_router_that_is_too_sure_by_a_temperature_is_told_which() -> None:
 
 def test_the_error_of_chance_is_what_calibrated_answers_get() -> None:
     """Drawn by the router's own posterior, the calibration error is on average `ece_chance`."""
-    source, errors, chances = seeded(3), [], []
+    source, drawn = seeded(3), []
     for _ in range(200):
         p = torch.softmax(2 * torch.randn(300, 4, generator=source, dtype=torch.float64), 1)
-        clusters = torch.multinomial(p, 1, generator=source)[:, 0]
         calibration = Calibration([0.5], torch.ones(4), bins=10)
-        calibration.add(p.log()[None], clusters)
-        one = found(calibration.tables()["router"])
-        errors.append(one["ece"])
-        chances.append(one["ece_chance"])
-    assert np.mean(errors) == pytest.approx(np.mean(chances), rel=0.05)
-
-
-def test_an_infinite_likelihood_is_null() -> None:
-    calibration = Calibration([0.5], torch.tensor([1, 0]), bins=5)
-    calibration.add(torch.tensor([[[0.0, 0.0]]]), torch.tensor([1]))
-    assert found(calibration.tables()["router"])["prior_nll"] is None
+        calibration.add(p.log()[None], torch.multinomial(p, 1, generator=source)[:, 0])
+        drawn.append(found(calibration.tables()["router"]))
+    chance = np.mean([one["ece_chance"] for one in drawn])
+    assert np.mean([one["ece"] for one in drawn]) == pytest.approx(chance, rel=0.05)
 
 
 # Errors of experts.
@@ -250,8 +236,7 @@ def test_the_angle_between_experts() -> None:
     east, north = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 3.0, 0.0, 0.0])
 
     def between(*v: Tensor) -> float:
-        alignment = Alignment([0.5], len(v), range(len(v)), monolith=False)
-        each = torch.stack(v)[:, None, None]
+        alignment, each = Alignment([0.5], len(v), range(len(v)), False), torch.stack(v)[:, None, None]
         alignment.add(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0]))
         return found(alignment.tables()["disagreement"], t=0.5, cluster="all")["angle"]
 
@@ -360,28 +345,26 @@ def exact() -> tuple[World, dict[str, Any]]:
     return world, errors_of(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
 
 
-def test_with_exact_parts_the_mixture_is_the_monolith(exact: tuple[World, dict[str, Any]]) -> None:
-    _, tables = exact
-    for record in records(tables["differences"]):
-        if record["gap"] == "mixture-monolith":
-            assert abs(record["difference"]) < 1e-7
-
-
 def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[str, Any]]) -> None:
-    """And nobody beats the exact mixture but he who is told the cluster."""
+    """The mixture is the monolith, and nobody beats it but he who is told the cluster."""
     _, tables = exact
+    gaps = [r["difference"] for r in records(tables["differences"]) if r["gap"] == "mixture-monolith"]
+    assert gaps and max(map(abs, gaps)) < 1e-7
     for cluster in range(3):
         errors = [found(tables["experts"], t="mean", cluster=cluster, expert=k)["error"] for k in range(3)]
         assert np.argmin(errors) == cluster
     for t in (0.3, 0.6, 0.9):
-        of = {
-            m: found(tables["errors"], t=t, cluster="all", model=m)["error"]
-            for m in ("own", "mixture", "selected", "others")
-        }
-        assert of["own"] < of["mixture"] < of["selected"] < of["others"]
-        for k in range(3):
-            one = found(tables["missing"], t=t, cluster=k, expert=k)
-            assert one["loss"] > 0, "its own cluster misses it"
+        ways = ("own", "mixture", "selected", "others")
+        errors = [found(tables["errors"], t=t, cluster="all", model=way)["error"] for way in ways]
+        assert errors == sorted(set(errors))
+        # Its own cluster misses an expert.
+        assert all(found(tables["missing"], t=t, cluster=k, expert=k)["loss"] > 0 for k in range(3))
+    # Near noise the best single expert is not the marginal flow, however exact it is: clusters cannot be told
+    # apart there.
+    near, far = (
+        found(tables["differences"], t=t, cluster="all", gap="selected-monolith") for t in (0.9, 0.3)
+    )
+    assert near["difference"] > 4 * near["se"] and near["difference"] > far["difference"]
 
 
 def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
@@ -394,29 +377,14 @@ def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
     eps = torch.randn(20000, *SHAPE, generator=source)
     for time in (0.3, 0.6, 0.9):
         t = torch.full((20000,), time)
-        p = (
-            Bayes(world)
-            .logits(noisy(world.points[picked], eps, t, RectifiedFlow()), t, Condition())
-            .softmax(1)
-        )
+        states = noisy(world.points[picked], eps, t, RectifiedFlow())
+        p = Bayes(world).logits(states, t, Condition()).softmax(1)
         entropy = -torch.special.xlogy(p, p).sum(1)
         one = found(tables["router"], t=time)
         assert abs(one["nll"] - float(entropy.mean())) < 4 * one["nll_se"]
         assert abs(one["accuracy"] - float(p.max(1).values.mean())) < 4 * one["accuracy_se"] + 0.005
         assert one["ece"] < 2.5 * one["ece_chance"] and one["temperature"] in (2 ** (-1 / 8), 1, 2 ** (1 / 8))
         assert one["nll"] < one["prior_nll"] == pytest.approx(math.log(3), abs=1e-9)
-
-
-def test_the_selected_expert_loses_where_clusters_cannot_be_told_apart(
-    exact: tuple[World, dict[str, Any]],
-) -> None:
-    """Near noise the best single expert is not the marginal flow, however exact it is."""
-    _, tables = exact
-    near, far = (
-        found(tables["differences"], t=t, cluster="all", gap="selected-monolith") for t in (0.9, 0.3)
-    )
-    assert near["difference"] > 4 * near["se"]
-    assert near["difference"] > far["difference"]
 
 
 # Usage and switches.
@@ -433,10 +401,7 @@ def test_the_switch_rate_of_a_trace_made_by_hand() -> None:
     assert [r["rate"] for r in records(table)[1:]] == pytest.approx([1 / 3, 2 / 3, 1 / 3, 0])
     assert [r["ever"] for r in records(table)[1:]] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3])
     assert [r["t"] for r in records(table)[1:]] == [0.8, 0.6, 0.4, 0.2]
-
-
-def test_one_step_cannot_switch() -> None:
-    assert switches(torch.ones(1, 4, 2), [1.0]) == []
+    assert switches(torch.ones(1, 4, 2), [1.0]) == []  # one step cannot switch
 
 
 def test_usage_counts_samples_and_steps() -> None:
@@ -513,18 +478,9 @@ def test_held_out_pictures_that_are_training_pictures_are_told_and_no_measure() 
     samples[13] = train[77]
     clean = check(samples, train)
     near = [two_nearest(values, parts(train, 64)) for values in (samples, train[:100])]
-    dirty = Copies(
-        near[0],
-        Nearest(
-            *(
-                np.concatenate(pair)
-                for pair in zip(vars(clean.heldout).values(), vars(near[1]).values(), strict=True)
-            )
-        ),
-        clean.served,
-        np.concatenate([clean.clusters, np.zeros(100, dtype=np.int64)]),
-        0.01,
-    )
+    pairs = zip(vars(clean.heldout).values(), vars(near[1]).values(), strict=True)
+    clusters = np.concatenate([clean.clusters, np.zeros(100, dtype=np.int64)])
+    dirty = Copies(near[0], Nearest(*map(np.concatenate, pairs)), clean.served, clusters, 0.01)
     assert dirty.limits == clean.limits and dirty.suspicious(5) == clean.suspicious(5)
     assert found(dirty.by_cluster(2), cluster="all")["leaked"] == pytest.approx(1 / 3)
     assert found(dirty.by_cluster(2), cluster=0)["leaked"] == pytest.approx(1 / 2)
@@ -540,11 +496,8 @@ def test_samples_of_the_same_law_are_suspicious_by_chance_only() -> None:
     whole = found(check(samples, train).by_cluster(2), cluster="all")
     assert 0 < whole["suspicious"] < 0.06 and whole["memorised"] < 0.01
     near = check(samples[:9], train)
-    ratios = near.samples.ratio
-    assert [r["sample"] for r in records(near.closest())] == [
-        2 * ratios[::2].argmin(),
-        2 * ratios[1::2].argmin() + 1,
-    ]
+    ratios, closest = near.samples.ratio, [r["sample"] for r in records(near.closest())]
+    assert closest == [2 * ratios[::2].argmin(), 2 * ratios[1::2].argmin() + 1]
     assert whole["ratio"] == pytest.approx(whole["ratio_heldout"], rel=0.1)
     assert whole["distance"] == pytest.approx(whole["distance_heldout"], rel=0.1)
 
@@ -555,14 +508,11 @@ def test_an_expert_that_served_nobody_has_no_numbers() -> None:
     assert (one["samples"], one["suspicious"], one["ratio"], one["heldout"]) == (0, None, None, 0)
 
 
-def test_one_training_picture_has_no_second_nearest() -> None:
+def test_features_that_are_few_or_none() -> None:
     near = two_nearest(np.ones((1, 3)), parts(np.zeros((1, 3)), 5))
-    assert near.ratio.tolist() == [0.0] and near.distances[0, 1] == np.inf
+    assert near.ratio.tolist() == [0.0] and near.distances[0, 1] == np.inf  # there is no second nearest
     copies = Copies(near, near, np.array([0]), np.array([0]), 0.5)
     assert copies.suspicious(5) == [] and copies.by_cluster(1)[0].cluster == "all"
-
-
-def test_features_that_are_none_are_refused() -> None:
     with pytest.raises(DataError, match="NaN or infinity"):
         two_nearest(np.full((2, 3), np.nan), parts(np.zeros((4, 3)), 2))
     with pytest.raises(DataError, match="no training picture"):

@@ -8,21 +8,19 @@ from atoll.base.errors import DataError
 from atoll.measure.metrics.frechet import frechet_distance, frechet_of_moments
 from atoll.measure.metrics.projection import Moments, Projection
 
-F64 = np.ndarray
 
-
-def covariance(seed: int, d: int, condition: float = 10.0) -> F64:
+def covariance(seed: int, d: int, condition: float = 10.0) -> np.ndarray:
     draws = np.random.default_rng(seed)
     basis = np.linalg.qr(draws.normal(size=(d, d)))[0]
     return (basis * np.geomspace(1.0, condition, d)) @ basis.T
 
 
-def samples(seed: int, n: int, d: int) -> F64:
+def samples(seed: int, n: int, d: int) -> np.ndarray:
     draws = np.random.default_rng(seed)
     return draws.normal(size=(n, d)) @ np.linalg.cholesky(covariance(seed, d)).T + draws.normal(size=d)
 
 
-def reference(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
+def reference(m1: np.ndarray, c1: np.ndarray, m2: np.ndarray, c2: np.ndarray) -> float:
     """As it is usually written, with scipy's root of a matrix that is not symmetric."""
     root = scipy.linalg.sqrtm(c1 @ c2)
     return float(((m1 - m2) ** 2).sum() + np.trace(c1 + c2 - 2 * np.real(root)))

@@ -45,7 +45,9 @@ def test_halves_add_up_to_the_whole(n: int) -> None:
     own, other, across = (((a @ b.T) / x.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
     within = [(k.sum() - k.diagonal().sum()) / (n * (n - 1)) for k in (own, other)]
     expected = float(within[0] + within[1] - 2 * across.mean())
-    assert kid(x.float().numpy(), y.float().numpy(), 1, n).value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert kid(x.float().numpy(), y.float().numpy(), 1, n).value == pytest.approx(
+        expected, rel=1e-9, abs=1e-12
+    )
 
 
 def test_a_set_that_is_whole_in_every_subset_tells_no_spread() -> None:

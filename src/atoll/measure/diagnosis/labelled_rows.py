@@ -32,6 +32,7 @@ from atoll.campaign.diagnosed import (
 )
 from atoll.campaign.measured import Cluster, Time
 from atoll.campaign.settings.measure import DiagnoseConfig
+from atoll.data.columns import some_rows
 from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
@@ -58,14 +59,7 @@ WEAK = 1.1
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows with their noise, on the CPU.
-
-    Attributes:
-        x0: latents `(B, C, H, W)`.
-        cond: conditions.
-        eps: noise like `x0`.
-        clusters: of the rows `(B,)`.
-    """
+    """Some rows on the CPU: latents and noise `(B, C, H, W)`, conditions, clusters `(B,)`."""
 
     x0: Tensor
     cond: Condition
@@ -77,8 +71,7 @@ def labelled(
     samples: Samples, clusters: NDArray[np.int64], most: int, seed: int, batch: int
 ) -> Iterator[Rows]:
     """At most so many of a split's samples, batch by batch, with the clusters of all the data set's rows."""
-    order = torch.randperm(len(samples), generator=generator(seed, "diagnose-rows")).numpy()
-    index = np.sort(order[:most]).astype(np.int64)
+    index = some_rows(np.arange(len(samples)), most, generator(seed, "diagnose-rows"))
     for first in range(0, len(index), batch):
         part = index[first : first + batch]
         rows, x0 = samples.rows[part], samples.latents(part)
@@ -95,20 +88,9 @@ def errors_of(
     config: DiagnoseConfig,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[Any]]:
-    """Tables of router and errors, by name, on rows of known cluster.
-
-    Args:
-        ensemble: experts and router. The router is judged on all clusters; errors are those of the experts
-            that exist, with their logits only.
-        monolith: the baseline, or None.
-        rows: batches.
-        prior: training rows of every cluster.
-        config: times and bins.
-        device: where the models are.
-
-    Raises:
-        DataError: a model gives NaN or infinity.
-    """
+    """Tables of router and errors, by name, on rows of known cluster; `prior` are the training rows of every
+    cluster. The router is judged on all clusters; errors are those of the experts that exist, with their
+    logits only. `DataError` where a model gives NaN or infinity."""
     k, router = len(prior), ensemble.router
     assert router is not None
     present = [n for n in range(k) if n not in ensemble.missing]

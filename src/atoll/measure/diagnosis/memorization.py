@@ -88,15 +88,8 @@ def two_nearest(
 
 @dataclass(frozen=True)
 class Copies:
-    """What the check found.
-
-    Attributes:
-        samples: nearest training pictures of the samples.
-        heldout: of held-out pictures.
-        served: cluster whose expert served each sample most `(N,)`.
-        clusters: of the held-out pictures `(M,)`.
-        quantile: share of held-out pictures below the limits.
-    """
+    """The nearest training pictures of samples and of held-out pictures, by cluster: that of the expert which
+    served a sample most `(N,)`, and the held-out pictures' own `(M,)`. A `quantile` of those is the limit."""
 
     samples: Nearest
     heldout: Nearest

@@ -33,13 +33,8 @@ NUDGE = 0.01
 
 
 def usage(weights: Float[Tensor, "S N K"], clusters: Tensor, sizes: Sequence[int]) -> list[UsageRow]:
-    """How much every expert is used.
-
-    Args:
-        weights: of a trace, from noise to data.
-        clusters: of the rows whose conditions were sampled `(N,)`.
-        sizes: training rows per cluster.
-    """
+    """How much every expert is used, by a trace from noise to data, the clusters `(N,)` of the rows whose
+    conditions were sampled, and the training rows per cluster."""
     count, k = weights.shape[1:]
     means = Means.zeros(1, k, 2)
     means.add(torch.stack([weights.double().mean(0), weights[0].double()], -1))
@@ -168,8 +163,7 @@ def cluster_match(
         weights: of the trace `(S, N, K)`; their mean over the steps counts.
         heldout: features of held-out pictures `(M, D)`; none are fine.
         clusters: of the held-out pictures `(M,)`.
-        centroids: of the partition `(K, D)`.
-        prices: of the partition `(K,)`, where it has any.
+        centroids: of the partition `(K, D)`, like its `prices` `(K,)`.
     """
     k, served = len(centroids), leaders(weights)
     landed = nearest_centroid(normalise(features), centroids, prices) == served
