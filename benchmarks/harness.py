@@ -189,7 +189,8 @@ def synthetic(
     manifest = Manifest(identity=f"{first}", source={"name": "synthetic"}, rows=first, shards=shards)
     dataset = DataSet(store, "", manifest)
     for name, values in columns.items():
-        dataset.write_column(name, {"name": "synthetic"}, lambda n, values=values: {"values": values(n)})
+        producer = {"name": "synthetic", "hash": ""}  # a network's card names the latents' by it
+        dataset.write_column(name, producer, lambda n, values=values: {"values": values(n)})
     return dataset.finish()
 
 
