@@ -43,10 +43,10 @@ from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from atoll.measure.features import F32
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.mmd import kid
 from atoll.measure.metrics.precision_recall import neighbourhoods
+from atoll.measure.pictures import F32
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,19 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
         part = RUNS[card.role].plural
         spent[part] = (spent.get(part) or 0.0) + card.train_flops
 
-    metric, pairs = _metric(setup), _pairs(setup, samples)
+    # How alike pictures of the same noise are, where there is a monolith to pair with.
+    metric, tables = _metric(setup), ComparisonTables()
+    if BASE in samples:
+        others = {name: saved for name, saved in samples.items() if name != BASE}
+        clusters, index = setup.conditions.clusters, setup.conditions.index
+        tables = ComparisonTables(pairs=tuple(pair_table(samples[BASE], others, clusters, index, setup.seed)))
+    for pair in tables.pairs or ():
+        if pair.space == "pixels" and pair.partner == "any" and pair.effect is not None:
+            same = next(other for other in tables.pairs or () if other.strategy == pair.strategy)
+            say(
+                f"  {pair.strategy:<{WIDE}} and monolith, same noise: pixels correlate by"
+                f" {same.mean:.3f}, any two by {pair.mean:.3f}"
+            )
     return Comparison(
         key=key,
         parts=parts,
@@ -133,7 +145,7 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
         metric=metric,
         rows=rows,
         train_flops=spent,
-        tables=pairs,
+        tables=tables,
         seconds=round(time.monotonic() - start, 1),
     )
 
@@ -172,23 +184,6 @@ def _metric(setup: CommonSetup) -> dict[str, Any]:
             "real_recall": real.number("recall"),
         },
     }
-
-
-def _pairs(setup: CommonSetup, samples: Mapping[str, SavedSamples]) -> ComparisonTables:
-    """The table `pairs`, where there is a monolith to pair with."""
-    if BASE not in samples:
-        return ComparisonTables()
-    others = {name: saved for name, saved in samples.items() if name != BASE}
-    conditions = setup.conditions
-    rows = pair_table(samples[BASE], others, conditions.clusters, conditions.index, setup.seed)
-    for row in rows:
-        if row.space == "pixels" and row.partner == "any" and row.effect is not None:
-            same = next(other for other in rows if other.strategy == row.strategy)
-            say(
-                f"  {row.strategy:<{WIDE}} and monolith, same noise: pixels correlate by"
-                f" {same.mean:.3f}, any two by {row.mean:.3f}"
-            )
-    return ComparisonTables(pairs=tuple(rows))
 
 
 def _shown(setup: CommonSetup) -> RowConditions:

@@ -18,10 +18,9 @@ from atoll.base.processes import ProcessGroup
 from atoll.base.version import code_version
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.encoders.vision import VisionEncoder
-from atoll.measure.features import extract
 from atoll.measure.metrics.metric import How, compute, scorers, settings_of
 from atoll.measure.models import Drawn
-from atoll.measure.pictures import Batch, Source
+from atoll.measure.pictures import Batch, Source, extract
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import SavedSamples
 from atoll.model.trace import Trace

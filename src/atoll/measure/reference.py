@@ -15,8 +15,7 @@ from atoll.base.version import code_version
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder
-from atoll.measure.features import Features, extract
-from atoll.measure.pictures import Folder, Rows
+from atoll.measure.pictures import Features, Folder, Rows, extract
 from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Store

@@ -32,12 +32,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """What is kept of a model's first samples, P of them.
-
-    Attributes:
-        pixels: `(P, V)` uint8, a picture's values one after the other.
-        features: `(P, D)` float32, of the judge's extractor.
-    """
+    """What is kept of a model's first samples: values `(P, V)` of pictures, and features `(P, D)`."""
 
     pixels: NDArray[np.uint8]
     features: NDArray[np.float32]
@@ -101,12 +96,8 @@ def pair_table(
 
     The same noise comes with the same condition, so a part of what it adds to the others is the condition's.
 
-    Args:
-        base: samples of the monolith.
-        others: of each strategy, drawn with the same noise at the same conditions.
-        clusters: of each sample's condition, `(P,)` or longer.
-        conditions: number of each sample's condition, `(P,)` or longer; partners of equal ones do not count.
-        seed: of the partners.
+    Samples of the monolith (`base`) and of each strategy are drawn at the same conditions, whose clusters and
+    numbers these are, `(P,)` or longer. Partners of equal conditions do not count.
     """
     count = len(base.pixels)
     clusters, conditions = clusters[:count], conditions[:count]

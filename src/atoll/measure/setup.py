@@ -46,15 +46,8 @@ COSTS = ("gflops_per_step", "experts_per_step", "router_calls_per_step", "router
 class CommonSetup:
     """A comparison as it is asked for; data, judge and models are loaded when they are first needed.
 
-    Attributes:
-        override: how samples are drawn.
-        strategies: those named that this ensemble can follow.
-        extras: what the guidance sweep and the training curve were asked for, `sweep` and `curve` as the
-            result names them.
-
-    Raises:
-        StoreError: there is no ensemble.
-        ConfigError: the sweep names no strategy that is possible here.
+    `strategies` are those that this ensemble can follow, `extras` what guidance sweep and training curve were
+    asked for: `sweep` and `curve`, as the result names them. `ConfigError` where no strategy is possible.
     """
 
     def __init__(self, campaign: Campaign) -> None:
@@ -157,7 +150,7 @@ class CommonSetup:
         return Judge(self.campaign.store, encoder, self.reference, metrics, how, self.config.batch)
 
     def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
-        """Samples of a model, under a routing strategy of this name if it is an ensemble."""
+        """Samples of a model, under this strategy if it is an ensemble."""
         routing = name if candidate.routed else None
         generation = self.override.generation.with_(routing=routing, guidance=guidance)
         return Drawn(candidate, generation, self.conditions.first(samples))

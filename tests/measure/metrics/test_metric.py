@@ -10,11 +10,11 @@ import pytest
 from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.measure import metrics as package
-from atoll.measure.features import Features
 from atoll.measure.metrics import metric
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.metric import How, compute, metrics, parse, settings_of
 from atoll.measure.metrics.projection import Axes, Projection
+from atoll.measure.pictures import Features
 
 HOW = How("net", "dinov2", 16, 40, 40, 8)
 RNG = np.random.default_rng(0)

@@ -129,10 +129,7 @@ class Calibration:
     The router answers p(k | x_t, t, c). The exact mixture needs that very number and not only the right order
     (DDM, eq. 4), and `once` draws from it at t = 1, so calibration counts beside accuracy.
 
-    Args:
-        times: T times that it was asked at.
-        prior: share of every cluster in the training rows `(K,)`: what one knows without looking.
-        bins: of confidence, of equal width.
+    `prior` is the share of every cluster in the training rows `(K,)`: what one knows without looking.
     """
 
     def __init__(self, times: Sequence[float], prior: Tensor, bins: int) -> None:
@@ -210,11 +207,7 @@ class Alignment:
     models differ as their mean-square distances to the exact flow do. `own` is told the cluster, so it may
     lie below the exact mixture.
 
-    Args:
-        times: T times.
-        k: number of clusters.
-        present: numbers of the experts that exist, rising.
-        monolith: whether there is one.
+    Of K clusters, the experts that are `present` answer at all of T times.
     """
 
     def __init__(self, times: Sequence[float], k: int, present: Sequence[int], monolith: bool) -> None:
@@ -231,15 +224,8 @@ class Alignment:
     def add(
         self, velocities: Tensor, monolith: Tensor | None, target: Tensor, logits: Tensor, clusters: Tensor
     ) -> None:
-        """One batch.
-
-        Args:
-            velocities: of the experts that exist `(P, T, B, D)`.
-            monolith: its velocities `(T, B, D)`.
-            target: eps - x0 `(B, D)`.
-            logits: of the router `(T, B, K)`.
-            clusters: of the rows `(B,)`.
-        """
+        """One batch: velocities of the experts that exist `(P, T, B, D)` and of the monolith `(T, B, D)`,
+        targets eps - x0 `(B, D)`, logits of the router `(T, B, K)`, clusters `(B,)`."""
         known, rows = logits[..., self.present].double(), []
         for number in range(len(self.times)):
             values = self._at(velocities[:, number].double(), target.double(), known[number], clusters)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from atoll.encoders.vision import ClipEncoder, VisionEncoder
-from atoll.measure.features import F32, F64, Features
 from atoll.measure.metrics.metric import How, Metric, Value
+from atoll.measure.pictures import F32, F64, Features
 
 
 class ClipScore(Metric):

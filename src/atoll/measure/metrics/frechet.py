@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
-from atoll.measure.features import Features
 from atoll.measure.metrics.metric import How, Metric, Value
 from atoll.measure.metrics.projection import F64, Moments, Projection
+from atoll.measure.pictures import Features
 
 ENOUGH = 10
 """Pictures per dimension, below which the bias of a Fréchet distance is said: it falls with their number."""

@@ -13,37 +13,23 @@ import atoll.measure.metrics as package
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.campaign.measured import MeasuredValue
 from atoll.encoders.vision import VisionEncoder
-from atoll.measure.features import F32, F64, Features, Scorer
 from atoll.measure.metrics.projection import Axes
+from atoll.measure.pictures import F32, F64, Features, Scorer
 
 
 @dataclass(frozen=True)
 class How:
-    """What metrics know before anything is computed.
-
-    Attributes:
-        extractor: name of the network that gives the features.
-        kind: of that network; FID is Inception's alone, and the CLIP score CLIP's.
-        width: D of the features.
-        samples: number of the pictures that are measured.
-        references: number of those that they are compared with.
-        components: principal components that a Fréchet distance is taken in.
-        axes: the components, where they are fixed by other pictures than the reference's.
-        subsets: random subsets of KID.
-        subset: pictures of a subset, at most.
-        seed: of the subsets.
-        device: where kernels and neighbours are computed.
-    """
+    """What metrics know before anything is computed."""
 
     extractor: str
-    kind: str
-    width: int
+    kind: str  # of the extractor: FID is Inception's alone, and the CLIP score CLIP's
+    width: int  # D of the features
     samples: int
     references: int
-    components: int
-    axes: Axes | None = None
-    subsets: int = 100
-    subset: int = 1000
+    components: int  # principal ones, that a Fréchet distance is taken in
+    axes: Axes | None = None  # those of other pictures than the reference's
+    subsets: int = 100  # of KID
+    subset: int = 1000  # pictures of one, at most
     seed: int = 0
     device: torch.device | str = "cpu"
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.base.rng import generator
-from atoll.measure.features import F32, Features
 from atoll.measure.metrics.metric import How, Metric, Value
+from atoll.measure.pictures import F32, Features
 
 Index = NDArray[np.int64]
 Kernel = Callable[[Tensor, Tensor], Tensor]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import DataError
-from atoll.measure.features import F32, Features
 from atoll.measure.metrics.metric import How, Metric, Value
+from atoll.measure.pictures import F32, Features
 
 PRECISION_K, DENSITY_K = 3, 5
 ROUNDING = 1e-12
@@ -46,11 +46,7 @@ METRICS = (Neighbours(),)
 
 
 def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
-    """Squared distance of every row to its 1st ... k-th nearest other row, `(N, k)` float64.
-
-    Raises:
-        DataError: k rows or fewer.
-    """
+    """Squared distance of every row to its 1st ... k-th nearest other row, `(N, k)` float64."""
     if len(rows) <= k:
         raise DataError(f"{len(rows)} pictures have no {k}-th neighbour", f"give more than {k}")
     all_nearest = []
@@ -72,11 +68,7 @@ def neighbourhoods(
     density_k: int = DENSITY_K,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """`precision`, `recall`, `density` and `coverage` of samples against a reference.
-
-    Raises:
-        DataError: too few pictures in either set.
-    """
+    """`precision`, `recall`, `density` and `coverage` of samples against a reference."""
     balls = radii(reference, max(precision_k, density_k), device)
     wide, dense = balls[:, precision_k - 1], balls[:, density_k - 1]
     balls_of_samples = radii(samples, precision_k, device)[:, -1]

@@ -15,13 +15,7 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of N features of D dimensions.
-
-    Attributes:
-        count: N.
-        mean: `(D,)`.
-        scatter: `(D, D)`, the sum of (x - mean)(x - mean)^T.
-    """
+    """Number, mean `(D,)` and scatter `(D, D)` of features: the sum of (x - mean)(x - mean)^T."""
 
     count: int
     mean: F64
@@ -66,12 +60,7 @@ def must_be_finite(features: NDArray[np.floating]) -> F64:
 
 @dataclass(frozen=True)
 class Projection:
-    """Principal components of a set of features.
-
-    Attributes:
-        mean: `(D,)`.
-        axes: `(D, P)`, orthonormal, the largest first.
-    """
+    """Principal components of features: mean `(D,)`, and axes `(D, P)`, orthonormal, the largest first."""
 
     mean: F64
     axes: F64
@@ -98,12 +87,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class Axes:
-    """Principal components that other pictures than the reference's fix.
-
-    Attributes:
-        about: which pictures these are, for the settings of a distance.
-        projection: gives the components, which may be computed when they are first needed.
-    """
+    """Principal components of other pictures than the reference's, computed when they are first needed."""
 
     about: dict[str, object]
+    """Which pictures, for the settings of a distance."""
     projection: Callable[[], Projection]

@@ -11,9 +11,8 @@ from PIL import Image
 
 from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder
-from atoll.measure import features
-from atoll.measure.features import extract, share
-from atoll.measure.pictures import Batch
+from atoll.measure import pictures
+from atoll.measure.pictures import Batch, extract, share
 
 
 @dataclass
@@ -78,7 +77,7 @@ def test_processes_bring_their_shares_to_the_first(monkeypatch: pytest.MonkeyPat
             else:
                 tensor.copy_(box.pop(0))
 
-    monkeypatch.setattr(features.ProcessGroup, "send_to_first", send_to_first)
+    monkeypatch.setattr(pictures.ProcessGroup, "send_to_first", send_to_first)
     source, encoder = Shuffled(45), cast(VisionEncoder, Grey())
     assert extract(source, encoder, "greys", 8, ProcessGroup(1, 2)) is None
     whole = extract(source, encoder, "greys", 8, ProcessGroup(0, 2))
