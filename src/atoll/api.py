@@ -127,7 +127,7 @@ def evaluate(
     changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
     generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
     point = evaluation.evaluate(campaign, changed, model=model, generation=generation)
-    assert point is not None  # it has one process
+    assert point is not None  # only the other processes of several return nothing
     return {name: value.value for name, value in point.values.items()}
 
 

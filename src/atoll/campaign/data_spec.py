@@ -63,8 +63,8 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
         plans = [RunPlan.read(campaign.store, run.plan) for run in experts_of(k)]
         shape, sizes, stored = plans[0].shape, [plan.rows for plan in plans], list[int]()
         for number, plan in enumerate(plans):
-            counted = stored_bytes(campaign.store, number)
-            stored.append(row_bytes(shape, precomputed) * plan.rows if counted is None else counted[0])
+            on_disk = stored_bytes(campaign.store, number)
+            stored.append(row_bytes(shape, precomputed) * plan.rows if on_disk is None else on_disk[0])
         cut = read_partition(campaign.store)
         buckets = list(cut.buckets.values())
         return DataSpec(shape, sizes, sum(sizes), stored, [], cut.masses, buckets=buckets)

@@ -35,7 +35,9 @@ class Frozen(File):
     REMEDY = "use the version of Atoll that made the campaign, or start a new one"
 
     code: str = Field(description="Version of Atoll.")
-    overrides: list[str] = Field([], description="`--set` assignments that `campaign.yaml` does not hold.")
+    overrides: list[str] = Field(
+        default=[], description="`--set` assignments that `campaign.yaml` does not hold."
+    )
     config: dict[str, Any] = Field(description="Every setting, resolved.")
 
 
@@ -86,6 +88,7 @@ class Campaign:
             )
         else:
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
+        # Without it in campaign.yaml a later command would plan, launch and report as if there were none.
         student = FrozenStudent.read(store, STUDENT).student if store.exists(STUDENT) else None
         if student is not None and not tree.get("student"):
             tree["student"] = deepcopy(student)  # it was added after the start
@@ -115,6 +118,7 @@ class Campaign:
         fixed = [assignment for assignment in self.overrides if not sets_loose(assignment)]
         frozen = Frozen(code=code_version(), overrides=fixed, config=config)
         try:
+            # Created, and not put: of two processes that start at once one wins, and the other has to agree.
             self.store.create_json(FROZEN, frozen.to_json())
         except Conflict:
             _must_agree(Frozen.read(self.store, FROZEN).config, config, self.store)

@@ -53,6 +53,7 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
             network = config.island(number)[0]
             check_sides(network.family, network.patch, shape.latents)
     opened, store = open_sources(source, config.data.ingest), Store.open(path, create=True)
+    # A finished data set is left as it is: the job then only compares source and settings with it.
     job = IngestJob(opened, store, "", config.data.ingest, Progress("ingest", len(opened)))
     if part is not None:
         return job.write_part(part)
@@ -186,5 +187,6 @@ def prepare_data(
         dedupe_stage(campaign)
     if encoded:
         encode_stage(campaign, part)
+    # What workers left half done goes only when nobody writes any more.
     if part is None:
         campaign.dataset().tidy()

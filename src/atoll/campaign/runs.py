@@ -56,6 +56,7 @@ class Run(NamedTuple):
 
 def runs_of(config: CampaignConfig, planned: bool = False) -> list[Run]:
     """All runs that a campaign trains, or plans, in the order of `RUNS`."""
+    # The baseline is planned though it is not trained: everything else is measured by its FLOPs.
     chosen = [role for role in RUNS.values() if (role.planned if planned else role.wanted)(config)]
     return [run for role in chosen for run in runs_as(role, config.partition.k)]
 
@@ -83,9 +84,11 @@ class RunPlan(File):
     REMEDY = "copy it from where the partition was made"
 
     role: Annotated[str, AfterValidator(_known_role)] = Field(description="What is trained.")
-    island: int | None = Field(None, description="Number of the cluster, for an expert.")
+    island: int | None = Field(default=None, description="Number of the cluster, for an expert.")
     rows: int = Field(ge=0, le=10**12, description="Training rows.")
-    weighted: bool = Field(False, description="Whether they are drawn in proportion to the column `weights`.")
+    weighted: bool = Field(
+        default=False, description="Whether they are drawn in proportion to the column `weights`."
+    )
     steps: int = Field(ge=0, le=10**9, description="Optimizer steps.")
     batch: int = Field(ge=1, le=10**6, description="Samples per step.")
     partition: str = Field(description="Hash of the partition.")
@@ -128,20 +131,24 @@ class MetricsLine(File):
     FORMAT, PLACE, HEADED = "atoll/metrics", "ROLE/run/metrics.jsonl", False
     model_config = ConfigDict(extra="allow", allow_inf_nan=True)
 
-    step: int = Field(0, description="Optimizer steps so far.")
+    step: int = Field(default=0, description="Optimizer steps so far.")
     samples: int = Field(description="Training samples so far.")
-    loss: float | None = Field(None, description="Training loss of this step.")
-    lr: float | None = Field(None, description="Learning rate of this step.")
-    grad_norm: float | None = Field(None, description="Norm of its gradient before clipping.")
-    accuracy: float | None = Field(None, description="Share of its batch whose cluster the router found.")
-    skipped: int | None = Field(None, description="Steps that the guard has left out so far.")
-    seconds: float | None = Field(None, description="Time spent in steps, over all restarts.")
+    loss: float | None = Field(default=None, description="Training loss of this step.")
+    lr: float | None = Field(default=None, description="Learning rate of this step.")
+    grad_norm: float | None = Field(default=None, description="Norm of its gradient before clipping.")
+    accuracy: float | None = Field(
+        default=None, description="Share of its batch whose cluster the router found."
+    )
+    skipped: int | None = Field(default=None, description="Steps that the guard has left out so far.")
+    seconds: float | None = Field(default=None, description="Time spent in steps, over all restarts.")
     times: tuple[float, ...] = ()
     """Times t of the validation that this line is of; empty for a line of steps."""
-    validation: tuple[float | None, ...] = Field((), description="Validation loss at each of these times.")
+    validation: tuple[float | None, ...] = Field(
+        default=(), description="Validation loss at each of these times."
+    )
     accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
-    validation_loss: float | None = Field(None, description="Mean of `validation`.")
+    validation_loss: float | None = Field(default=None, description="Mean of `validation`.")
     validation_seconds: float | None = None
     """Time that this validation took; it is not part of `seconds`."""
 

@@ -70,6 +70,7 @@ class Job:
         python, *rest = self.argv
         if self.nodes == self.processes == 1:
             return (python,), tuple(rest)
+        # A torchrun of ours, whose exit code is that of the training: queues decide by it.
         spread = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes))
         return (python, "-m", "atoll.launch.torchrun", *spread), tuple(rest)
 

@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
+        # One rank that was told to leave makes the others fail in their next collective: its code counts.
         codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
         return INTERRUPTED if INTERRUPTED in codes else next((code for code in codes if code > 0), 1)
     except SignalException:
