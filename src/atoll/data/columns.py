@@ -82,6 +82,7 @@ class Column:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the values."""
         dtype = getattr(torch, self.meta.dtype, None)
         if not isinstance(dtype, torch.dtype):
             fix = "the column is damaged: write it again"

@@ -110,6 +110,7 @@ class DataSet:
         return pa.concat_tables([self.shard_table(i, columns) for i in range(len(self.shards))])
 
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Columns of a shard's rows."""
         data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
         try:
             return read_parquet(data, columns)
@@ -119,6 +120,7 @@ class DataSet:
             raise DataError(f"{name} is not readable parquet ({first_line(error)[:200]})", fix) from None
 
     def row_columns(self) -> list[str]:
+        """Names of the columns of rows."""
         names: list[str] = self.shard_table(0).column_names
         return names
 
@@ -132,6 +134,7 @@ class DataSet:
 
     @cached_property
     def ids(self) -> list[str]:
+        """Ids of all rows in order."""
         ids: list[str] = self.table(["id"]).column("id").to_pylist()
         return ids
 
@@ -162,6 +165,7 @@ class DataSet:
         return self._reader(shard).read(row - int(self.bounds[shard]))
 
     def iter_images(self, shard: int) -> Iterator[Image.Image]:
+        """The pictures of a shard in order."""
         return iter(self._reader(shard))
 
     def has_column(self, name: str) -> bool:
@@ -186,6 +190,7 @@ class DataSet:
         return self._columns[name]
 
     def column_names(self) -> list[str]:
+        """Names of all complete columns."""
         folder = join(self.prefix, "columns")
         keys = [key.removeprefix(folder + "/") for key in self.store.list(folder)]
         return [key.removesuffix("/column.json") for key in keys if key.endswith("/column.json")]

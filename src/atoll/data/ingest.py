@@ -125,7 +125,6 @@ class IngestJob(ShardedJob[DataSet]):
         self.mode, self.buckets = note.mode, note.buckets
 
     def result(self) -> DataSet | None:
-        """See `ShardedJob`."""
         return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
     def is_current(self) -> bool:

@@ -80,9 +80,11 @@ class ShardedJob(Generic[Result]):
         raise NotImplementedError
 
     def key(self, number: int) -> str:
+        """Key of a shard's note."""
         return join(self.notes, f"{number:05d}.json")
 
     def note(self, number: int) -> ShardNote | None:
+        """A shard's note, if there is one of this job."""
         return ShardNote.find(self.store, self.key(number), self.identities[number])
 
     def write_shard(self, number: int) -> ShardNote | None:
@@ -198,7 +200,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return True
 
     def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
-        """See `ShardedJob`."""
         tensors = dict(self.compute(number))
         # Half the bytes; a shard has no two billion elements.
         for name in {"lengths", "index", "choices"} & tensors.keys():
@@ -241,7 +242,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return meta
 
     def tidy(self, result: ColumnMeta) -> None:
-        """See `ShardedJob`."""
         remove_others(self.store, self.folder, result)
 
 

@@ -18,7 +18,7 @@ from atoll.base.safe_parse import read_json
 from atoll.data.decode import SUFFIXES
 from atoll.data.formats import Reject, clean
 from atoll.data.settings import RowOptions
-from atoll.data.sources.record import Record, to_record
+from atoll.data.sources.record import Record, Source, to_record
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 LARGEST = 512 * 2**20
@@ -40,7 +40,7 @@ class _Entry:
     """None where the caption lies in a text file."""
 
 
-class FolderSource:
+class FolderSource(Source):
     """The images below a folder, in the order of their paths.
 
     `DataError` where the folder is missing, is a file, holds no images or no captions, or a metadata file

@@ -20,7 +20,7 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.rng import seed_of
 from atoll.data.formats import Reject
 from atoll.data.settings import FACES, PRESETS, GlyphOptions
-from atoll.data.sources.record import Record
+from atoll.data.sources.record import Record, Source
 
 CANVAS = 64
 """Height and width of a rendered picture in pixels; the ingest resizes it."""
@@ -35,7 +35,7 @@ class _Glyph(NamedTuple):
     drawn: int  # the character that draws it: TeX's faces keep letters under other characters
 
 
-class GlyphSource:
+class GlyphSource(Source):
     """The source `glyphs`; the same options give the same rows in the same order."""
 
     def __init__(self, options: GlyphOptions | None = None) -> None:

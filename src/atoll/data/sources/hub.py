@@ -130,7 +130,6 @@ class _Prepared(FilesSource):
         super().__init__(files, options.resolve([(files.root, rows.column_names)]), [len(rows)])
 
     def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
-        """See `FilesSource`."""
         for position in range(low, high):
             row, key = self._rows[position], f"row {position}"
             data = self._content(row[self._image])

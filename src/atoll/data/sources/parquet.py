@@ -63,7 +63,6 @@ class ParquetSource(FilesSource):
         ]
 
     def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
-        """See `FilesSource`."""
         name, image = [*self.files.states][number], self._images[number]
         place, names = clean(name), [column for column in self.options.columns() if column is not None]
         try:

@@ -67,7 +67,7 @@ def spans(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, i
         before += count
 
 
-class FilesSource:
+class FilesSource(Source):
     """Rows of files one after the other: what parquet, tar and prepared data sets have in common."""
 
     KIND: ClassVar[str]

@@ -70,7 +70,7 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
     raise DataError(f"{without_secrets(str(text))} is of unknown kind", f"give {KINDS}")
 
 
-class SeveralSources:
+class SeveralSources(Source):
     """Named sources one after the other; every row tells its source and its licence.
 
     Ids begin with the source's name, so that equal ones of two sources stay apart. Groups are not changed:

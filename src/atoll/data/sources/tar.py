@@ -79,7 +79,6 @@ class TarSource(FilesSource):
             return [tuple(json.loads(line)) for line in islice(lines, 1, None)]
 
     def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
-        """See `FilesSource`."""
         name = [*self.files.states][number]
         with self.files.open(name) as file:
             for sample in self._samples(name)[low:high]:
