@@ -207,6 +207,7 @@ def _look_at_rows(summary: Contents, progress: Progress | None) -> None:
     values, counts = np.unique(np.concatenate(hashes), return_counts=True)
     summary.distinct = len(values)
     texts = [text for text, _ in frequent.most_common(200)]
+    # The texts' counts may have lost shards in which they were rare; the hashes have all.
     exact = counts[np.searchsorted(values, short_hashes(texts))].tolist()
     summary.captions = sorted(zip(texts, exact, strict=True), key=lambda pair: (-pair[1], pair[0]))[:12]
 

@@ -225,7 +225,7 @@ class DataSet:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
             raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
         folder = join(self.prefix, "columns", name)
-        self.store.sweep(folder)
+        self.store.sweep(folder)  # a writer that was killed leaves its passing file
         self._columns.pop(name, None)
         if name == WEIGHTS:  # the cached property would go on with those of before
             self.__dict__.pop("weights", None)
@@ -289,6 +289,7 @@ class DataSet:
                 fix = "use the one it was made from"
                 raise DataError(f"{self.store.name(self.prefix)} has no pictures", fix)
             reader = ImageReader(check_file(self.store, self.prefix, entry))
+            # Both files may be sound and not belong together: every picture would have another one's row.
             if len(reader) != self.shards[shard].rows:
                 what = f"{reader.path} holds {len(reader)} pictures for {self.shards[shard].rows} rows"
                 raise DataError(what, "write the data set again")
@@ -321,5 +322,6 @@ def read_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 def to_parquet(table: pa.Table) -> bytes:
     """Parquet bytes of rows; the same rows give the same bytes under one version of pyarrow."""
     sink = io.BytesIO()
+    # One chunk, in the schema's own order: how the rows were gathered must not show in the bytes.
     pq.write_table(table.cast(row_schema(table.column_names)).combine_chunks(), sink, compression="zstd")
     return sink.getvalue()

@@ -148,6 +148,7 @@ def nearest(widths: ArrayLike, heights: ArrayLike, buckets: Sequence[Size]) -> N
     """Number of the bucket whose aspect is nearest to that of each picture, as diffusers computes it."""
     across, down = np.asarray(widths, dtype=np.int64), np.asarray(heights, dtype=np.int64)
     wide, high = np.array(buckets, dtype=np.int64).T
+    # Products and not ratios: whole numbers have no rounding that could break a tie differently.
     apart = np.abs(down[..., None] * wide - across[..., None] * high)
     numbers: NDArray[np.int64] = len(buckets) - 1 - apart[..., ::-1].argmin(-1)  # of equals the last
     return numbers
@@ -175,6 +176,7 @@ def cropped(image: Image.Image, where: Placement) -> Image.Image:
 
     What is cropped is not resized first, so a panorama of any length needs no memory for the rest.
     """
+    # The box is that of the bucket in the source's own pixels.
     across, down = image.width / where.resized[0], image.height / where.resized[1]
     (width, height), (left, top) = where.bucket, where[2:]
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
@@ -190,6 +192,7 @@ def merged(pictures: Mapping[Size, int], buckets: Sequence[Size], least: int) ->
     if not pictures:
         return sizes
     widths, heights = np.array(list(pictures)).T
+    # The smallest goes first, for its pictures may fill another one.
     while len(sizes) > 1:
         held = np.bincount(nearest(widths, heights, sizes), counts, len(sizes))
         if held.min() >= least:

@@ -85,6 +85,7 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
     duplicates = search.result(dataset.table(["group"]).column("group").to_pylist())
     settings = IngestConfig.parse(dataset.manifest.config, dataset.store.name("manifest.json"))
+    # Groups have grown: rows of different groups may be alike.
     write_split(dataset, settings, duplicates.groups)
     replaced = leave_duplicates_out(dataset, duplicates.kept_row != np.arange(len(dataset)))
     if replaced is not None:
@@ -116,6 +117,7 @@ def fingerprint(image: Image.Image) -> NDArray[np.uint8]:
     """A picture's perceptual hash in 8 bytes (low frequencies over their median), then its thumbnails."""
     gray, colour = image.convert("L"), image.convert("RGB")
     small = np.asarray(gray.resize((32, 32), Image.Resampling.LANCZOS), dtype=np.float32)
+    # Of the cosine transform the low frequencies: encoding and scaling change the high ones.
     low = dctn(small, norm="ortho")[:8, :8]
     thumbnails = [
         np.asarray(picture.resize((side, side), Image.Resampling.BOX), dtype=np.uint8).ravel()
@@ -179,6 +181,8 @@ class _Search:
     def same_features(self, column: Column, cosine: float) -> None:
         rows = self.left
         cells = max(1, len(rows) // CELL)
+        # Alike rows fall into one cell nearly always, so rows are compared within cells only (SemDeDup): all
+        # pairs of a million rows are 10^12.
         sample = some_rows(rows, 128 * 1024)
         centroids = fit(normalise(column.read(sample).numpy()), cells, cells, 0)
         home = np.zeros(len(rows), np.int64)

@@ -41,6 +41,7 @@ def latents_job(
     """
 
     def encode(pictures: list[Image.Image]) -> torch.Tensor:
+        # A few at a time: activations of a whole shard of large pictures would not fit into a GPU.
         parts = [vae.encode(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
         return torch.cat(parts).half()
 

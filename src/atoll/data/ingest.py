@@ -221,6 +221,7 @@ class IngestJob(ShardedJob[DataSet]):
             what = f"no usable rows in {self.about['name']} ({_reasons(rejects)})"
             raise DataError(what, "mend the source")
         lines = "".join(json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects)
+        # Before the manifest, which says that all is there.
         self.store.put(join(self.folder, REJECTS), lines.encode())
         counts = Counter(reject.reason for reject in rejects)
         dataset = self._dataset(filled, source=self.about, rejects=dict(sorted(counts.items())))

@@ -129,6 +129,7 @@ def make(
         what = f"K = {config.k} clusters for {len(train)} training rows"
         raise PartitionError(what, "choose 1 <= partition.k <= rows")
     clustered, bounds, values = config.method == "kmeans", ShareBounds.of(config), list[list[str]]()
+    # Held-out rows weigh nothing, so neither shares nor the order of clusters depend on them.
     weights = np.zeros(len(dataset))
     weights[train] = dataset.weights[train] if weighted else 1
     centroids = free = np.empty((0, 0), dtype=np.float32)
@@ -199,6 +200,7 @@ def count_rows(dataset: DataSet, clusters: NDArray[np.int64], k: int, weighted: 
     buckets = dict[str, list[float]]()
     if dataset.buckets is not None:
         shapes, numbers = np.unique(dataset.buckets, axis=0, return_inverse=True)
+        # One count for all pairs of bucket and cluster.
         places = clusters[train] + k * numbers.reshape(-1)[train]
         rows = np.bincount(places, masses, k * len(shapes)).astype(np.float64).reshape(len(shapes), k)
         for (width, height), each in zip(shapes.tolist(), rows.tolist(), strict=True):
@@ -234,6 +236,7 @@ def _weights_hash(weights: NDArray[np.float32], weighted: bool) -> str | None:
 def imbalances(sizes: list[int], capacities: Sequence[float] | None = None) -> list[str]:
     """What is odd about training rows per cluster; nothing where capacities asked for it."""
     total, warnings = sum(sizes), list[str]()
+    # Of two clusters, one with more than 40 % is no catch-all.
     for number, size in enumerate(sizes if capacities is None else ()):
         if len(sizes) > 2 and size > CATCH_ALL * total:
             warnings.append(f"cluster {number} holds {size / total:.0%} of the rows: a catch-all")
@@ -335,7 +338,7 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
         missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), bool)
         values = np.array(["" if value is None else str(value) for value in column.to_pylist()])
         missing |= values == ""
-        if name == "label":
+        if name == "label":  # a negative label means none
             missing |= np.char.startswith(values, "-")
     elif name in dataset.column_names():
         numbers = dataset.column(name)
@@ -376,10 +379,12 @@ def merge(
             what, f"lower partition.k to {max(trained, 1)}, or cut by another partition.column"
         )
     if len(names) == k and config.capacities is None:
+        # As numbers where all are: as texts, 10 would come before 2.
         numbers = all(name.lstrip("-").isdecimal() for name in names.tolist())
         return [[name] for name in sorted(names.tolist(), key=int if numbers else str)]
     capacities = np.array(config.capacities or [1.0] * k)
     held, merged = np.zeros(k), [list[str]() for _ in range(k)]
+    # The heaviest first (Graham's rule): one that came last would lie on top of a cluster that is full.
     for number in np.argsort(-totals, kind="stable"):
         emptiest = int(((held + totals[number]) / capacities).argmin())
         held[emptiest] += totals[number]

@@ -45,6 +45,7 @@ class Samples:
         self._text = dataset.column(text) if condition == "text" else None
         self._labels = read_labels(dataset) if condition == "class" else None
         here = [self._latents.meta.shape, [0] if self._text is None else [null_states(self._text).shape[-1]]]
+        # Data of an island are checked against the plan here, before hours of training: files may be swapped.
         sides = [] if shape.sizes else [shape.size, shape.size]
         if here != [[shape.channels, *sides], [shape.text_width]]:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
@@ -77,6 +78,7 @@ class Samples:
             return self._latents.read(rows).float()
         (bucket,) = set(self.buckets[index].tolist())
         height, width = self.shape.sizes[bucket]
+        # Stored as sequences of elements with C numbers each, since rows of one column must agree in shape.
         values, _ = self._latents.read_ragged(rows, height * width)
         return values.transpose(1, 2).reshape(len(rows), -1, height, width).float()
 
@@ -171,6 +173,7 @@ def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -
     if condition == "text":
         column = dataset.column(text)
         null = null_states(column)
+        # One length for all batches: another shape would compile the network anew.
         length = max(column.meta.max_length, int(null.shape[0]))
         return replace(shape, text_width=int(null.shape[-1]), text_length=length)
     if condition == "class":

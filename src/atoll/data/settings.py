@@ -105,6 +105,7 @@ class RowOptions(Config):
 
         `DataError` where a table lacks a column.
         """
+        # One name for all files: captions of one file and labels of another would train two conditions.
         usual = (name for _, names in tables for name in CAPTIONS if name in names)
         options = self.model_copy(update={"caption": self.caption or next(usual, None)})
         for where, names in tables:

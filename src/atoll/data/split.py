@@ -46,7 +46,10 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
                 " leaving none to train on",
                 "choose another data.ingest.group, or set data.ingest.heldout and data.ingest.test to 0",
             )
+        # Both sides need a group: the bound moves just over the lowest, or down to the highest.
         bound = min(max(share, math.nextafter(low, 1.0)), high)
+    # Test rows are the lowest of the held-out ones: so `heldout` may be cut up later, and what was trained on
+    # stays trained on.
     sides = np.add(places < bound, places < config.test, dtype=np.int8)
 
     settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}

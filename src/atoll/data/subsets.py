@@ -44,6 +44,7 @@ def write_subset(
     origin = {"subset": source.content, "rows": digest_strings(map(str, numbers.tolist()))}
     identity = digest({**origin, "shard_rows": shard_rows})
     finished = DataSet.find(store, prefix, identity, "other rows")
+    # Rows are written before columns, and the manifest last: what has none is written again.
     if finished is None:
         table, shards = source.take(numbers), []
         for number, start in enumerate(starts):

@@ -91,6 +91,7 @@ class GlyphSource(Source):
 
 def render(face: str, character: str) -> Image.Image:
     """One character, L, `CANVAS` pixels square, dark on light, its ink in the middle."""
+    # Enlarged or shrunk to fit, but a small letter stays smaller than its capital: no more than needed.
     size = _SIZE
     ink = _ink(face, size, character)
     for _ in range(2):  # once more, since hinting moves outlines a little when the size changes
@@ -123,6 +124,7 @@ def _folder() -> Path:
 
 @lru_cache(maxsize=512)
 def _font(face: str, size: float) -> ImageFont.FreeTypeFont:
+    # Basic layout: Raqm, where Pillow has it, would draw other pixels on other machines.
     path = _folder() / f"{face}.ttf"
     return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
 

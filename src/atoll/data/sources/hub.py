@@ -79,6 +79,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
         raise ConfigError("hf:// sources need the package datasets", "pip install 'atoll[hub]'") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    # Without trust_remote_code: a repository that needs its own script is refused here.
     try:
         builder = datasets.load_dataset_builder(name.location, name.config, revision=commit)
     except Exception as error:  # of many packages
@@ -89,6 +90,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
         have = ", ".join(map(str, listed)) or "none"
         raise DataError(f"{text} has no split {name.split!r}", f"write ?split=NAME with one of: {have}")
     files = _hub_files(place, listed[name.split]) if commit else listed_files(listed[name.split])
+    # By the commit and not by the branch: it is what the data are.
     files = replace(files, title=f"hub {place}", commit=commit or "")
     match type(builder).__module__.rpartition(".")[2]:
         case "parquet":

@@ -167,5 +167,6 @@ def _label(value: Any) -> int | None:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    # "4" and 4.0 are labels, 4.5 would be cut to one silently; larger than 32 bits is no class.
     exact = not isinstance(value, float) or value == number
     return max(number, -1) if exact and abs(number) < 2**31 else None

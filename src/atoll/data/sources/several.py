@@ -135,6 +135,7 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
     for name, settings in named.items():
         own = settings.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
         empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
+        # An empty text takes back what data.ingest says for all.
         if settings.source == "glyphs":  # they have no columns
             merged = SourceOptions(**own, glyphs=options.glyphs)
         else:
