@@ -69,7 +69,18 @@ def open_hub(text: str, options: RowOptions) -> Source:
         ConfigError: the package `datasets` is not installed.
     """
     name = Name.parse(text)
-    commit = None if name.revision is None else _commit(name.location, name.revision)
+    commit = name.revision
+    if commit is not None and not re.fullmatch("[0-9a-f]{40}", commit):
+        # A branch moves: the commit that it is now is said, so that it can be pinned.
+        from huggingface_hub import HfApi
+
+        try:
+            commit = str(HfApi().dataset_info(name.location, revision=commit).sha)
+        except Exception as error:  # of several packages
+            what = f"cannot look up {name.location}@{name.revision}: {first_line(error)[:300]}"
+            raise DataError(what, "check the name, the network and HF_TOKEN, or name a commit") from None
+        branch = f"{name.location}@{name.revision}"
+        say(f"{branch} is now the commit {commit}: name that one, to go on with it later")
     if commit is None and not Path(name.location).is_dir():
         raise DataError(f"there is no folder {name.location}", "check the path")
     place = f"{name.location}@{commit}" if commit else name.location
@@ -155,21 +166,6 @@ class _Prepared(FilesSource):
             return file.read_bytes() if file.is_file() and file.stat().st_size <= LARGEST else "too large"
         except OSError:
             return "missing file"
-
-
-def _commit(repository: str, revision: str) -> str:
-    """The commit that a revision is now; one that is no commit is told, so that it can be pinned."""
-    if re.fullmatch("[0-9a-f]{40}", revision):
-        return revision
-    from huggingface_hub import HfApi
-
-    try:
-        commit = str(HfApi().dataset_info(repository, revision=revision).sha)
-    except Exception as error:  # of several packages
-        what = f"cannot look up {repository}@{revision}: {first_line(error)[:300]}"
-        raise DataError(what, "check the name, the network and HF_TOKEN, or name a commit") from None
-    say(f"{repository}@{revision} is now the commit {commit}: name that one, to go on with it later")
-    return commit
 
 
 def _hub_files(place: str, urls: Sequence[str]) -> Files:

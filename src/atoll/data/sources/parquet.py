@@ -3,7 +3,7 @@
 import hashlib
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,18 @@ def _rows(
 
 def _values(column: pa.Array) -> list[Any]:
     """Python values; a string that is not UTF-8 is bytes, what Python has no value for is None."""
-    try:
+    with suppress(OverflowError, ValueError):
         values: list[Any] = column.to_pylist()
         return values
-    except (OverflowError, ValueError):
-        return [_value(scalar) for scalar in column]  # one by one: the other rows of the batch are sound
-
-
-def _value(scalar: pa.Scalar) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        return b""
-    except (OverflowError, ValueError):  # a date beyond the year 9999, say
-        return None
+    values = []
+    for scalar in column:  # one by one: the other rows of the batch are sound
+        try:
+            values.append(scalar.as_py())
+        except UnicodeDecodeError:
+            values.append(b"")
+        except (OverflowError, ValueError):  # a date beyond the year 9999, say
+            values.append(None)
+    return values
 
 
 @contextmanager

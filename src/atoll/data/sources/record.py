@@ -115,8 +115,17 @@ def to_record(
     """
     if not isinstance(image, bytes) or not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
+    # -1 where there is no label; None where the value is no integer of 32 bits: "4" and 4.0 are labels, and
+    # 4.5 would be cut to one silently.
     value = row.get(options.label) if options.label else None
-    label = _label(value)
+    label: int | None = -1
+    if value is not None and value != "":
+        try:
+            number = int(value)
+            exact = (not isinstance(value, float) or value == number) and abs(number) < 2**31
+            label = max(number, -1) if exact else None
+        except (TypeError, ValueError, OverflowError):
+            label = None
     # Without a caption the label stands for it; one that is no integer is rejected below.
     instead = None if label == -1 else str(label)
     caption = instead if options.caption is None else row.get(options.caption)
@@ -157,16 +166,3 @@ def _captions(value: Any, several: bool) -> tuple[str, ...] | str:
             return "caption is not UTF-8" if isinstance(text, bytes) else "caption is not text"
     filled = tuple(text for text in values if text.strip()) if several else tuple(values)
     return filled or "empty caption"
-
-
-def _label(value: Any) -> int | None:
-    """A class label, -1 where there is none; None if the value is no integer of 32 bits."""
-    if value is None or value == "":
-        return -1
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    # "4" and 4.0 are labels, 4.5 would be cut to one silently; larger than 32 bits is no class.
-    exact = not isinstance(value, float) or value == number
-    return max(number, -1) if exact and abs(number) < 2**31 else None

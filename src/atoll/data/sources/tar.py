@@ -182,7 +182,16 @@ def scan(file: BinaryIO, where: str) -> list[Sample]:
                     raise tarfile.ReadError("a header that leads backwards")
                 last_offset = member.offset_data
                 tar.members.clear()  # it would keep every header
-                _add(samples, member)
+                # All but folders, hidden files and those without an ending.
+                folder, _, last = member.name.rpartition("/")
+                stem, _, ending = last.partition(".")
+                if not member.isdir() and stem and ending:
+                    span = (member.offset_data, member.size)
+                    if not member.isreg() or member.issparse():
+                        span = (0, NOT_REGULAR)
+                    members = samples.setdefault(clean(f"{folder}/{stem}" if folder else stem), {})
+                    ending = clean(ending.lower())
+                    members[ending] = (0, TWICE) if ending in members else span
             end = tar.offset
     except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
         what = f"{where} is cut off or damaged after {len(samples):,} samples ({error})"
@@ -196,20 +205,6 @@ def scan(file: BinaryIO, where: str) -> list[Sample]:
     if any(map(any, iter(lambda: file.read(2**20), b""))):
         raise DataError(f"{where} goes on after its end, as joined tar files do", "give the single files")
     return [*samples.items()]
-
-
-def _add(samples: dict[str, dict[str, Span]], member: tarfile.TarInfo) -> None:
-    """Note one file, but for folders, hidden files and those without an ending."""
-    folder, _, last = member.name.rpartition("/")
-    stem, _, ending = last.partition(".")
-    if member.isdir() or not stem or not ending:
-        return
-    span = (member.offset_data, member.size)
-    if not member.isreg() or member.issparse():
-        span = (0, NOT_REGULAR)
-    members = samples.setdefault(clean(f"{folder}/{stem}" if folder else stem), {})
-    ending = clean(ending.lower())
-    members[ending] = (0, TWICE) if ending in members else span
 
 
 class _Headers:
