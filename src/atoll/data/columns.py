@@ -43,7 +43,7 @@ class _Mapped(NamedTuple):
     bytes: Bytes  # of each value, in the same memory
     lengths: Rows  # empty for a fixed column
     starts: Rows
-    index: Rows  # sequences that rows choose from, row after row
+    choices: Rows  # sequences that rows choose from, row after row
     bounds: Rows  # of each row's part of it
 
     @classmethod
@@ -59,9 +59,9 @@ class _Mapped(NamedTuple):
         """The sequence of each row: the first of its own, or that which chance in [0, 1) falls on."""
         first, end = self.bounds[rows], self.bounds[rows + 1]
         if chances is None:
-            return self.index[first]
+            return self.choices[first]
         # A chance of nearly 1 may round up to the end.
-        return self.index[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
+        return self.choices[np.minimum(first + (chances * (end - first)).astype(np.int64), end - 1)]
 
 
 class Column:
@@ -137,7 +137,7 @@ class Column:
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
         # Nothing is drawn where there is no choice: uniforms of every batch would cost more than the reading.
-        several = any(len(mapped.index) > len(mapped.bounds) - 1 for mapped, _, _ in parts)
+        several = any(len(mapped.choices) > len(mapped.bounds) - 1 for mapped, _, _ in parts)
         chances = draw().numpy() if draw is not None and several else None
         parts = [
             (mapped, where, mapped.sequences(local, None if chances is None else chances[where]))
@@ -168,7 +168,7 @@ class Column:
         for shard, where, local in by_shard(self.bounds, rows):
             mapped = self._map(shard)
             for place, row in zip(where.tolist(), local.tolist(), strict=True):
-                sequences = mapped.index[mapped.bounds[row] : mapped.bounds[row + 1]].tolist()
+                sequences = mapped.choices[mapped.bounds[row] : mapped.bounds[row + 1]].tolist()
                 keys[place] = [(shard, sequence) for sequence in sequences]
 
         def sequence(key: tuple[int, int]) -> Tensor:
