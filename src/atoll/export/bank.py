@@ -123,6 +123,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
     def resident(self) -> ResidentExperts:
         """The experts within their budget, on the device where this module is now."""
         resident, place = self._resident, (self.anchor.device, self.anchor.dtype)
+        # Somebody may have moved or cast the module since: what was brought lies in the wrong place then.
         if resident is None or (resident.device, resident.dtype) != place:
             self._forget()
             experts = [self.stored.get(number) for number in range(max(self.stored) + 1)]
@@ -182,6 +183,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
 
     def _load(self, place: PartName, expert: Expert | StoredExpert) -> None:
         loaded = expert.expert() if isinstance(expert, StoredExpert) else expert
+        # A bank that was moved or cast before takes a late expert along, or a step would mix devices.
         like = next(self.parameters(), None)
         if like is not None:
             nn.Module.to(loaded.network, like.device, like.dtype)  # the class's own `to` warns

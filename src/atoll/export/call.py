@@ -89,6 +89,7 @@ class Call(BaseModel):
         A generator that was only seeded stands for its seed, so that one seed is one picture everywhere. One
         that was used before gives a number in its place.
         """
+        # One generator has rows 0, 1, ... of its seed; of a list each has row 0 of its own.
         if not isinstance(self.generator, list):
             seed = _seed_of(self.generator)
             return [(seed, number) for number in range(count)]
@@ -183,6 +184,7 @@ def set_times(scheduler: Any, steps: int) -> int:
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps))
         else:
             scheduler.set_timesteps(steps)
+    # diffusers would look the first timestep up by its value.
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # rounded timesteps may repeat, so none is looked up
     return -(-len(scheduler.timesteps) // int(scheduler.order))

@@ -57,6 +57,7 @@ def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -
     for part, network, producer in (("text encoder", tower, card.text), ("VAE", vae, card.latents)):
         if network is None or producer is None or weights_hash(network) == producer["hash"]:
             continue
+        # The states of another encoder look alike and mean something else: pictures would only be worse.
         # One that was saved in 16 bits is held against the hash of the training's in as many.
         rounded = producer.get("rounded") or {}
         if not any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items()):

@@ -83,6 +83,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     sampling = campaign.config.sampling
     writer.describe({**components, "scheduler": writer.scheduler(sampling)}, defaults(sampling))
     writer.finish(facts, name=root.name)
+    # What was written is read as a stranger would, before anything is said of it.
     inspect_folder(root, "auto")
     if request.picture:
         picture, facts["picture"] = _picture(campaign, root)

@@ -91,6 +91,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         super().__init__()
         if not isinstance(router.card, Card):
             raise ConfigError("the router has no card", "load it with AtollPipeline.from_pretrained")
+        # Parts of two campaigns fit in shape and draw nonsense, so the cards decide.
         check_router(router.card, experts.every_card, len(experts), router.config.num_experts)
         check_encoders(router.card, text_encoder, vae)
         check_flow(scheduler)
@@ -204,6 +205,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         numbers, drawn_by = range(conditions.count), {"scheduler": scheduler, "generator": call.generator}
         sampler = sampling.start(model.bank, numbers, **drawn_by)
         self._interrupt, self._num_timesteps, self._guidance = False, total, generation.guidance
+        # Not `sampler.run`: whoever calls may look at every step, change the state, or stop.
         with self.progress_bar(total=total) as bar:
             for step in range(total):
                 timestep = scheduler.timesteps[step * scheduler.order]
@@ -314,6 +316,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         bank = ExpertBank(loaded, folder.k, residency, pretrain)
         router = Checkpoint(store, "router").router()
         router.network.card = router.card
+        # diffusers warns of its own default without accelerate, and would else take pickle too.
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         try:
             pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
@@ -326,6 +329,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
         bank.warn_of_missing()
         if torch_dtype is not None:
+            # After the load, since digests are of the numbers as they were written.
             for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder):
                 cast(part, torch_dtype)
         return pipe
