@@ -120,7 +120,9 @@ def requested(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
         raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
     shorthand = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
     sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in shorthand.items()))
-    rest = {name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given}
+    rest: dict[str, Any] = {
+        name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given
+    }
     return {"generation": generation, **rest}, sets
 
 
