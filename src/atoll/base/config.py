@@ -14,7 +14,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, tree: Mapping[str, Any], where: str) -> Self:
+    def parse(cls, tree: Any, where: str) -> Self:
         """Build from plain data, or raise `ConfigError` that names the first wrong key."""
         if not isinstance(tree, Mapping):
             fix = "write settings as 'key: value' lines"
