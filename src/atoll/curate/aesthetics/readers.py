@@ -97,12 +97,15 @@ class FeatureReader(nn.Module):
         self.to(device)
 
     def producer(self) -> dict[str, Any]:
+        """The encoder or model that reads, by name and hash."""
         return self.encoder.producer()
 
     def look(self, pictures: Pictures) -> Tensor:
+        """Features and statistics: (B, D)."""
         return torch.cat([self.encoder.encode(pictures), statistics(pictures)], dim=1)
 
     def forward(self, seen: Tensor, whole: bool, levels: Tensor | None = None) -> Reading:
+        """State and answers of a batch; with `levels` (-1: unknown) the loss too."""
         seen = seen.to(self.question.weight.device)
         features, pixels = seen[:, :-WIDTH], seen[:, -WIDTH:]
         state = self.inner(self.outer(features) + self.pixels(pixels) + self.question.weight[int(whole)])
@@ -158,12 +161,15 @@ class LanguageReader(nn.Module):
             raise ConfigError(f"{name!r} begins two of the levels with one token", "choose other words")
 
     def producer(self) -> dict[str, Any]:
+        """The encoder or model that reads, by name and hash."""
         return {"name": VLM + self.name, "hash": self._hash}
 
     def look(self, pictures: Pictures) -> list[Image.Image]:
+        """The images themselves: the processor of the model takes them."""
         return [picture.convert("RGB") for picture in pictures]
 
     def forward(self, seen: Pictures, whole: bool, levels: Tensor | None = None) -> Reading:
+        """State and answers of a batch; with `levels` (-1: unknown) the loss too."""
         # A picture's own question is drawn in training, so that no one wording is learned.
         drawn = [0] * len(seen) if levels is None else torch.randint(1 << 16, (len(seen),)).tolist()
         texts = [self._prompt(self.scale.question(number, whole)) for number in drawn]
