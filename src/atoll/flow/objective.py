@@ -1,8 +1,10 @@
-"""What a denoiser is trained on: noisy states, targets, and their loss (flow matching, DDM eq. 6).
+"""What a denoiser is trained on: times, noisy states, targets, and their loss (flow matching, DDM eq. 6).
 
 All of it is a function of draws that the caller makes, so that a sample's noise, time and dropout
 depend on nothing but its position in the run.
 """
+
+import math
 
 import torch
 from jaxtyping import Float
@@ -10,7 +12,20 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.flow.schedule import Schedule, expand
-from atoll.flow.settings import Prediction
+from atoll.flow.settings import Prediction, TimeConfig
+
+MARGIN = 1e-5
+"""Times stay this far from 0 and 1: both t and 1 - t are then sound in float32."""
+
+
+def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule) -> Float[Tensor, "B"]:
+    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF."""
+    t = u.double()
+    if config.distribution == "logit-normal":
+        t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))
+    if config.shift != 1:  # at an end of a schedule the log-SNR may be infinite: it stays there
+        t = schedule.time_of_log_snr(schedule.log_snr(t) - 2 * math.log(config.shift))
+    return t.clamp(MARGIN, 1 - MARGIN).to(u.dtype)
 
 
 def noisy(

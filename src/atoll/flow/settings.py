@@ -13,7 +13,7 @@ SCHEDULES: tuple[str, ...] = ScheduleName.__args__  # type: ignore[attr-defined]
 
 
 class TimeConfig(Config):
-    """The distribution of training times; `flow.timesteps` draws from it."""
+    """The distribution of training times; `flow.objective.training_times` draws from it."""
 
     distribution: Literal["uniform", "logit-normal"] = "uniform"
     """"uniform" on (0, 1), or "logit-normal": logit(t) ~ N(mean, std^2) (SD3, arXiv 2403.03206)."""

@@ -12,7 +12,7 @@ from atoll.campaign.measured import BASE
 from atoll.campaign.report_table import findings
 from atoll.campaign.roles import RUNS
 from atoll.data.formats import PartitionFile
-from atoll.report import compared, palette, sections, why
+from atoll.report import palette, sections, why
 from atoll.report.facts import Facts, total
 from atoll.report.html import environment
 from atoll.store.store import Store
@@ -20,13 +20,13 @@ from atoll.store.store import Store
 PAGE = "reports/index.html"
 SECTIONS = {
     "head": sections.head,
-    "samples": compared.samples,
-    "routing": compared.routing,
+    "samples": sections.samples,
+    "routing": sections.routing,
     "clusters": sections.clusters,
     "learning": sections.learning,
-    "strategies": compared.strategies,
-    "beyond": compared.beyond,
-    "evaluated": compared.evaluated,
+    "strategies": sections.strategies,
+    "beyond": sections.beyond,
+    "evaluated": sections.evaluated,
     "findings": lambda facts: findings(facts.store),
     "why": why.why,
     "sampling": why.sampling,

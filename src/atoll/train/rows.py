@@ -22,9 +22,8 @@ from atoll.data.order import BucketOrder, Order
 from atoll.data.samples import Samples
 from atoll.data.settings import ConditionKind
 from atoll.encoders.text import TextEncoder
-from atoll.flow.objective import drop_condition
+from atoll.flow.objective import drop_condition, training_times
 from atoll.flow.schedule import schedule
-from atoll.flow.timesteps import training_times
 from atoll.model.card import Card, check_producers
 from atoll.networks.families import parameter_count
 

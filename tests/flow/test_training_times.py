@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from atoll.flow.objective import MARGIN, training_times
 from atoll.flow.schedule import RectifiedFlow, schedule
 from atoll.flow.settings import TimeConfig
-from atoll.flow.timesteps import MARGIN, training_times
 
 
 def test_uniform_times_are_the_uniforms() -> None:
