@@ -33,6 +33,7 @@ MODULES = {"atoll", "atoll.launch.torchrun", "torch.distributed.run"}
 ENDED = "the process that forks ended"
 Faults = Mapping[str, list[Any]]
 SCRIPT = str(ROOT / "tests/chaos/recording.py")
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PATHS = ("", str(ROOT / "src"), f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}")
 IMPORTED = [
     "PIL.AvifImagePlugin",
@@ -151,8 +152,10 @@ _surroundings = dict(os.environ)
 
 
 def replace_popen() -> None:
-    """From here on `subprocess` starts processes by `Popen`."""
+    """From here on `subprocess` starts processes by `Popen`; torchrun has imported the name for itself."""
     subprocess.Popen = Popen  # type: ignore[misc]
+    if torchrun := sys.modules.get(TORCHRUN):
+        torchrun.Popen = Popen  # type: ignore[attr-defined]
 
 
 def _argv(args: Any) -> list[str] | None:
