@@ -71,7 +71,7 @@ def sign_folder(location: str | Path, key: Path) -> list[str]:
     if store.exists("ensemble.json"):
         names = ["ensemble.json"]
     else:
-        places = r"((islands/\d+|router|monolith|pretrain|student)/)?(expert/)?card\.json"
+        places = r"((islands/\d+|[a-z]+)/)?(expert/)?card\.json"
         names = [name for name in store.list() if re.fullmatch(places, name)]
     if not names:
         fix = "give an export, a campaign, or the folder of a run that has published"

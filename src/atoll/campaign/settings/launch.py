@@ -135,8 +135,9 @@ class LaunchConfig(Placement):
         return self._own(role, island).on or on or self.on or "local"
 
     def _own(self, role: str, island: int | None) -> Placement:
-        own: Placement = getattr(self, role) if island is None else self.islands.get(island, Placement())
-        return own
+        # A role without settings of its own trains where all do.
+        own: Placement = getattr(self, role, Placement())
+        return own if island is None else self.islands.get(island, Placement())
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
