@@ -42,6 +42,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Imports a file of benchmarks/ or examples/emoji/ by name."""
     for folder in SCRIPTS:
         monkeypatch.syspath_prepend(str(ROOT / folder))
+        for path in (ROOT / folder).glob("*.py"):
+            monkeypatch.delitem(sys.modules, path.stem, raising=False)  # tests/curate is a `curate` too
     yield importlib.import_module
     for path in (path for folder in SCRIPTS for path in (ROOT / folder).glob("*.py")):
         sys.modules.pop(path.stem, None)
