@@ -104,6 +104,7 @@ def divide(
     kinds: list[tuple[int, Flops]] = []
     for number in range(k):
         network, train = config.island(number)
+        # Under `equal` the experts share the monolith's batch, and so take about as many steps as it does.
         own_batch = config.budget.expert_batch or (max(1, train.batch // k) if equal else train.batch)
         kinds.append((own_batch, denoiser_flops(network, shape, [rows[number] for rows in buckets])))
     if equal:

@@ -136,6 +136,7 @@ def publish_initial(
         return None
     fit = take_over(network, weights(), whose)
     settings = settings_of(network)
+    # safetensors refuses tensors that are not contiguous.
     tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
     initial = InitialWeights(
         kind=kind,

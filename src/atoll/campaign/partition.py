@@ -42,6 +42,7 @@ def make_islands(campaign: Campaign) -> Partition:
             say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
         # Runs that the settings ask for only now.
         if late := [run for run in runs_of(config) if run.kind.late and not store.exists(run.plan)]:
+            # From what the islands hold: the data set that was cut may be gone by now.
             parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
@@ -132,6 +133,7 @@ def _write_runs(
             seed=seed_of(config.seed, f"run/{run.folder}"),
             init=start,
             init_seed=config.seed,
+            # Those weights exist only when the runs that they come from have published.
             init_sha256=None if start in ("pretrain", "experts") else weights,
             parameters=parameter_count(initial),
             train_flops=part.train_flops,

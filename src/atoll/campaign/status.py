@@ -217,6 +217,7 @@ class Observer:
         if (commit := history.last_commit()) is not None:
             entry, key = commit
             status.committed, status.step = entry.step, max(entry.step, status.step or 0)
+            # The store's time is reckoned from one question, so a fresh file may lie in its future.
             status.commit_age = max(0.0, now - store.modified(key))
 
         # What happens now.
@@ -268,6 +269,7 @@ def show(campaign: Campaign, as_json: bool) -> CampaignStatus:
 def watch(campaign: Campaign, every: float, as_json: bool) -> CampaignStatus | None:
     """Print it again and again, until all runs are published or somebody interrupts; the last status."""
     observer, status = Observer(campaign), None
+    # Clearing the screen is for a terminal: in a file or a pipe the codes would be noise.
     head = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
     try:
         while True:
@@ -313,6 +315,7 @@ def lines(status: CampaignStatus) -> list[str]:
     done, whole = sum(run.done_flops for run in runs), sum(run.train_flops for run in runs)
     islands = sum(run.island is not None for run in runs)
     published = sum(run.state == "published" for run in runs)
+    # Rounded down, as in `_row`: 100% is said of finished work alone.
     share = f"{int(100 * done / whole)}% of {whole:.3g} training FLOPs; " if whole else ""
     out, back = size(sent.data_out), size(sent.networks_in)
     text += [

@@ -31,6 +31,7 @@ I64 = NDArray[np.int64]
 Condition = Callable[[DataSet, Sequence[I64], bool], B1]
 """Of a data set, groups of rows and whether sensitive scores are allowed: rows that are kept `(rows,)`."""
 COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+# Longer signs first: `>` would match in `>=` and leave `=` to the number.
 COMPARISON = re.compile(r"\s*(.+?)\s*(>=|<=|>|<)\s*(q?)([0-9.eE+-]+)\s*")
 IN_LIST = re.compile(r"\s*(\S+)\s+(not\s+)?in\s*\((.+)\)\s*")
 OF_ROWS = ("width", "height")

@@ -50,8 +50,10 @@ class Fit:
 
         def times(slope: float) -> float:
             exponent = gain / slope if slope > 0 else math.inf
+            # A power of floats that is too large is an OverflowError in Python, not infinity.
             return 10.0**exponent if exponent < 300 else math.inf
 
+        # The ends change places: of a steeper slope fewer examples are asked.
         return Estimate(times(self.slope.value), times(self.slope.high), times(self.slope.low))
 
 
@@ -105,6 +107,7 @@ def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int 
         own, of = logs[rows], y[rows]
         pearson = stats.pearsonr(own, of, axis=1).statistic
         ranks = stats.pearsonr(stats.rankdata(own, axis=1), stats.rankdata(of, axis=1), axis=1).statistic
+        # The slope of least squares is r times the ratio of deviations; ln 10 turns it into one per tenfold.
         return [math.log(10) * pearson * of.std(1) / own.std(1), pearson, ranks]
 
     samples = np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))

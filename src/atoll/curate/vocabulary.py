@@ -59,6 +59,7 @@ class Vocabulary(File):
         counts: Counter[str] = Counter()
         for caption in captions:
             counts.update({noun for word in words_of(caption) for noun in nouns(word)})
+        # Ties by name: a set's order of strings changes with each process, and the order gives the numbers.
         frequent = sorted((-count, noun) for noun, count in counts.items() if count >= least)
         if not frequent:
             raise DataError(f"no noun stands in {least} captions", "lower --least")
@@ -100,6 +101,7 @@ class Vocabulary(File):
         for number, units in reversed(list(enumerate(self.units))):
             if len(units) == 1:
                 known |= dict.fromkeys(units[0], number)
+        # A concept as it was written goes before a form of any other.
         return known | {" ".join(words_of(concept)): n for n, concept in enumerate(self.concepts)}
 
 

@@ -154,6 +154,7 @@ class Call(BaseModel):
 def _seed_of(generator: torch.Generator | None) -> int:
     """The seed of a fresh generator, else its next number; it is advanced either way."""
     if generator is None:
+        # From torch's global generator, as in diffusers: `torch.manual_seed` still decides.
         return int(torch.randint(2**62, ()))
     # A generator does not say whether it was used, but its state does.
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
@@ -187,6 +188,7 @@ def set_times(scheduler: Any, steps: int) -> int:
     # diffusers would look the first timestep up by its value.
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # rounded timesteps may repeat, so none is looked up
+    # Heun lists every time but the first twice, so it is rounded up.
     return -(-len(scheduler.timesteps) // int(scheduler.order))
 
 
@@ -202,6 +204,7 @@ def check_flow(scheduler: Any) -> None:
             "use FlowMatchEulerDiscreteScheduler or FlowMatchHeunDiscreteScheduler, or give it"
             " prediction_type='flow_prediction' and use_flow_sigmas=True",
         )
+    # The first asks for a `mu` that no call here gives; the second runs time from data to noise.
     for setting in ("use_dynamic_shifting", "invert_sigmas"):
         if getattr(config, setting, False):
             raise ConfigError(f"{name} has {setting}", f"set {setting}=False, and a fixed shift if needed")

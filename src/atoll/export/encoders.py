@@ -91,6 +91,7 @@ def copy_encoders(
             outside = "its licence is not known to Atoll"
         elif how == "auto" and size > LARGEST:
             outside = f"it has {size / 1e9:.1f} GB"
+        # An earlier export's copy would go along, perhaps against its licence.
         shutil.rmtree(place, ignore_errors=True)
         result[name] = [None, None]
         if component is not None and outside is None:

@@ -87,6 +87,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     inspect_folder(root, "auto")
     if request.picture:
         picture, facts["picture"] = _picture(campaign, root)
+        # Once more: the model card shows the picture, and only a finished folder can be sampled.
         writer.finish(facts, picture, root.name)
     if request.key is not None:
         sign(folder, MANIFEST, request.key)

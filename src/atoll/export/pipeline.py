@@ -72,6 +72,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_inference_steps: of a call that names none, as guidance (1 is none) and routing are.
     """
 
+    # The router is left out: in the sequence, its call at each step would send the experts back to the CPU.
     model_cpu_offload_seq = "text_encoder->experts->vae"
     _optional_components = ["vae", "text_encoder", "tokenizer"]
     _callback_tensor_inputs = ["latents"]
@@ -221,6 +222,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                     break
         images: Any = sampler.x
         if call.output_type != "latent":
+            # Cloned: `decode` gives inference tensors, which a caller could neither change nor differentiate.
             pixels = model.vae.decode(images if self.vae is None else images.to(self.vae.dtype)).clone()
             images = (pixels / 2 + 0.5).clamp(0, 1)
             if call.output_type == "pil":
@@ -399,6 +401,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 def _upload(folder: Path, repo_id: str, private: bool | None = None, **kwargs: Any) -> Any:
     from huggingface_hub import create_repo, upload_folder
 
+    # The hub puts the user's name before a bare one.
     name = create_repo(repo_id, private=private, token=kwargs.get("token"), exist_ok=True).repo_id
     how = {"commit_message": "Upload AtollPipeline", **kwargs}
     return upload_folder(repo_id=name, folder_path=folder, **how)

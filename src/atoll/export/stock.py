@@ -84,6 +84,7 @@ class Stock:
 
     def shifted(self, shift: float) -> dict[str, Any]:
         """Content of `scheduler_config.json` under a time shift."""
+        # The two classes have different names for the same time shift; an unknown name is passed over.
         return {**self.scheduler, "shift" if self.scheduler is EULER else "flow_shift": shift}
 
 
@@ -163,6 +164,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             kind = "AutoTokenizer" if name == "tokenizer" else type(loaded[name]).__name__
             producer = card.latents if name == "vae" else card.text or {}
             outside[place] = (kind, str(producer["name"]))
+    # The picture of an earlier export would show what another model draws.
     (root / PICTURE).unlink(missing_ok=True)
     if request.picture:
         given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
@@ -204,9 +206,11 @@ def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) 
     if card.family == "dit":
         asked = {"class_labels": [0], **asked}
         if card.condition == "none":
+            # Without classes both branches of guidance would be the null one, at twice the cost.
             asked |= {"class_labels": [CLASSES], "guidance_scale": 1.0}
     elif card.family == "pixart":
         asked = {"prompt": ["a prompt"], **asked, "max_sequence_length": text_length(card)}
+        # Training saw captions uncleaned. Binning knows three latent sizes only, and raises for all others.
         asked |= {"clean_caption": False, "use_resolution_binning": False}
     elif card.family == "sd3":  # its own grid of times ends at 1/1000, so it is given another
         asked = {"sigmas": [1 - n / steps for n in range(steps)], "guidance_scale": guidance}
@@ -223,6 +227,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
     absent = [*stock.empty] + ["vae"] * ("vae" in stock.components and card.latents["name"] == "none")
     diffusers.utils.logging.disable_progress_bar()
     kind = getattr(diffusers, stock.limits.pipeline)
+    # diffusers warns of its own default where accelerate is not installed.
     pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
     pipe.set_progress_bar_config(disable=True)
     arguments = call_arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign.config.sampling))

@@ -107,6 +107,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     raise KeyboardInterrupt
                 while True:
                     left = {job.name for job in waiting} | {other.job.name for other in running}
+                    # Only the first one is tried: smaller ones could keep a large one waiting for ever.
                     job = next((job for job in waiting if not left.intersection(job.needs)), None)
                     free = None if job is None else _room(job, running, gpus)
                     if job is None or free is None:
@@ -117,6 +118,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                 # To poll needs no handler for the signals of children, which the caller may have its own of.
                 time.sleep(0.2)
                 for ended in [other for other in running if other.process.poll() is not None]:
+                    # Its last line, which the error quotes, may still lie in the pipe.
                     ended.thread.join()
                     running.remove(ended)
                     if (code := ended.process.returncode) != 0:

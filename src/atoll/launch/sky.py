@@ -93,6 +93,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
     resources: dict[str, Any] = {
         "use_spot": sky.use_spot,
         "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]},
+        # With a plus: an exact number would rule out most machines.
         "cpus": f"{job.cpus}+",
         "accelerators": sky.accelerators,
         "memory": f"{-(-job.memory // 10**9)}+" if job.memory_asked else None,
@@ -109,6 +110,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
         "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
         "envs": dict(job.environment),
         "setup": "\n".join(("set -e", *sky.setup)) + "\n",
+        # With exec, since a shell in between would not pass a signal on.
         "run": f"{meet}exec {job.shell('$host', str(PORT))}\n",
     }
     return {key: value for key, value in task.items() if value is not None}

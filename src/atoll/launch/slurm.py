@@ -41,10 +41,12 @@ exit "$code"
 def script(job: Job, site: Site) -> str:
     """The sbatch script of a run."""
     slurm = job.slurm
+    # In --output sbatch takes a percent sign for a pattern; %a is the number within an array.
     log = str(site.prints / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
     options = [
         f"--job-name={job.label(site.campaign)}",
         _quoted(f"--output={log}"),
+        # A job that is queued again writes to the same file, and would by default empty it.
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{slurm.warn}",
@@ -57,8 +59,10 @@ def script(job: Job, site: Site) -> str:
     if job.gpus:
         options.append(_quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}"))
     if job.memory_asked:
+        # Rounded up: Slurm's M are of 2**20 bytes, and a job over its memory is killed.
         options.append(f"--mem={-(-job.memory // 2**20)}M")
     if slurm.hours is not None:
+        # A bare number is minutes, and 0 would be no limit at all.
         options.append(f"--time={max(1, round(60 * slurm.hours))}")
     for name in ("partition", "constraint", "account", "qos"):
         if (value := getattr(slurm, name)) is not None:
@@ -69,6 +73,7 @@ def script(job: Job, site: Site) -> str:
     if job.count > 1:
         lines.append('export ATOLL_PART="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"')
     if slurm.setup:
+        # Off again: BODY looks at exit codes by itself, and `wait` gives those of the run.
         lines += ["set -e", *slurm.setup, "set +e"]
     command, tell = job.shell(), 'kill -TERM "$child"'
     # SLURM_JOB_ID of an array's last task is the number of the whole array.
@@ -76,8 +81,10 @@ def script(job: Job, site: Site) -> str:
     left = INTERRUPTED if job.saves else DIED
     if job.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
+        # Jobs of several runs may share a first node, so one port for all would clash.
         lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
         command = (
+            # With --kill-on-bad-exit, the first node that leaves would end the others before they have saved.
             f"srun --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 "
             + job.shell("$host", "$port")
         )
@@ -115,6 +122,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
     """
     # What Slurm knows already, waiting or running, is not submitted twice by a launch that is run again.
     names = {job.label(site.campaign): job.name for job in jobs}
+    # %F is the number of a whole array, which a dependency names; %i would list its tasks.
     answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
     queue = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
     queued = {names[name.strip()]: number for number, name in queue if name.strip() in names}
@@ -135,6 +143,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
             done = f"; submitted before it: {', '.join(new)}" if new else ""
             fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
             raise AtollError(error.what + done, error.fix or fix) from None
+        # --parsable prints NUMBER;CLUSTER where there are several clusters.
         numbers[job.name] = answer.strip().split(";")[0]
         log = f"{site.prints / job.slug}{'-*' * (job.count > 1)}.out"
         say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {log}")
@@ -143,6 +152,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
 def _sbatch(job: Job, numbers: dict[str, str]) -> list[str]:
     needed = [numbers[name] for name in job.needs if name in numbers]
     kind = "afterany" if job.after_any else "afterok"
+    # Slurm keeps a job whose dependency has failed in its queue for ever, unless it is told not to.
     after = [f"--dependency={kind}:{':'.join(needed)}", "--kill-on-invalid-dep=yes"] if needed else []
     return ["sbatch", "--parsable", *after]
 

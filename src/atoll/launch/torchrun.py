@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         # One rank that was told to leave makes the others fail in their next collective: its code counts.
         codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
+        # A process that a signal ended has a negative code, which no process can exit with.
         return INTERRUPTED if INTERRUPTED in codes else next((code for code in codes if code > 0), 1)
     except SignalException:
         return INTERRUPTED  # what was committed counts, and the same command goes on from there

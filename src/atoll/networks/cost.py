@@ -114,6 +114,7 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
         x = torch.empty(batch, shape.channels, *shape.largest)
         t, cond = torch.empty(batch), empty_condition(shape, batch)
         with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            # torch warns so of RMSNorm under autocast: float32 weights rule out its fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             return saved_bytes(lambda: call(network, x, t, cond), network)
 
@@ -124,6 +125,7 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
         sizes, total = [parameter_count(block) for block in blocks], parameter_count(network)
         # Two batches: what does not grow with the batch is casts of the weights.
         each = (saved(3) - saved(1)) / 2
+        # By hand: the router has no switch for it, unlike diffusers' denoisers.
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         kept = (saved(3) - saved(1)) / 2
@@ -139,6 +141,7 @@ def saved_bytes(run: Callable[[], Tensor], network: nn.Module) -> int:
     kept: dict[int, torch.UntypedStorage] = {}  # held here, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
+        # By storage: autograd saves several views of one tensor, whose memory is there once.
         storage = tensor.untyped_storage()
         if storage._cdata not in parameters:
             kept[storage._cdata] = storage

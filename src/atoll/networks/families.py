@@ -26,6 +26,7 @@ class Family:
     name: FamilyName
     class_name: str
     module: str
+    # diffusers' sinusoids are made for times up to 1000: times in [0, 1] would look much alike.
     time_scale = 1000.0
 
     @property
@@ -198,6 +199,7 @@ class MaskedJointAttention:
             query, key, value = (
                 torch.cat(both, dim=2) for both in zip((query, key, value), read, strict=True)
             )
+        # SD3.5's second attention is handed the same mask, which does not fit: it reads the picture alone.
         mask = None if text is None else attention_mask
         out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         out = out.transpose(1, 2).flatten(2).to(query.dtype)
@@ -205,6 +207,7 @@ class MaskedJointAttention:
         if text is None:
             return attended
         rest = out[:, picture.shape[1] :]
+        # The last block of SD3 ends the text stream: diffusers builds no `to_add_out` there.
         return attended, rest if attn.context_pre_only else attn.to_add_out(rest)
 
 
@@ -229,6 +232,7 @@ class SD3(_Joint):
         }
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        # Not `sample_size`: the table of positions bounds the sides, and the class crops it to smaller ones.
         most = settings["pos_embed_max_size"] * settings["patch_size"]
         channels, width = settings["in_channels"], settings["joint_attention_dim"]
         return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
@@ -240,6 +244,7 @@ class SD3(_Joint):
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         batch, _, height, width = x.shape
         patch, most = network.config.patch_size, network.config.pos_embed_max_size
+        # The class drops rows that fill no patch, without a word: the output would be smaller than x.
         if height % patch or width % patch or max(height, width) > most * patch:
             sides = f"multiples of {patch} up to {most * patch}"
             raise ConfigError(f"this SD3 takes no latents of {height}x{width}", f"use sides that are {sides}")
@@ -274,6 +279,7 @@ class Flux(_Joint):
         }
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        # The file has the numbers of a patch, channels times area: only the data tell the two factors apart.
         numbers, patch = settings["in_channels"], math.isqrt(settings["in_channels"] // shape.channels)
         fits = patch and numbers == shape.channels * patch**2 and shape.size % patch == 0
         channels = shape.channels if fits else numbers
@@ -284,9 +290,11 @@ class Flux(_Joint):
         patch = math.isqrt(network.config.in_channels // channels)
         rows, columns = height // patch, width // patch
         grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
+        # FluxPipeline's numbering: the first axis is 0, then row and column; tokens of the text are all at 0.
         places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
         mask = cast(Tensor, cond.mask).bool()
         seen = torch.cat([mask, mask.new_ones(batch, rows * columns)], dim=1)
+        # The order of FluxPipeline's `_pack_latents`: a student has to run in the stock pipeline too.
         tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
         tokens = tokens.reshape(batch, rows * columns, -1)
         text_places = places.new_zeros(mask.shape[1], 3)
@@ -321,6 +329,7 @@ def parameter_count(network: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in network.parameters())
 
 
+# PixArt's blocks share one adaLN, which its authors draw at random; they zero the cross-attention instead.
 GATES = (".norm1.linear", ".norm1_context.linear", ".attn2.to_out.0", ".norm.linear")
 """Linear layers that gate a block: of DiT and SD3, SD3, PixArt, Flux."""
 
@@ -332,6 +341,7 @@ def initialise(network: nn.Module, seed: int) -> None:
     papers' own code (DiT: arXiv 2212.09748 section 3.2; PixArt: arXiv 2310.00426 section 2.3). SD3 and Flux
     have none published; they get DiT's, whose blocks SD3 (arXiv 2403.03206) builds on.
     """
+    # Drawn on the CPU, whatever the device: CUDA's generator gives other numbers for the same seed.
     source = generator(seed, "init")
 
     def normal(weight: Tensor, std: float) -> None:
@@ -351,6 +361,7 @@ def initialise(network: nn.Module, seed: int) -> None:
             elif type(module).__name__ == "RMSNorm" and module.weight is not None:  # torch's or diffusers'
                 cast(Tensor, module.weight).fill_(1.0)
             for key, parameter in module.named_parameters(recurse=False):
+                # The tables as in PixArt's code: randn / sqrt(width).
                 if key in ("scale_shift_table", "cls_token"):
                     normal(parameter, 0.02 if key == "cls_token" else parameter.shape[-1] ** -0.5)
         for name, module in network.named_modules():  # after their layers, which come later in the first pass

@@ -31,6 +31,7 @@ class Limits:
 
 LIMITS = {
     "pixart": Limits("PixArtAlphaPipeline"),
+    # DiTPipeline decodes even if it is asked for latents.
     "dit": Limits("DiTPipeline", needs_vae=True, classes=CLASSES),
     "sd3": Limits("StableDiffusion3Pipeline", shifts=True),
     "flux": Limits("FluxPipeline", shifts=True, patch=2),

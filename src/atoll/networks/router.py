@@ -89,6 +89,7 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         text = mask = None
         if self.caption_projection is not None and cond.text is not None and cond.mask is not None:
             text = self.caption_projection(cond.text.to(tokens.dtype))
+            # A bias that is finite: with -inf, a row without any text would come out as NaN.
             mask = ((1 - cond.mask.to(tokens.dtype)) * -10000.0)[:, None]  # diffusers' convention
         if self.label_embedding is not None:
             embedding, labels = cast(Any, self.label_embedding), cond.labels

@@ -237,6 +237,7 @@ def ring(sizes: Sequence[int]) -> list[str]:
     start, arcs = gap / 2 - math.pi / 2, []
     for size in sizes:
         # Two arcs of half the length each: one of more than half a turn would need another flag of SVG's.
+        # Never shorter than 0.02: a cluster of few rows would be no arc at all.
         end = start + max((2 * math.pi - gap * count - 0.01) * size / sum(sizes), 0.02)
         angles = (start, (start + end) / 2, end)
         stops = [f"{32 + radius * math.cos(a):.2f} {32 + radius * math.sin(a):.2f}" for a in angles]

@@ -76,9 +76,11 @@ def machine() -> str:
 def started(pid: int) -> int | None:
     """When a process of this machine started, in clock ticks; None if there is none, or a zombie."""
     try:
+        # The command's name may hold spaces and parentheses: the fields begin after its last one.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    # `starttime` is field 22 of proc(5), and the state, with which these begin, field 3.
     return None if fields[0] in "ZX" else int(fields[19])
 
 

@@ -91,6 +91,7 @@ def signer(store: Store, name: str) -> str | None:
 
     try:
         key = _public(content.key)
+        # Without `validate`, b64decode would pass over characters that are no base64.
         key.verify(base64.b64decode(content.signature, validate=True), store.get(name))
     except (InvalidSignature, ValueError):
         raise StoreError(f"{store.name(name)} is not what its signature says", _FIX) from None

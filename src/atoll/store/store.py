@@ -91,6 +91,7 @@ class Store:
     def _open_url(cls, url: str, create: bool) -> Self:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://{posixpath.normpath('/' + rest).strip('/')}"
+        # obstore takes the prefix of other URLs into the store itself.
         prefix = rest.partition("/")[2].strip("/") if scheme == "memory" else ""
         try:
             listed = next(iter(obstore.list(connect(url, IMPATIENT), prefix or None)), [])

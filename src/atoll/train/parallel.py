@@ -50,6 +50,7 @@ class StepSharding:
         if self.recomputes:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
         if config.compile:
+            # In place: the wrapper of torch.compile would put `_orig_mod.` before every name in a checkpoint.
             network.compile()
         if group.size > 1 and config.strategy == "fsdp":
             _shard(network, config.shard or group.size, group, bf16)
@@ -109,6 +110,7 @@ def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> N
     options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if bf16 else {})}
     # The first block goes with the rest: DiT's output layer calls into it after its own forward pass.
     blocks = list(getattr(network, "transformer_blocks", []))[1:]
+    # Inner parts first: fully_shard gives a module all parameters that none inside it has taken.
     for part in [*blocks, *getattr(network, "single_transformer_blocks", []), network]:
         fully_shard(part, **options)
 

@@ -107,6 +107,7 @@ def read_labels(
 def _number(value: object, path: Path, row: int) -> float:
     if value is None:
         return math.nan
+    # Python counts True as an integer.
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
         raise DataError(f"{path}, row {row}: {value!r} is no score", "give numbers")
     return float(value)

@@ -190,9 +190,11 @@ class LanguageReader(nn.Module):
                 asked[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
         inputs = {key: value.to(self.model.device) for key, value in asked.items()}
         read = self.model(**inputs, output_hidden_states=True)
+        # Logits at a place are those of the next token: hence the place before the level.
         of_whole = read.logits[:, length + len(self._before) - 1, self._words] if whole else None
         loss = read.logits.new_zeros(())
         if levels is not None:
+            # -100 is the target that cross_entropy leaves out.
             right = ids.where(there.bool(), torch.tensor(-100)).to(read.logits.device)
             loss = cross_entropy(read.logits[:, length - 1 : -1].flatten(0, 1).float(), right.flatten())
         levels_of = None if of_whole is None else of_whole.float()
@@ -245,6 +247,7 @@ def _of_one_size(here: Tensor) -> Tensor:
         lost = (here[:, :, : fine.shape[2], : fine.shape[3]] - fine).abs()
         spread = lost[:, :1].square().mean((2, 3)).sqrt()
         energy = torch.cat([_quantiles(lost[:, 0], DETAIL), spread, lost.mean((2, 3))], dim=1)
+        # The sum keeps the logarithm of a flat picture finite.
         parts.append((energy + 1e-3).log() / 2 + 2)
         here = coarse
     # JPEG's blocks are 8 pixels wide: where it left them, every eighth difference is larger than the others.
@@ -252,6 +255,7 @@ def _of_one_size(here: Tensor) -> Tensor:
         steps = light.diff(dim=axis).abs()
         lines = steps.mean(3 - axis) if steps.numel() else torch.zeros(count, 8)
         mean = lines.mean(1)
+        # Number 7 lies between pixels 7 and 8, where the first block ends.
         grid = (lines[:, 7::8] if lines.shape[1] > 7 else lines).mean(1)
         flat = (steps < 0.005).float().sum((1, 2)) / max(1, steps[0].numel())
         parts.append(torch.stack([mean * 4, grid / (mean + 1e-3) - 1, flat], dim=1))

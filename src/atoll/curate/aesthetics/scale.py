@@ -118,6 +118,7 @@ class Scale(Config):
 
     def level(self, scores: Tensor) -> Tensor:
         """Number of the level of scores in [0, 1], all levels being of equal width; -1 for NaN."""
+        # NaN has no integer: what the cast gives differs between machines. A score of 1 ends the last level.
         level = (scores.nan_to_num(0) * len(self.levels)).long().clamp(0, len(self.levels) - 1)
         return level.where(~scores.isnan(), torch.tensor(-1))
 

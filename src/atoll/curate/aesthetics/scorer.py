@@ -191,6 +191,7 @@ class Scorer(nn.Module):
             "rows": len(labels),
             "groups": len(set(labels.groups)),
             "rows with the whole alone": int(labels.whole_only(self.scale.root).sum()),
+            # -1 for unknown: NaN is no JSON, and scores lie in [0, 1].
             "labels": digest({"names": labels.names, "scores": labels.scores.nan_to_num(-1).tolist()}),
         }
 
@@ -261,6 +262,7 @@ class Scorer(nn.Module):
         own = scorer._trained
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
             raise DataError(f"the weights of {folder} do not fit its scale and backbone", ScorerFile.REMEDY)
+        # Not strict: the file has what was trained, and the frozen backbone brings its own.
         scorer.load_state_dict(tensors, strict=False)
         return scorer.eval(), file
 

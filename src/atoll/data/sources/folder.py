@@ -54,6 +54,7 @@ class FolderSource(Source):
         self.folder, self.options = folder, options or RowOptions()
         files = list[Path]()
         for base, folders, names in os.walk(folder, onerror=_unreadable):
+            # In place: os.walk goes on from this very list.
             folders[:] = [name for name in folders if not name.startswith(".")]
             files += [Path(base, name) for name in names if not name.startswith(".")]
         files.sort()
@@ -207,6 +208,7 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
     rows: list[tuple[int, Row]] = []
     before = csv.field_size_limit(LARGEST)  # of the whole process, hence put back
     try:
+        # Spreadsheets put a byte-order mark first, which would else be part of the first column's name.
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file, strict=True)  # a stray quote would swallow the rows after it
             for row in reader:

@@ -48,6 +48,7 @@ class ParquetSource(FilesSource):
             # The footer has schema, counts, and size and place of every column chunk: two files of one footer
             # and size are the same file, whenever and wherever they were copied.
             with files.open(name, _BUFFER) as stream:
+                # A parquet file ends with its footer, the footer's length in four bytes, and `PAR1`.
                 stream.seek(-8, io.SEEK_END)
                 length = int.from_bytes(stream.read(4), "little")
                 stream.seek(-8 - length, io.SEEK_END)

@@ -105,6 +105,7 @@ def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:
     # tr (C1 C2)^(1/2) through the symmetric A C2 A with A = C1^(1/2): real and stable.
     values, vectors = np.linalg.eigh(c1)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    # Clipped: rounding leaves small negative eigenvalues, whose roots are NaN.
     middle = np.linalg.eigvalsh(root @ c2 @ root)
     trace = np.trace(c1) + np.trace(c2) - 2 * np.sqrt(middle.clip(0)).sum()
     return max(0.0, float(((m1 - m2) ** 2).sum() + trace))

@@ -120,6 +120,7 @@ def cmmd(
 
 
 def _polynomial(one: Tensor, other: Tensor) -> Tensor:
+    # In place: each step would else hold one more copy of the block.
     return (one @ other.T).div_(one.shape[1]).add_(1).pow_(3)
 
 

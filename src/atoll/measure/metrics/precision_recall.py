@@ -79,6 +79,7 @@ def neighbourhoods(
         for other, rest in _numbered(reference, device):
             there = slice(other, other + len(rest))
             distances, rounding = _squared(block, rest)
+            # Before precision and recall, which change the distances in place.
             inside = distances < dense[there] - rounding
             held[here] += inside.sum(1)
             distances -= rounding
@@ -102,4 +103,5 @@ def _numbered(rows: F32, device: torch.device | str) -> Iterator[tuple[int, Tens
 def _squared(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distances `(B, C)` of rows `(B, D)` and `(C, D)`, and what of them may be rounding."""
     lengths = (one**2).sum(1)[:, None] + (other**2).sum(1)
+    # Python evaluates from left to right, so `lengths` are used before they are scaled in place.
     return torch.addmm(lengths, one, other.T, alpha=-2).clamp_(min=0), lengths.mul_(ROUNDING)

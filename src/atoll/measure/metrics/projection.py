@@ -73,6 +73,7 @@ class Projection:
             fix = "give more, or fewer components"
             raise DataError(f"{moments.count} pictures cannot fix {components} components", fix)
         _, vectors = np.linalg.eigh(moments.covariance)
+        # eigh's eigenvalues rise, and BLAS takes no view of negative strides.
         return cls(moments.mean, np.ascontiguousarray(vectors[:, ::-1][:, :components]))
 
     def __call__(self, features: NDArray[np.floating]) -> F64:
