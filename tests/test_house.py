@@ -51,7 +51,7 @@ CEILINGS: dict[str, float] = {
     "tests": 29_291,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
-    "tour": 4_596,
+    "tour": 4_609,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
