@@ -1,7 +1,7 @@
 """`python -m atoll` without its seconds of imports: the tests fork it from a process that has imported all.
 
 `Popen` takes the place of `subprocess.Popen` while tests run. It starts real processes, with ids, signals,
-pipes and exit codes of their own, and so do the commands that start others (`atoll launch`, `torchrun`). Run
+pipes and exit codes of their own, and so does `atoll launch`. Run
 as a program, this file is the process that forks: it ends with the one that runs the tests.
 """
 
@@ -33,7 +33,6 @@ MODULES = {"atoll", "atoll.launch.torchrun", "torch.distributed.run"}
 ENDED = "the process that forks ended"
 Faults = Mapping[str, list[Any]]
 SCRIPT = str(ROOT / "tests/chaos/recording.py")
-TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PATHS = ("", str(ROOT / "src"), f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}")
 IMPORTED = [
     "PIL.AvifImagePlugin",
@@ -52,6 +51,9 @@ IMPORTED = [
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
     "atoll.campaign.prepare",
+    "atoll.data.duplicates",
+    "atoll.data.encode",
+    "atoll.data.ingest",
     "atoll.export.ensemble",
     "atoll.launch.submit",
     "atoll.measure.evaluation",
@@ -152,10 +154,11 @@ _surroundings = dict(os.environ)
 
 
 def replace_popen() -> None:
-    """From here on `subprocess` starts processes by `Popen`; torchrun has imported the name for itself."""
+    """From here on `subprocess` starts processes by `Popen`.
+
+    Not torchrun's workers: they have to be in its group of processes, to be killed with it.
+    """
     subprocess.Popen = Popen  # type: ignore[misc]
-    if torchrun := sys.modules.get(TORCHRUN):
-        torchrun.Popen = Popen  # type: ignore[attr-defined]
 
 
 def _argv(args: Any) -> list[str] | None:
@@ -395,6 +398,7 @@ def _command(request: Mapping[str, Any], streams: list[int]) -> None:
         runpy.run_path(SCRIPT, run_name="__main__")
     else:
         sys.argv, sys.path[0] = argv[1:], request["cwd"]
+        sys.modules.pop(argv[1], None)  # runpy warns of a module that is there already
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
 
 
