@@ -1,8 +1,8 @@
 """`python -m atoll` without its seconds of imports: the tests fork it from a process that has imported all.
 
 `Popen` takes the place of `subprocess.Popen` while tests run. It starts real processes, with ids, signals,
-pipes and exit codes of their own, and so does `atoll launch`. Run
-as a program, this file is the process that forks: it ends with the one that runs the tests.
+pipes and exit codes of their own, and so does `atoll launch`. Run as a program, this file is the process that
+forks: it ends with the one that runs the tests.
 """
 
 import atexit

@@ -36,7 +36,7 @@ def run(*argv: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_the_dockerfile_installs_runs_the_quickstart_and_serves_it(tmp_path: Path) -> None:
     """In a virtual environment in place of the image; `useradd` is not run."""
     file: dict[str, list[str]] = {}
