@@ -296,7 +296,8 @@ def until(what: Any, child: Child, seconds: float = 60.0) -> None:
 
 def _serve(path: str, owner: int) -> None:
     for name in IMPORTED:
-        import_module(name)
+        with suppress(ModuleNotFoundError):  # older versions of some lack a part
+            import_module(name)
     import torch
 
     torch.set_num_threads(1)
