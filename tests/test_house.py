@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_529,
     "serve": 1_411,
     "curate": 2_837,
-    "tests": 29_291,
+    "tests": 29_296,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
     "tour": 4_609,
