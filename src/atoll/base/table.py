@@ -90,7 +90,7 @@ class Table:
         """A table of typed rows."""
         return cls(name, title, columns_of(record), list(rows))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of the columns."""
         return [column.name for column in self.columns]
