@@ -134,8 +134,8 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
     sources = {}
     for name, settings in named.items():
         own = settings.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
-        empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
         # An empty text takes back what data.ingest says for all.
+        empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
         if settings.source == "glyphs":  # they have no columns
             merged = SourceOptions(**own, glyphs=options.glyphs)
         else:
