@@ -308,6 +308,7 @@ def test_shards_of_different_form_and_bad_names(glyphs: DataSet) -> None:
 def _read_in_child(dataset: DataSet, queue: "multiprocessing.Queue[object]") -> None:
     try:
         column = dataset.column("x")
+        assert dataset.store.local is None or dataset.image(3).size == (8, 8)
         queue.put([*column.read([39, 20])[:, 0, 0].tolist(), column.extra("null")["a"].item()])
     except StoreError as error:
         queue.put(str(error))
