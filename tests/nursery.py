@@ -136,10 +136,8 @@ def nursery() -> str:
     if SOCKET not in os.environ and not _keep:
         path = str(Path(tempfile.mkdtemp(prefix="nursery-")) / "socket")
         environment = {**_surroundings, "PYTHONPATH": PATHS[-1], "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, __file__, path, str(os.getpid())]
-        process = Fresh(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = Fresh([sys.executable, __file__, path], env=environment, start_new_session=True, **pipes)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n", ENDED
         process.stdout.close()
         _keep.extend([path, process])
@@ -294,7 +292,7 @@ def until(what: Any, child: Child, seconds: float = 60.0) -> None:
 # The process that forks.
 
 
-def _serve(path: str, owner: int) -> None:
+def _serve(path: str) -> None:
     for name in IMPORTED:
         with suppress(ModuleNotFoundError):  # older versions of some lack a part
             import_module(name)
@@ -310,7 +308,7 @@ def _serve(path: str, owner: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken.fileno())
     waiting = selectors.DefaultSelector()
-    for source in (listener, ended, os.pidfd_open(owner)):
+    for source in (listener, ended, sys.stdin):  # whose other end closes with the one that runs the tests
         waiting.register(source, selectors.EVENT_READ)
     print("ready", flush=True)
     connections: dict[int, socket.socket] = {}
@@ -404,4 +402,4 @@ def _command(request: Mapping[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1])

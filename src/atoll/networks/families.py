@@ -370,7 +370,7 @@ def initialise(network: nn.Module, seed: int) -> None:
                 normal(cast(Any, module).linear_2.weight, 0.02)
             elif name == "adaln_single.linear":
                 normal(cast(Any, module).weight, 0.02)
-        # Every block starts as the identity and the output as zero, so v = 0 at the first step.
+        # Gates (in PixArt: of the text alone) and the output start at zero, so v = 0 at the first step.
         for name, layer in network.named_modules():
             gate = "transformer_blocks." in name and name.endswith(GATES)
             if gate or name in ("proj_out", "proj_out_2", "proj_out_1", "norm_out.linear"):
