@@ -126,15 +126,6 @@ class Report(File):
     overrides: dict[str, list[float]] = {}
     """Of `steps` and `guidance` those that are not `sampling`'s, each with what `sampling` says."""
 
-    def records(self, name: str) -> list[dict[str, Any]]:
-        """Rows of a table as mappings; none where it was not measured."""
-        return self._records.get(name, [])
-
-    @cached_property
-    def _records(self) -> dict[str, list[dict[str, Any]]]:
-        # Once for all: a page asks for the rows of one table some fifty times.
-        return {name: table.records for name, table in self.tables.present().items()}
-
     @classmethod
     def known(cls, store: Store, key: str) -> Self | None:
         """What was measured before, where it is of this version and this key."""

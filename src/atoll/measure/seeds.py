@@ -132,15 +132,15 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
     ):
         names = ("strategy", "space", "partner") if table == "pairs" else ("model",)
         tables = [
-            {tuple(row[name] for name in names): row for row in comparison.records(table)}
-            for comparison in comparisons
+            {tuple(getattr(row, name) for name in names): row for row in getattr(of.tables, table) or ()}
+            for of in comparisons
         ]
         for key in tables[0] if all(tables) else ():
             rows_of = [table_rows[key] for table_rows in tables if key in table_rows]
-            values = [row[column] for row in rows_of if row[column] is not None]
+            values = [value for row in rows_of if (value := getattr(row, column)) is not None]
             if values:
                 # Before its first milestone nobody knows when a model was that good.
-                at_most = any(row.get("how") == "at the first point" for row in rows_of)
+                at_most = any(getattr(row, "how", None) == "at the first point" for row in rows_of)
                 yield SeedsRow.of(", ".join(key), measure + (", at most" if at_most else ""), values)
 
 
