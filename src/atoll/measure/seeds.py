@@ -97,7 +97,8 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
     Those are numbers that all of them have; of `best` and `reach` also those that only some have, as a model
     need not get as far as the monolith in every campaign. Ratios and differences are taken to `base`.
     """
-    bases = [row.distance for comparison in comparisons if (row := comparison.row(base)) is not None]
+    monoliths = [comparison.row(base) for comparison in comparisons]
+    bases = [row.distance for row in monoliths if row is not None and row.distance is not None]
     for first in comparisons[0].rows:
         rows = [row for comparison in comparisons if (row := comparison.row(first.name)) is not None]
         if len(rows) < len(comparisons):
@@ -107,9 +108,9 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
             if None not in values:
                 yield SeedsRow.of(first.name, measure, values)
         # Within a campaign both sides start from the same conditions and noise: ratios vary less than levels.
-        if first.name != base and len(bases) == len(comparisons):
-            levels = zip((row.distance for row in rows), bases, strict=True)
-            pairs = [(own or 0.0, other or 0.0) for own, other in levels]
+        levels = [row.distance for row in rows if row.distance is not None]
+        if first.name != base and len(bases) == len(levels) == len(comparisons):
+            pairs = list(zip(levels, bases, strict=True))
             yield SeedsRow.of(first.name, f"distance / {base}", [own / other for own, other in pairs])
             yield SeedsRow.of(first.name, f"distance - {base}", [own - other for own, other in pairs])
 
