@@ -52,12 +52,8 @@ class CommonSetup:
 
     def __init__(self, campaign: Campaign) -> None:
         store, config = campaign.store, campaign.config.compare
-        self.campaign, self.config, self.seed, self.device = (
-            campaign,
-            config,
-            campaign.config.seed,
-            own_device(),
-        )
+        self.campaign, self.config = campaign, config
+        self.seed, self.device = campaign.config.seed, own_device()
         self.content, self.router = read_manifest(store), Checkpoint(store, "ensemble/router").card
         self.dense = single_cards(campaign, self.router)
         self.override = SamplingOverride.of(campaign, config)
