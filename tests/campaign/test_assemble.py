@@ -19,7 +19,7 @@ from atoll.model.settings import Residency
 from atoll.model.stored import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
-from helpers import assembled, command
+from helpers import assembled, command, refused
 from helpers_networks import noise
 
 K = 3
@@ -119,6 +119,7 @@ def test_an_expert_in_quarantine_is_left_out(folder: Path, capsys: pytest.Captur
     assert "experts 0, 1, 2 of 3" in said(capsys, folder)
     assemble(Campaign.open(folder, ["quarantine=[0, 2]"]))
     assert load_ensemble(folder).missing == (0, 2)
+    refused(command(capsys, "assemble", folder, "--quarantine", "x"), "--quarantine 'x' is no list of")
     with pytest.raises(PartitionError, match="no expert 3 to leave out: there are 0 to 2"):
         assemble(Campaign.open(folder), [3])
 

@@ -141,7 +141,7 @@ def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Pat
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = ["export", folder, "--to", tmp_path / "new"]
     refused(command(capsys, "export", folder, "--to", folder / "ensemble"), "belongs to a campaign")
-    refused(command(capsys, *to, "--experts", "0,x"), "is no list of numbers")
+    refused(command(capsys, *to, "--experts", "0,x"), "--experts '0,x' is no list of numbers")
     refused(command(capsys, *to, "--experts", "7"), "experts 7 are not there: there are 0, 1, 2")
     shutil.rmtree(folder / "ensemble")
     refused(command(capsys, *to), "run 'atoll assemble' first")

@@ -212,7 +212,8 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
-    put_together(open_campaign(campaign), _numbers(quarantine) if quarantine else (), trusted or None)
+    left_out = _numbers(quarantine, "--quarantine") if quarantine else ()
+    put_together(open_campaign(campaign), left_out, trusted or None)
 
 
 @atoll.command()
@@ -346,7 +347,7 @@ def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None
     from atoll.export.ensemble import ExportRequest, export_campaign
     from atoll.export.stock import export_stock
 
-    numbers: Any = "auto" if experts is None else _numbers(experts)
+    numbers: Any = "auto" if experts is None else _numbers(experts, "--experts")
     request = ExportRequest(to, numbers, **options)
     (export_campaign if request.model == "ensemble" else export_stock)(open_campaign(campaign), request)
 
@@ -397,10 +398,10 @@ def main() -> None:
     exit_process(run_command(lambda: atoll.main(standalone_mode=False)))
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise AtollError(f"--experts {text!r} is no list of numbers", "write for example --experts 0,2")
+        raise AtollError(f"{option} {text!r} is no list of numbers", f"write for example {option} 0,2")
     return [int(part) for part in parts]
 
 
