@@ -213,7 +213,8 @@ def _say_partition(partition: Partition, budget: Budget, equal: bool) -> None:
 
 def _say_extra(run: Run, budget: Budget) -> None:
     part, share = budget[run], budget[run].train_flops / budget[Run("monolith")].train_flops
+    costs = "with its teachers it costs" if run.kind.task == "distill" else "it costs"
     say(
-        f"  {run.name}: {part.steps:,} steps of {part.batch} after the experts; with its teachers it costs"
-        f" {share:.3f} of the monolith's FLOPs, beyond theirs"
+        f"  {run.name}: {part.steps:,} steps of {part.batch} after the experts; {costs} {share:.3f} of the"
+        " monolith's FLOPs, beyond theirs"
     )

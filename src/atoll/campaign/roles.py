@@ -1,6 +1,6 @@
 """The kinds of runs of a campaign: `RUNS` has one row for each, and every stage loops over it.
 
-A new role is a row here and, where it learns something new, a `Task` in `train/run.py`. The command line
+A new role is a row here and, where it learns something new, a `Task` in `train/tasks.py`. The command line
 lists its choices from this table, so it imports nothing: settings alone take a second.
 """
 
