@@ -44,9 +44,7 @@ class RunStatus:
     name: str
     role: str
     island: int | None = None
-    state: State = (
-        "waiting"  # nobody started it; stale: its process died or fell silent; left: told to, saved
-    )
+    state: State = "waiting"  # for somebody to start it; stale: it died or fell silent; left: told to, saved
     phase: str | None = None  # of its process: starting, training, validating, saving, publishing
     step: int | None = None  # optimizer steps that are known to be done, saved or not
     steps: int | None = None  # of the whole run

@@ -25,9 +25,7 @@ class Job:
     nodes: int = 1
     needs: tuple[str, ...] = ()  # names of jobs that have to finish first
     after_any: bool = False  # a queue starts it however those ended: it looks itself at what they made
-    saves: bool = (
-        True  # a warning lets it save and leave; else it dies of it, and is queued again all the same
-    )
+    saves: bool = True  # a warning lets it save and leave; else it dies of it, and is queued again as well
     count: int = 1  # how many of it share one work; more than one only for launchers with `ARRAYS`
     env: Mapping[str, str] = field(default_factory=dict)
     memory_asked: bool = False
