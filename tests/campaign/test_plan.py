@@ -29,6 +29,7 @@ from atoll.campaign.runs import Run as Training
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.encoders.text import text_parameters
 from atoll.networks.cost import Footprint
+from atoll.networks.families import family, parameter_count
 from atoll.networks.settings import DataShape
 from atoll.recipes import catalogue
 from atoll.train.run import train_run
@@ -37,7 +38,7 @@ from helpers import SMALL, Run, merged, partitioned, refused, write_campaign
 SHAPE = DataShape(channels=1, size=8, classes=2)
 MONOLITH = Training("monolith")
 BIG = Footprint(3_000_000_000, 100_000_000, 30_000_000, 6_000_000_000, 1.2e9, 5e7)
-TEXT: dict[str, Any] = {"condition": "text", "network": {"family": "pixart"}}
+TEXT: Any = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,21 @@ def test_more_is_more() -> None:
     assert any("expert 0 uses 16 of the 64 GPUs" in note for note in idle.notes)
 
 
+def test_families_side_by_side_share_one_budget() -> None:
+    changes = {**TEXT, "islands": {1: {"network": {"family": "sd3"}}}, "budget": {"samples": 1_000_000}}
+    config = CampaignConfig.parse(merged(SMALL, changes), "a test")
+    data = DataSpec(DataShape(1, 8, text_width=16, text_length=4), [5000, 5000], 10_000, None, [])
+    plan = make_plan(config, data, load_gpus(), "h100")
+    for number, cost in enumerate(experts(plan)):
+        network = config.island(number)[0]
+        assert cost.footprint.parameters == parameter_count(family(network.family).build(network, data.shape))
+    # Equal clusters have the same operations, and so other steps; all together cost the monolith.
+    first, second = (cost.budget for cost in experts(plan))
+    assert first.steps != second.steps and first.train_flops == pytest.approx(second.train_flops, rel=0.01)
+    spent = sum(run.budget.train_flops for run in plan.own)
+    assert spent == pytest.approx(plan.monolith.budget.train_flops, rel=0.01)
+
+
 # Memory.
 
 
@@ -276,6 +292,7 @@ def test_the_papers_eight_times_three_billion(paper: Plan) -> None:
         "experts 0-7, each",
         "2.98 B",
         "960,000    128",
+        "router ",
         "monolith, one site",
         "49.7 TB",
         "0 B  between islands while they train",
