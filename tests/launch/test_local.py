@@ -51,14 +51,9 @@ def test_all_run_and_their_lines_are_shown_whatever_they_hold(
 ) -> None:
     threads = "import os; print([os.environ[n] for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')])"
     odd = r"import sys; sys.stdout.buffer.write(b'\xff\xfe ok\n')"
-    local.run(
-        [
-            job("a", f"print('hello from a'); {waiting(tmp_path, 'a', 0)}"),
-            job("loud", "for i in range(20000): print('x' * 50)"),
-            job("odd", odd),
-            job("threads", threads, cpus=3),
-        ]
-    )
+    loud = "for i in range(20000): print('x' * 50)"
+    jobs = [job("a", f"print('hello from a'); {waiting(tmp_path, 'a', 0)}"), job("loud", loud)]
+    local.run([*jobs, job("odd", odd), job("threads", threads, cpus=3)])
     out = capsys.readouterr().out
     assert "  hello from a\n" in out and "started a (process " in out and "4 runs finished in" in out
     assert out.count("  " + "x" * 50) == 20000 and " ok\n" in out and "['3', '3']" in out
@@ -72,13 +67,9 @@ def test_as_many_at_once_as_cores_allow(tmp_path: Path) -> None:
 
 def test_a_job_waits_for_those_it_names_and_others_do_not(tmp_path: Path) -> None:
     """The one that is waited for starts first, however short; a name that is not launched does not count."""
-    local.run(
-        [
-            job("expert", waiting(tmp_path, "expert", 0), work=9, needs=("seed", "finished before")),
-            job("monolith", waiting(tmp_path, "monolith"), work=5),
-            job("seed", waiting(tmp_path, "seed")),
-        ]
-    )
+    jobs = [job("expert", waiting(tmp_path, "expert", 0), work=9, needs=("seed", "finished before"))]
+    jobs += [job("monolith", waiting(tmp_path, "monolith"), work=5), job("seed", waiting(tmp_path, "seed"))]
+    local.run(jobs)
     spans = times(tmp_path)
     assert spans["seed"][1] <= spans["expert"][0]
     if CORES > 1:
@@ -108,16 +99,11 @@ def test_a_failure_names_the_job_and_stops_the_others(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     bad = "import sys, time; time.sleep(1); print('error: no such thing'); print(); sys.exit(3)"
-    with pytest.raises(
-        AtollError, match=r"^bad ended with code 3 \(error: no such thing\): correct it"
-    ) as caught:
-        local.run(
-            [
-                job("patient", patient, work=2),
-                job("bad", bad, work=1),
-                job("never", waiting(tmp_path, "never"), needs=("bad",)),
-            ]
-        )
+    jobs = [job("patient", patient, work=2), job("bad", bad, work=1)]
+    jobs += [job("never", waiting(tmp_path, "never"), needs=("bad",))]
+    words = r"^bad ended with code 3 \(error: no such thing\): correct it"
+    with pytest.raises(AtollError, match=words) as caught:
+        local.run(jobs)
     assert "\n" not in str(caught.value)
     assert saved.read_text() == "x" and not (tmp_path / "never").exists()
 
@@ -201,10 +187,8 @@ def test_several_processes_end_with_the_code_of_the_training(ends: str, ranks: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tmp_path: Path) -> None:
     def note(name: str) -> str:
-        path = str(tmp_path / name)
-        return (
-            f"import os, time, pathlib; pathlib.Path({path!r}).write_text(str(os.getpid())); time.sleep(60)"
-        )
+        file = f"pathlib.Path({str(tmp_path / name)!r})"
+        return f"import os, time, pathlib; {file}.write_text(str(os.getpid())); time.sleep(60)"
 
     def stop() -> None:
         while sum(bool(path.read_text()) for path in tmp_path.iterdir()) < min(2, CORES):
