@@ -84,9 +84,10 @@ def diagnose(campaign: Campaign) -> Diagnosis:
         tables = look.at_rows()
         pretrained, asked = look.ensemble.pretrain is not None, strategies if config.samples else []
         able = supported(asked, partition.k, look.candidate.missing, pretrained)
-        about: dict[str, Any] = {"strategies": able, "copies": None, "pictures": [], "closest": []}
-        if able:
-            drawn, about = look.at_samples({name: Routing.named(name) for name in able}, about)
+        routings = {name: Routing.named(name) for name in able}
+        about: dict[str, Any] = {"strategies": list(routings), "copies": None, "pictures": [], "closest": []}
+        if routings:
+            drawn, about = look.at_samples(routings, about)
             tables |= drawn
     result = Diagnosis(
         key=key,
