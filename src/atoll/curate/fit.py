@@ -111,11 +111,11 @@ def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int 
         return [math.log(10) * pearson * of.std(1) / own.std(1), pearson, ranks]
 
     samples = np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))
-    # A resample of one concept many times has neither slope nor correlation: it says nothing about either.
-    samples = samples[(np.ptp(logs[samples], axis=1) > 0) & (np.ptp(y[samples], axis=1) > 0)]
     # At once for as many resamples as fit into memory: one by one, scipy's calls cost more than the sums.
     parts = np.array_split(samples, 1 + samples.size // RESAMPLED)
-    drawn = np.concatenate([np.empty((3, 0)), *(statistics(part) for part in parts if len(part))], axis=1)
+    # A resample of one concept many times has neither slope nor correlation: it says nothing about either.
+    usable = (p[(np.ptp(logs[p], axis=1) > 0) & (np.ptp(y[p], axis=1) > 0)] for p in parts)
+    drawn = np.concatenate([np.empty((3, 0)), *(statistics(part) for part in usable if len(part))], axis=1)
     low, high = np.percentile(drawn if drawn.size else np.full((3, 1), math.nan), [2.5, 97.5], axis=1)
     values = np.concatenate(statistics(np.arange(len(x))[None]))
     slope, pearson, spearman = map(Estimate, values.tolist(), low.tolist(), high.tolist())
@@ -184,7 +184,8 @@ def fit_stage(
     # Joined by concept, and by the columns of words that both have.
     shared = [name for name in tables[0].column_names if name in tables[1].column_names]
     kinds = {name: tables[0].schema.field(name).type for name in shared}
-    words = [n for n, kind in kinds.items() if pa.types.is_string(getattr(kind, "value_type", kind))]
+    kinds = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+    words = [name for name, kind in kinds.items() if pa.types.is_string(kind)]
     keys = ["concept", *(name for name in words if name != "concept" and name not in fixed)]
     x, y = (_values(table, keys, number) for table, number in zip(tables, numbers, strict=True))
     both = [key for key in y if key in x]
