@@ -60,10 +60,8 @@ def read_labels(
             return open_picture(path.parent / names[row])
 
     elif "id" in table.column_names and dataset is not None:
-        names, rows = (
-            list(map(str, table["id"].to_pylist())),
-            {id_: row for row, id_ in enumerate(dataset.ids)},
-        )
+        names = [str(id_) for id_ in table["id"].to_pylist()]
+        rows = {id_: row for row, id_ in enumerate(dataset.ids)}
         if unknown := [id_ for id_ in names if id_ not in rows]:
             what = f"{path}: {len(unknown):,} rows, {unknown[0]!r} first, are not in {dataset.store.location}"
             raise DataError(what, "give the scores of this data set")

@@ -101,7 +101,7 @@ class FeatureReader(nn.Module):
         return self.encoder.producer()
 
     def look(self, pictures: Pictures) -> Tensor:
-        """Features and statistics: (B, D)."""
+        """Features, and statistics of the pixels, `(B, D + WIDTH)`."""
         return torch.cat([self.encoder.encode(pictures), statistics(pictures)], dim=1)
 
     def forward(self, seen: Tensor, whole: bool, levels: Tensor | None = None) -> Reading:
@@ -263,7 +263,6 @@ def _of_one_size(here: Tensor) -> Tensor:
 
 
 def _quantiles(values: Tensor, shares: Tensor) -> Tensor:
-    flat = values.flatten(
-        1
-    )  # every so-and-so-many-th value: a sort of all pixels would cost most of the time
+    # Every so-and-so-many-th value: a sort of all pixels would cost most of the time.
+    flat = values.flatten(1)
     return flat[:, :: max(1, flat.shape[1] // SAMPLED)].quantile(shares, dim=1).T
