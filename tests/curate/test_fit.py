@@ -68,13 +68,13 @@ def test_a_gain_costs_times_the_examples_and_without_a_trend_infinitely_many():
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says():
     held = 0
-    for seed in range(60):
+    for seed in range(100):
         generator = np.random.default_rng(seed)
         counts = np.exp(generator.uniform(0, 8, 80))
         results = 3 * np.log10(counts) + generator.normal(0, 2, 80)
         _, low, high = fit(counts, results, draws=100, seed=seed).slope
         held += low < 3 < high
-    assert 51 <= held <= 59
+    assert 86 <= held <= 99
 
 
 def test_the_published_bins_count_an_empty_one_as_nothing():
