@@ -41,9 +41,11 @@ def test_the_page_of_a_finished_campaign_is_as_recorded(page: Page):
     shown, thumbnails, sheets = len(PROMPTS) * (len(DISTANCES) + 1), len(PROMPTS), 4
     pairs = 2 * 3  # two suspicious samples and one cluster's nearest, beside their training pictures
     assert len(pictures) == shown + thumbnails + sheets + pairs
+    assert [p.size for p in pictures].count((16, 16)) == shown + thumbnails + pairs
     assert [(int(a["width"]), int(a["height"])) for a in page.all("img")] == [p.size for p in pictures]
     drawn = [*page.all("svg"), *page.with_class("bar")]
     assert len(drawn) > 30 and all(a["role"] == "img" and a["aria-label"].strip() for a in drawn)
+    assert len(page.all("html")) == len(page.all("h1")) == len(page.all("main")) == 1
 
 
 def test_references_to_the_outside_are_found():
@@ -353,6 +355,15 @@ def test_the_summary_holds_nothing_that_is_not_known(builder: Builder):
 
 
 # What was measured beyond the comparison.
+
+
+def test_what_was_not_measured_is_not_told_and_one_protocol_is_no_warning(whole: Builder):
+    figures = summary(whole.evaluate("aa", "ensemble", 417.25))
+    assert figures["compared"] == {} and figures["default"] == "once"
+    text = Page.of(whole.evaluate("bb", "monolith", 542.0, "cd" * 32, routing=None, seed=1)).text()
+    assert "1,000 pictures against 1,512" in text and "monolith*" not in text
+    assert "numbers of different tables do not compare" not in text
+    assert "The last scale that was tried" not in Page.of(whole.beyond(best=None)).text()
 
 
 def test_all_that_was_measured_is_shown(swept: Builder):
