@@ -80,7 +80,7 @@ def changed_metric(**change: Any) -> Comparison:
 # The command.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two campaigns of the same weights whose seeds differ, so that noise and conditions do."""
     folders = tuple(tmp_path_factory.mktemp("several") / name for name in "ab")
