@@ -40,7 +40,8 @@ def die(pattern: str, how: str) -> None:
 
     def key_of(store: Store, key: str) -> str:
         name = store.name(key)
-        return name.partition("/islands/")[2].partition("/")[2] or name.partition("/campaign/data/")[2]
+        island = name.partition("/islands/")[2].partition("/")[2]
+        return island or name.partition("/campaign/data/")[2] or name.partition("/campaign/student/")[2]
 
     def gone() -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -76,9 +76,11 @@ def test_lite0_knows_pictures() -> None:
     [
         (vision_encoder, "efficientnet-lite1", None, "did you mean 'efficientnet-lite"),
         (vision_encoder, "dino", None, "unknown vision encoder 'dino'"),
+        (vision_encoder, "facebook/dinov2-base", None, "cannot load the vision encoder"),
         (vision_encoder, "/nowhere/at/all", None, "cannot load the vision encoder"),
         (extractor, "inceptoin", None, "did you mean 'inception'"),
         (extractor, "facebook/dinov2-base", None, "cannot load the extractor"),
+        (extractor, "/nowhere/at/all", None, "cannot load the extractor"),
         (extractor, "inception", 64, "Inception sees pictures of 299 px, not 64"),
     ],
 )

@@ -90,9 +90,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return new_world(TEXT, tmp_path_factory.mktemp("parity"))
 
 
-@pytest.fixture(scope="module")
-def of_classes(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return new_world(CLASSES, tmp_path_factory.mktemp("parity"))
+@pytest.fixture(scope="module", params=["text", "class"])
+def either(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return world if request.param == "text" else new_world(CLASSES, tmp_path_factory.mktemp("parity"))
 
 
 def run(world: World, bank: Bank, routing: str, guidance: float = 2.5) -> tuple[Tensor, Tensor]:
@@ -113,15 +113,10 @@ def same(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None
     [("full", 1.0), ("once", 1.0), ("top-1", 2.5), ("top-3", 2.5), ("full", 2.5), ("once", 2.5),
      ("top-1 every 2", 2.5), (NULL, 2.5), ("top-1 every 2 null sample-1", 2.5)],
 )  # fmt: skip
-def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, world: World) -> None:
-    result = run(world, world.bank(), routing, guidance)
-    same(result, world.reference(routing, guidance))
+def test_an_ensemble_is_the_plain_loop(routing: str, guidance: float, either: World) -> None:
+    result = run(either, either.bank(), routing, guidance)
+    same(result, either.reference(routing, guidance))
     assert len(result[1].sum((0, 1)).nonzero()) > 2  # several experts take part
-
-
-@pytest.mark.parametrize("routing", ["full", NULL])
-def test_of_class_labels_too(routing: str, of_classes: World) -> None:
-    same(run(of_classes, of_classes.bank(), routing), of_classes.reference(routing))
 
 
 WAYS: dict[str, Callable[[World], Networks]] = {
@@ -135,9 +130,8 @@ WAYS: dict[str, Callable[[World], Networks]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("routing", "way"), [*(("top-3", way) for way in WAYS), (NULL, "one resident"), (NULL, "three places")]
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("routing", ["top-3", NULL])
 def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) -> None:
     expected = world.plain(routing)
     bank = world.bank(WAYS[way](world))
@@ -146,17 +140,9 @@ def test_where_experts_lie_changes_no_bit(routing: str, way: str, world: World) 
         assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
 
 
-@pytest.mark.parametrize(
-    ("routing", "way", "batch"),
-    [
-        ("top-1", "in memory", 3),
-        ("top-1", "one resident", 100),
-        (NULL, "in memory", 3),
-        (NULL, "one resident", 3),
-        (NULL, "two and one ahead", 3),
-        (NULL, "two and one ahead", 100),
-    ],
-)
+@pytest.mark.parametrize("batch", [3, 100])
+@pytest.mark.parametrize("way", ["in memory", "one resident", "two and one ahead"])
+@pytest.mark.parametrize("routing", ["top-1", NULL])
 def test_batches_by_expert_are_the_plain_loop(routing: str, way: str, batch: int, world: World) -> None:
     bank = world.bank(None if way == "in memory" else WAYS[way](world))
     how = Generation(routing=routing, guidance=2.5, steps=STEPS, seed=SEED)

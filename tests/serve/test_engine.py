@@ -255,7 +255,7 @@ def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving,
     until(lambda: client.metric("atoll_expert_swaps_total") == bank.loads)  # counted after the last picture
     swaps = client.metric("atoll_expert_swaps_total") - before
     assert 3 <= swaps <= 3 * (1 + 24 / 8) + 3  # and not 3 at each of 24 steps
-    (size,) = {expert.skeleton.layout.nbytes for expert in bank._experts.values()}
+    (size,) = {expert.module.layout.nbytes for expert in bank._experts.values()}
     assert client.metric("atoll_expert_moved_bytes_total") == (swaps + before) * size
     assert sum(len(client.of(job)) for job in jobs) == 6
     long = client.ask(WAYS[0].with_(steps=2_000, routing="once without 0,1"))

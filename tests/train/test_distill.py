@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from helpers import (
     write_campaign,
 )
 from helpers_networks import CLASSES, Logits, conditions, expert, noise, router
+from nursery import Nursery
 
 STUDENT = {"stock": False, "step_share": 0.2}
 
@@ -251,17 +253,22 @@ def test_where_teachers_lie_changes_no_bit(copy: Path, tmp_path: Path) -> None:
     assert same_bits(copy / "student", other / "student")
 
 
-def test_a_student_that_left_goes_on_to_the_same_bits(
-    copy: Path, tmp_path: Path, told_to_leave: Callable[[int], None]
+def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
+    copy: Path, tmp_path: Path, told_to_leave: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 0.5, "train": {"log_every": 1}})
+    train = {"log_every": 1, "checkpoint_every_s": 0.05}
+    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 0.5, "train": train})
     reference = Path(shutil.copytree(copy, tmp_path / "reference"))
     train_run(Campaign.open(reference), "student")
     told_to_leave(7)
     with pytest.raises(Interrupted, match="left at step 7 of"):
         train_run(Campaign.open(copy), "student")
     other = Path(shutil.copytree(copy, tmp_path / "other"))
+    with Nursery(tmp_path / "said") as processes:  # killed while it saves its next state
+        child = processes.start("train", "student", copy, faults={"die": [r".*/COMMIT\.json", "torn"]})
+        assert child.wait() == -signal.SIGKILL and "resumed at step 7 of" in child.said(), child.said()
     train_run(Campaign.open(copy), "student")
+    assert "resumed at step 7 of" in capsys.readouterr().out
     assert same_bits(copy / "student", reference / "student")
     assert metrics(copy / "student") == metrics(reference / "student")
     # Under other teachers it does not go on.

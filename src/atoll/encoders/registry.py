@@ -171,9 +171,8 @@ def weights_hash(network: "nn.Module") -> str:
 
 def rounded_hashes(network: "nn.Module") -> Mapping[str, str]:
     """Digests of the weights as saved in 16 bits, by the type of the numbers."""
-    import torch
-
     # An exported copy is often saved so; by these it is still known as the encoder of the training.
+    import torch
 
     state, hashes = network.state_dict(), {}
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):

@@ -153,7 +153,6 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
 def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str | None = None) -> Autoencoder:
     """The autoencoder that made a column of latents, by its name or from a copy's folder, `place`."""
     vae = autoencoder(place or producer["name"], device)
-    # Other weights under the same name would decode every picture a little wrong, and nothing would say so.
     vae.name = producer["name"]
     # Other weights under the same name would decode every picture a little wrong, and nothing would say so.
     if any(producer.get(key) != value for key, value in vae.producer().items()):

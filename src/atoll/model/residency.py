@@ -51,15 +51,15 @@ class ResidentExperts:
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.residency, self.device, self.dtype = residency or Residency(), torch.device(device), dtype
-        self._skeletons: dict[str, _SharedModule] = {}
+        self._modules: dict[str, _SharedModule] = {}
         self._experts: dict[int, _ResidentSource] = {}
         self._count = len(stored)
         for number, source in enumerate(stored):
             if source is not None:
                 key = digest({"family": source.family, "config": dict(source.config)})
-                if key not in self._skeletons:
-                    self._skeletons[key] = _SharedModule(source, self.device, dtype, compile)
-                module = self._skeletons[key]
+                if key not in self._modules:
+                    self._modules[key] = _SharedModule(source, self.device, dtype, compile)
+                module = self._modules[key]
                 if _shapes(source.specs) != _shapes(module.layout.specs):
                     source.network()  # refuses it, by the first tensor that is not its settings'
                 expert = Expert(
@@ -68,7 +68,7 @@ class ResidentExperts:
                 self._experts[number] = _ResidentSource(source, module, expert)
         if not self._experts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
-        self.place_bytes = max(expert.skeleton.layout.nbytes for expert in self._experts.values())
+        self.place_bytes = max(expert.module.layout.nbytes for expert in self._experts.values())
         self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
         self._slots: list[_Slot] = []
         self._queue: deque[int] = deque()
@@ -125,7 +125,7 @@ class ResidentExperts:
         """Rectified-flow velocity of one expert, which is brought first if it is not there."""
         # Bound before the next ones are brought: the slot of the expert that runs must not be given away.
         source, slot = self._experts[number], self._bring(number)
-        source.skeleton.bind(slot)
+        source.module.bind(slot)
         self._bring_ahead(slot)
         v = source.expert.velocity(x_t, t, cond)
         if slot.done is not None:
@@ -142,7 +142,7 @@ class ResidentExperts:
         if self._host is not None:
             torch.cuda.synchronize(self.device)
             self._host.clear()
-        for module in self._skeletons.values():
+        for module in self._modules.values():
             module.bind(None)
         self._slots.clear()
         self._queue.clear()
@@ -202,7 +202,7 @@ class ResidentExperts:
     def _fill(self, slot: "_Slot", number: int) -> None:
         slot.number = number
         self.loads += 1
-        self.loaded_bytes += self._experts[number].skeleton.layout.nbytes
+        self.loaded_bytes += self._experts[number].module.layout.nbytes
         if self._worker is not None:
             slot.pending = self._worker.submit(self._copy, slot, number)
             return
@@ -215,7 +215,7 @@ class ResidentExperts:
 
     def _copy(self, slot: "_Slot", number: int) -> None:
         source = self._experts[number]
-        layout = source.skeleton.layout
+        layout = source.module.layout
 
         def read(block: Tensor) -> None:
             layout.read(source.stored, block)
@@ -347,7 +347,7 @@ class _ResidentSource:
     """What is kept of one expert wherever its weights are."""
 
     stored: StoredExpert
-    skeleton: _SharedModule
+    module: _SharedModule
     expert: Expert
 
 

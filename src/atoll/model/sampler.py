@@ -225,7 +225,7 @@ class Sampler:
 
     @classmethod
     def merge(cls, samplers: Sequence["Sampler"], kept: Sequence[Sequence[int]] | None = None) -> "Sampler":
-        """Rows of several samplers of one bank in one, as far as each has come."""
+        """Rows of several samplers of one bank, without schedulers, in one; of each those `kept`, or all."""
         kept = [range(len(part.rows)) for part in samplers] if kept is None else kept
         parts = list(zip(samplers, kept, strict=True))
         merged = cls(

@@ -41,8 +41,8 @@ LIMITS = {
 def limits_of(family: str) -> Limits:
     """The limits of a family's pipeline; `ConfigError` if none is known."""
     if family not in LIMITS:
-        what = f"no stock diffusers pipeline is known for the {family} family"
-        raise ConfigError(what, f"use {' or '.join(LIMITS)}")
+        problem = f"no stock diffusers pipeline is known for the {family} family"
+        raise ConfigError(problem, f"use {' or '.join(LIMITS)}")
     return LIMITS[family]
 
 

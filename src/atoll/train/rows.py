@@ -142,8 +142,7 @@ class TrainingRows:
         self, samples: Samples, index: NDArray[np.int64], seed: int, positions: range
     ) -> tuple[Tensor | None, Tensor | None]:
         # Clusters and a teacher's draws, for those who learn from them.
-        rows = torch.from_numpy(samples.rows[index])
-        clusters = None if self.clusters is None else self.clusters[rows]
+        clusters = None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
         return clusters, None if self.draws is None else uniforms(seed, "teacher", positions, (self.draws,))
 
     def card(self, network: nn.Module, seconds: float) -> Card:
