@@ -187,11 +187,7 @@ def test_a_comparison_that_was_stopped_goes_on(
 
 
 def test_measuring_starts_from_the_campaigns_own_sampling(
-    folder: Path,
-    net: Path,
-    staged: Run,
-    draws: list[Drawing],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, net: Path, staged: Run, draws: list[Drawing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a campaign that samples by top-1 in 3 steps at guidance 1.5, all but what a stage says otherwise."""
     make, chosen = models.RowConditions.drawn, list[list[int]]()
@@ -288,13 +284,8 @@ def test_pictures_that_are_no_numbers_are_not_measured(folder: Path, run: Run, s
 def test_the_course_adds_up(made: Path) -> None:
     campaign = Campaign.open(made)
     course = TrainingCurve(CommonSetup(campaign))
-    places = {
-        "pretrain": "pretrain",
-        "monolith": "monolith",
-        "router": "router",
-        0: "islands/0",
-        1: "islands/1",
-    }
+    places: dict[str | int, str] = {name: name for name in ("pretrain", "monolith", "router")}
+    places |= {n: f"islands/{n}" for n in range(2)}
     cards = {name: Checkpoint(campaign.store, f"{place}/expert").card for name, place in places.items()}
     spent = {name: card.train_flops for name, card in cards.items()}
     stages = course.ensemble()
@@ -338,9 +329,8 @@ def test_the_curve_is_drawn_once_and_its_ends_are_those_of_the_table(
     draws.clear()
     answer = compare(folder, "compare.curve=true")
     assert answer.code == 0 and ("of its FLOPs" in answer.out or "does not reach" in answer.out)
-    assert (
-        sorted(draws, key=str) == [("top-1", 2.0, 24)] * 3 + [(None, 2.0, 24)] * 7
-    )  # pretraining's end is new
+    # Pretraining's end is new.
+    assert sorted(draws, key=str) == [("top-1", 2.0, 24)] * 3 + [(None, 2.0, 24)] * 7
     curve = table(folder, "curve")
     assert [r["model"] for r in curve] == ["pretrain"] * 4 + ["monolith"] * 4 + ["top-1"] * 4
     ends = {r["model"]: r for r in curve if r["share"] == 1.0}
