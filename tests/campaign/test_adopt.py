@@ -200,11 +200,8 @@ DIT, VAE = "transformer/config.json", "vae/config.json"
         (DIT, {"num_embeds_ada_norm": 10}, "made for 10 classes, the campaign's data have 2"),
         (DIT, {"_class_name": "PixArtTransformer2DModel"}, "which takes text; the campaign's condition is"),
         (DIT, {"_class_name": "UNet2DModel"}, "is a UNet2DModel: DiT, PixArt, SD3 and Flux transformers can"),
-        (
-            VAE,
-            {"scaling_factor": 0.18215},
-            "latents with shift 0 and scale 0.18215, the campaign's are pixels",
-        ),
+        (VAE, {"scaling_factor": 0.18215}, "shift 0 and scale 0.18215, the campaign's are pixels"),
+        (VAE, {}, "latents with shift 0 and scale 1, the campaign's are pixels"),
     ],
 )
 def test_one_for_other_data_is_refused(

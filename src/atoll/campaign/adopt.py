@@ -164,7 +164,7 @@ def _check_fit(
                 f" {value}",
                 "adopt one that was trained on data of this shape",
             )
-    if vae := origin.beside("vae", "config.json"):
+    if (vae := origin.beside("vae", "config.json")) is not None:
         # Latents of the same VAE with other constants look alike, and would give grey pictures.
         shift, scale = float(vae.get("shift_factor") or 0.0), float(vae.get("scaling_factor") or 1.0)
         same = (shift, scale) == (latents["shift"], latents["scale"])
