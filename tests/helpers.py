@@ -18,6 +18,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import make_islands
 from atoll.campaign.prepare import prepare
+from atoll.campaign.settings.launch import merged
 from atoll.cli import main as cli
 from atoll.train.run import train_run
 
@@ -64,15 +65,6 @@ def of_no_number(part: Path) -> None:
     save_file(weights, path)
     tree = json.loads(card.read_text())
     card.write_text(json.dumps({**tree, "weights_sha256": sha256(path.read_bytes())}))
-
-
-def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with some of them replaced."""
-    result = dict(tree)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if both else value
-    return result
 
 
 def write_campaign(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:

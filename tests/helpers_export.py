@@ -24,12 +24,25 @@ from helpers_networks import card, denoiser, router
 
 LABELS = DataShape(channels=3, size=8, classes=4)
 NOTHING = DataShape(channels=3, size=8)
-WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "green", "square", "bar", "one", "two"]
+WORDS = ["<pad>", "</s>", "<s>", "<unk>", "a", "red", "green", "square", "bar", "one", "two"]
 LENGTH = 8
 
 
+def save_tokenizer(folder: Path, start: bool) -> None:
+    """A tokenizer of eleven words that ends (and starts) a text as T5's (and CLIP's) does."""
+    words = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if start else "$A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>"
+    ).save_pretrained(folder)
+
+
 def text_tower(folder: Path) -> Path:
-    """A T5 encoder of sixteen numbers a token, and its tokenizer of ten words."""
+    """A T5 encoder of sixteen numbers a token, and its tokenizer."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=len(WORDS),
@@ -41,14 +54,7 @@ def text_tower(folder: Path) -> Path:
         decoder_start_token_id=0,
     )
     transformers.T5EncoderModel(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", WORDS.index("</s>"))]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    save_tokenizer(folder, start=False)
     return folder
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from atoll.base.errors import ConfigError
 from atoll.encoders.text import TextEncoder, text_encoder
+from helpers_export import WORDS, save_tokenizer, text_tower
 
 CAPTIONS = [
     "a red square",
@@ -18,38 +18,11 @@ CAPTIONS = [
     "one two three four five six seven eight nine ten eleven twelve",
     "ß — 日本",
 ]
-WORDS = ["<pad>", "</s>", "<s>", "<unk>", "a", "red", "green", "square", "bar", "one", "two"]
-
-
-def save_tokenizer(folder: Path, start: bool) -> None:
-    """A tokenizer of eleven words that ends (and starts) a text as T5's (and CLIP's) does."""
-    words = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if start else "$A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>"
-    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("t5")
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=len(WORDS),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    transformers.T5EncoderModel(config).save_pretrained(folder)
-    save_tokenizer(folder, start=False)
-    return folder
+    return text_tower(tmp_path_factory.mktemp("t5"))
 
 
 @pytest.fixture(scope="module")
