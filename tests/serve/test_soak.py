@@ -19,7 +19,7 @@ from serve.conftest import pixels
 from serve.process import KEY, Server
 
 pytestmark = pytest.mark.slow
-COUNT, CLIENTS = 1800, 24
+COUNT, CLIENTS = 3000, 24
 KILL, DRAIN = COUNT // 3, 2 * COUNT // 3
 """Requests after which the server is killed, and told to leave."""
 GROWTH = 60_000 * (COUNT - DRAIN) * 4 // 5
@@ -94,7 +94,7 @@ class Soak:
     def draw(self) -> None:
         """What the model itself draws for the right requests."""
         model, default = Model.load(self.folder), Campaign.open(self.folder).config.sampling
-        for number in range(40):
+        for number in range(60):
             how = {
                 "seed": self.random.randrange(50),
                 "steps": self.random.randint(1, 7),
