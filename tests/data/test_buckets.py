@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.dataset import BUCKETS, ROWS, DataSet
+from atoll.data.dataset import BUCKETS, ROWS, DataSet, ImageReader
 from atoll.data.decode import BadImageError, cropped, decode, merged, nearest, place, square, upright_size
-from atoll.data.images import ImageReader
 from atoll.data.ingest import ingest
 from atoll.data.settings import BucketConfig, IngestConfig
 from atoll.data.sources.folder import FolderSource

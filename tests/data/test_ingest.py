@@ -17,9 +17,8 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
-from atoll.data.images import safe_id
-from atoll.data.ingest import IngestJob, ingest
-from atoll.data.job import Part
+from atoll.data.ingest import IngestJob, ingest, safe_id
+from atoll.data.job import ColumnJob, Part
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.record import Record
@@ -300,10 +299,10 @@ def test_parts_of_a_column(glyphs: DataSet) -> None:
         calls.append(shard)
         return {"values": torch.full((glyphs.shards[shard].rows,), shard)}
 
-    glyphs.column_job("x", {}, compute).write_part(Part(1, 2))
+    ColumnJob(glyphs, "x", {}, compute).write_part(Part(1, 2))
     assert calls == [1] and not glyphs.has_column("x")
-    glyphs.column_job("x", {}, compute).run()
-    glyphs.column_job("x", {}, compute).write_part(Part(0, 1))
+    ColumnJob(glyphs, "x", {}, compute).run()
+    ColumnJob(glyphs, "x", {}, compute).write_part(Part(0, 1))
     assert calls == [1, 0, 2] and glyphs.column("x").read([0, 20, 39]).tolist() == [0, 1, 2]
 
 

@@ -17,10 +17,9 @@ import pyarrow.compute as pc
 from atoll.base.errors import AtollError, DataError
 from atoll.base.text import printable, shorten, size
 from atoll.data.columns import Column, Progress
-from atoll.data.dataset import MANIFEST, SPLITS, DataSet, short_hashes
+from atoll.data.dataset import MANIFEST, SPLITS, DataSet, ImageReader, short_hashes
 from atoll.data.duplicates import COLUMN
 from atoll.data.formats import IngestNote, Manifest, Shard, ShardNote
-from atoll.data.images import ImageReader
 from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
@@ -291,7 +290,7 @@ def audit(dataset: DataSet) -> list[str]:
             with noted():
                 path = check_file(dataset.store, dataset.prefix, entry)
                 is_table = kind == "rows"
-                rows = len(dataset.shard_table(number, ["id"]) if is_table else ImageReader(path))
+                rows = len(dataset.shard_table(number, ["id"]) if is_table else ImageReader(path).places)
                 if rows != shard.rows:
                     where = f"{dataset.store.name(dataset.prefix)}/{entry.path}"
                     problems.append(f"{where} holds {rows} rows; the manifest says {shard.rows}")

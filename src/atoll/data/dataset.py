@@ -2,9 +2,10 @@
 
 import hashlib
 import io
-import re
+import tarfile
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from posixpath import join
 from typing import Any
 
@@ -19,7 +20,6 @@ from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
 from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard
 from atoll.data.formats import ColumnMeta, Manifest
-from atoll.data.images import ImageReader
 from atoll.data.job import ColumnJob, remove_others
 from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
@@ -55,6 +55,29 @@ SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
 WEIGHTS = "weights"
 """Column of what rows count."""
+
+
+class ImageReader:
+    """The pictures of one shard by their number; the file is opened for each access, never held open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with tarfile.open(path, "r:") as tar:
+                members = [m for m in tar if m.isfile() and m.name.endswith(".png")]
+        except (tarfile.TarError, OSError):
+            raise DataError(f"{path} is not a readable tar file", "write the data set again") from None
+        self.places = np.array([(m.offset_data, m.size) for m in members], dtype=np.int64)
+
+    def read(self, index: int) -> Image.Image:
+        """One picture, decoded."""
+        offset, size = self.places[index].tolist()
+        # Opened anew: workers that are forked would share one file and its position.
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            image = Image.open(io.BytesIO(file.read(size)), formats=["PNG"])
+        image.load()
+        return image
 
 
 class DataSet:
@@ -166,7 +189,7 @@ class DataSet:
 
     def iter_images(self, shard: int) -> Iterator[Image.Image]:
         """The pictures of a shard in order."""
-        return iter(self._reader(shard))
+        return map(self.image, range(*self.bounds[shard : shard + 2].tolist()))
 
     def has_column(self, name: str) -> bool:
         """Whether there is a complete column of this name, made for these rows."""
@@ -200,36 +223,11 @@ class DataSet:
         by = self.column(text).meta.producer if self.has_column(text) else None
         return self.column("latents").meta.producer, by
 
-    def column_job(
-        self,
-        name: str,
-        producer: dict[str, Any],
-        compute: Compute,
-        extras: Extras | None = None,
-        kind: Kind = "fixed",
-        progress: Progress | None = None,
-    ) -> ColumnJob:
-        """The job that computes a column; shards that are valid for this producer and these rows are kept.
-
-        Every shard is followed by a small note that says what it was computed from; when the column is
-        complete, `column.json` says so for all shards and the notes go.
-
-        Args:
-            producer: plain data that changes whenever the values would: name, hash, constants.
-            compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
-                column what `ragged` makes.
-            extras: tensors to keep beside the column.
-
-        `DataError` where the name is no folder name, or later `compute` gave something else than promised.
-        """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
-            raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
-        folder = join(self.prefix, "columns", name)
-        self.store.sweep(folder)  # a writer that was killed leaves its passing file
+    def forget(self, name: str) -> None:
+        """Let a column be read anew, since it is about to be written."""
         self._columns.pop(name, None)
-        if name == WEIGHTS:  # the cached property would go on with those of before
-            self.__dict__.pop("weights", None)
-        return ColumnJob(self.store, folder, self.shards, producer, compute, extras or {}, kind, progress)
+        if name == WEIGHTS:
+            self.__dict__.pop("weights", None)  # the cached property would go on with those of before
 
     def write_column(
         self,
@@ -240,8 +238,8 @@ class DataSet:
         kind: Kind = "fixed",
         progress: Progress | None = None,
     ) -> Column:
-        """Compute a column, or find it; see `column_job`."""
-        self.column_job(name, producer, compute, extras, kind, progress).run()
+        """Compute a column, or find it; see `ColumnJob`."""
+        ColumnJob(self, name, producer, compute, extras, kind, progress).run()
         return self.column(name)
 
     def write_values(self, name: str, producer: dict[str, Any], values: NDArray[Any]) -> Column:
@@ -290,8 +288,8 @@ class DataSet:
                 raise DataError(f"{self.store.name(self.prefix)} has no pictures", fix)
             reader = ImageReader(check_file(self.store, self.prefix, entry))
             # Both files may be sound and not belong together: every picture would have another one's row.
-            if len(reader) != self.shards[shard].rows:
-                what = f"{reader.path} holds {len(reader)} pictures for {self.shards[shard].rows} rows"
+            if len(reader.places) != self.shards[shard].rows:
+                what = f"{reader.path} holds {len(reader.places)} pictures for {self.shards[shard].rows} rows"
                 raise DataError(what, "write the data set again")
             self._readers[shard] = reader
         return self._readers[shard]

@@ -26,9 +26,9 @@ from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
 from atoll.data.columns import Column, Progress, Rows, some_rows
 from atoll.data.dataset import DataSet
+from atoll.data.ingest import write_split
 from atoll.data.job import ColumnJob
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
-from atoll.data.split import write_split
 from atoll.data.weights import DUPLICATES, leave_duplicates_out
 
 LOOKS, COLUMN = "looks", DUPLICATES
@@ -110,7 +110,7 @@ def fingerprint_job(dataset: DataSet, progress: Progress | None = None) -> Colum
         return {"values": torch.from_numpy(values)}
 
     producer = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
-    return dataset.column_job(LOOKS, producer, compute, progress=progress)
+    return ColumnJob(dataset, LOOKS, producer, compute, progress=progress)
 
 
 def fingerprint(image: Image.Image) -> NDArray[np.uint8]:

@@ -29,7 +29,7 @@ def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | 
         return {"values": encoder.encode(list(dataset.iter_images(shard))).half()}
 
     name = features_column(encoder.name)
-    return dataset.column_job(name, encoder.producer(), compute, progress=progress)
+    return ColumnJob(dataset, name, encoder.producer(), compute, progress=progress)
 
 
 def latents_job(
@@ -65,8 +65,8 @@ def latents_job(
             raise DataError(
                 what, f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
             )
-        return dataset.column_job("latents", origin(vae), compute_ragged, None, "ragged", progress)
-    return dataset.column_job("latents", origin(vae), compute, progress=progress)
+        return ColumnJob(dataset, "latents", origin(vae), compute_ragged, None, "ragged", progress)
+    return ColumnJob(dataset, "latents", origin(vae), compute, progress=progress)
 
 
 def text_job(
@@ -89,7 +89,7 @@ def text_job(
 
     # The null condition is the encoding of "" with its mask: an all-zero mask would be uniform attention.
     null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
-    return dataset.column_job(name, origin(encoder), compute, {"null": null}, "ragged", progress)
+    return ColumnJob(dataset, name, origin(encoder), compute, {"null": null}, "ragged", progress)
 
 
 def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:

@@ -5,12 +5,16 @@ so a shard depends on nothing but those. Until the manifest is written, `ingest.
 ingested, and `rows/NNNNN.json` follows every finished shard.
 """
 
+import io
 import json
+import math
 import posixpath
 import re
+import tarfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import compress
+from itertools import compress, pairwise
 from posixpath import join
 from typing import Any
 
@@ -20,6 +24,7 @@ import pyarrow as pa
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
+from atoll.base.rng import seed_of
 from atoll.base.text import Size
 from atoll.data.columns import Progress
 from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, short_hashes, to_parquet
@@ -34,15 +39,14 @@ from atoll.data.decode import (
     upright_size,
 )
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
-from atoll.data.images import ImageWriter, safe_id
 from atoll.data.job import ShardedJob
 from atoll.data.settings import IngestConfig
 from atoll.data.sources.record import Record, Source
-from atoll.data.split import write_split
 from atoll.store.manifest import named_entry
 from atoll.store.store import Absent, Conflict, Store
 
 _NOTE = "ingest.json"
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,94}")  # with ".json" 100 characters, the most USTAR holds
 _OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)")
 
 
@@ -144,31 +148,34 @@ class IngestJob(ShardedJob[DataSet]):
             rejected_ids=[],
             duplicate_ids=list(earlier.duplicate_ids) if earlier else [],
         )
-        writer, rows, ids = ImageWriter(), list[dict[str, Any]](), set(note.duplicate_ids)
+        rows, ids, buffer = list[dict[str, Any]](), set(note.duplicate_ids), io.BytesIO()
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
-        for item in self.source.records(start, stop):
-            row = item if isinstance(item, Reject) else self._convert(item, ids, note, writer)
-            if isinstance(row, Reject):
-                note.rejects.append(row)
-            else:
-                rows.append(row)
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for item in self.source.records(start, stop):
+                row = item if isinstance(item, Reject) else self._convert(item, ids, note, tar)
+                if isinstance(row, Reject):
+                    note.rejects.append(row)
+                else:
+                    rows.append(row)
         if not rows:
             return {}, note
         images, table = f"images/{number:05d}.tar", f"rows/{number:05d}.parquet"
-        blobs = {images: writer.close(), table: to_parquet(pa.Table.from_pylist(rows, self.schema))}
+        blobs = {images: buffer.getvalue(), table: to_parquet(pa.Table.from_pylist(rows, self.schema))}
         files = {"images": named_entry(images, blobs[images]), "rows": named_entry(table, blobs[table])}
         return blobs, note.model_copy(update={"rows": len(rows), "files": files})
 
     def _convert(
-        self, record: Record, ids: set[str], note: ShardNote, writer: ImageWriter
+        self, record: Record, ids: set[str], note: ShardNote, tar: tarfile.TarFile
     ) -> dict[str, Any] | Reject:
         """Add one record to the shard; its row, or why there is none."""
         name = safe_id(record.id)
-        cleaned = [clean_caption(text) for text in record.captions or (record.caption,)]
-        captions = [text for text in cleaned if text]
-        if None in cleaned:
+        texts = record.captions or (record.caption,)
+        if any(clean(text) != text for text in texts):
             return Reject(record.key, "caption is not UTF-8")
+        # Without control characters, but for tabs and newlines.
+        cleaned = [re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", " ", text).strip() for text in texts]
+        captions = [text for text in cleaned if text]
         if not captions:
             return Reject(record.key, "empty caption")
         if name in ids:
@@ -208,7 +215,7 @@ class IngestJob(ShardedJob[DataSet]):
             "captions": captions,
         }
         fields |= {column: value for column, value in optional.items() if column in self.schema.names}
-        writer.add(name, png(small.convert("L" if gray else "RGB")), captions[0], fields)
+        add_picture(tar, name, png(small.convert("L" if gray else "RGB")), captions[0], fields)
         return {**fields, "caption": captions[0]}
 
     def combine(self, notes: list[ShardNote]) -> DataSet:
@@ -292,14 +299,70 @@ class IngestJob(ShardedJob[DataSet]):
         )
 
 
-def clean_caption(text: str) -> str | None:
-    """The caption without control characters (but for tabs and newlines) and without space around it.
+def safe_id(text: str) -> str:
+    """An id that can name a file or a tar member: the text itself if it can, else its letters and a hash.
 
-    None if it holds what UTF-8 cannot.
+    WebDataset ends a member's key at the first dot, so an id has none.
     """
-    if clean(text) != text:
-        return None
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", " ", text).strip()
+    if _SAFE.fullmatch(text):
+        return text
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:64]
+    return f"{readable}-{sha256(text.encode('utf-8', 'surrogatepass'))[:16]}".lstrip("-")
+
+
+def add_picture(tar: tarfile.TarFile, name: str, png: bytes, caption: str, fields: Mapping[str, Any]) -> None:
+    """Add a picture as `name.png`, `name.txt` and `name.json`; the name is a safe id."""
+    about = json.dumps(fields, ensure_ascii=False, sort_keys=True)
+    for ending, data in (("png", png), ("txt", caption.encode()), ("json", about.encode())):
+        # Without owner and time: the same pictures give the same bytes, whoever wrote them, and when.
+        info = tarfile.TarInfo(f"{name}.{ending}")
+        info.size, info.mode, info.mtime = len(data), 0o644, 0
+        tar.addfile(info, io.BytesIO(data))
+
+
+def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | None = None) -> None:
+    """Write the column `split`, int8: 0 train, 1 held out, 2 test.
+
+    A group is kept from training if a hash of the seed and its name is small, so its rows stay together, and
+    neither the order of rows nor other groups count; those of the smallest hashes are the test rows. So the
+    training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
+    them, the group nearest to the bound changes sides.
+
+    `groups` are names `(rows,)`, those of the column `group` by default.
+
+    `DataError` where there is only one group, so that one side must stay empty.
+    """
+    seed, share = config.seed, config.heldout + config.test
+    places = np.empty(len(dataset))  # of the groups in [0, 1)
+    for shard, (start, end) in enumerate(pairwise(dataset.bounds.tolist())):
+        # A shard's names at a time: they take much more than these numbers.
+        if groups is None:
+            names = dataset.shard_table(shard, ["group"]).column("group").to_pylist()
+        else:
+            names = groups[start:end]
+        places[start:end] = [seed_of(seed, f"split/{name}") / 2**63 for name in names]
+    low, high = float(places.min()), float(places.max())
+    bound = share
+    if share > 0:
+        if low == high:
+            rejects = sum(dataset.manifest.rejects.values())
+            beside = f" ({rejects} others were rejected, see {REJECTS})" if rejects else ""
+            raise DataError(
+                f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
+                " leaving none to train on",
+                "choose another data.ingest.group, or set data.ingest.heldout and data.ingest.test to 0",
+            )
+        # Both sides need a group: the bound moves just over the lowest, or down to the highest.
+        bound = min(max(share, math.nextafter(low, 1.0)), high)
+    # Test rows are the lowest of the held-out ones: so `heldout` may be cut up later, and what was trained on
+    # stays trained on.
+    sides = np.add(places < bound, places < config.test, dtype=np.int8)
+
+    settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
+    settings |= {"test": config.test} if config.test else {}
+    if groups is not None:
+        settings["rows"] = digest(list(groups))
+    dataset.write_values("split", {"name": "split", "hash": digest(settings), **settings}, sides)
 
 
 def _find_mode(source: Source) -> Mode:

@@ -8,7 +8,7 @@ them, and again where one was lost, is an engine's matter: a pool of processes, 
 import re
 from collections.abc import Mapping, Sequence
 from posixpath import join
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import safetensors.torch
 import torch
@@ -18,10 +18,13 @@ from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.data.columns import Compute, Extras, Kind, Progress, describe
-from atoll.data.formats import ColumnMeta, Shard, ShardNote
+from atoll.data.formats import ColumnMeta, ShardNote
 from atoll.store.manifest import is_whole, named_entry, write_file
 from atoll.store.store import Store
 from atoll.store.tensors import read_tensors
+
+if TYPE_CHECKING:  # a data set computes its columns by this module
+    from atoll.data.dataset import DataSet
 
 Result = TypeVar("Result")
 
@@ -83,26 +86,6 @@ class ShardedJob(Generic[Result]):
         """Key of a shard's note."""
         return join(self.notes, f"{number:05d}.json")
 
-    def note(self, number: int) -> ShardNote | None:
-        """A shard's note, if there is one of this job."""
-        return ShardNote.find(self.store, self.key(number), self.identities[number])
-
-    def write_shard(self, number: int) -> ShardNote | None:
-        """Write a shard unless it is there; None if the job is finished, so that nothing may be written."""
-        note = self.note(number)
-        if note is not None and note.is_there(self.store, self.folder):
-            return note
-        files, note = self.make_shard(number, note)
-        # Making a shard takes long. A process that hung meanwhile, and whose shards were written by another,
-        # must not put files of before the end into a data set that is finished.
-        if not self.is_current():
-            return None
-        for path, data in files.items():
-            self.store.put(join(self.folder, path), data)
-        # After the files: a note is the promise that they are there.
-        self.store.put_json(self.key(number), note.to_json())
-        return note
-
     def tidy(self, result: Result) -> None:
         """Remove what killed processes left beside the result."""
 
@@ -111,7 +94,7 @@ class ShardedJob(Generic[Result]):
         result = self.result()
         if result is None:
             self.begin()
-            notes = self._write(range(self.shards))
+            notes = self.write_shards(range(self.shards))
             result = self.result() if notes is None else self.combine(notes)
         if result is None:
             what = f"{self.store.name(self.folder)} was taken by another process"
@@ -124,15 +107,24 @@ class ShardedJob(Generic[Result]):
         if self.result() is None:
             self.begin()
             numbers = range(part.number, self.shards, part.total)
-            self._write(numbers)
+            self.write_shards(numbers)
             say(f"{len(numbers)} of {self.shards} shards are there; without --part the command finishes")
 
-    def _write(self, numbers: Sequence[int]) -> list[ShardNote] | None:
+    def write_shards(self, numbers: Sequence[int]) -> list[ShardNote] | None:
+        """Write those that are not there yet; None if the job was finished by another process."""
         notes = list[ShardNote]()
         for number in numbers:
-            note = self.write_shard(number)
-            if note is None:
-                return None
+            note = ShardNote.find(self.store, self.key(number), self.identities[number])
+            if note is None or not note.is_there(self.store, self.folder):
+                files, note = self.make_shard(number, note)
+                # Making a shard takes long. A process that hung meanwhile, and whose shards were written by
+                # another, must not put files of before the end into a data set that is finished.
+                if not self.is_current():
+                    return None
+                for path, data in files.items():
+                    self.store.put(join(self.folder, path), data)
+                # After the files: a note is the promise that they are there.
+                self.store.put_json(self.key(number), note.to_json())
             notes.append(note)
             if self.progress is not None:
                 self.progress(len(notes), len(numbers))
@@ -140,26 +132,42 @@ class ShardedJob(Generic[Result]):
 
 
 class ColumnJob(ShardedJob[ColumnMeta]):
-    """A column on its way; see `DataSet.column_job`."""
+    """A column that is computed; shards that are valid for this producer and these rows are kept.
+
+    Every shard is followed by a small note that says what it was computed from; when the column is
+    complete, `column.json` says so for all shards and the notes go.
+
+    Args:
+        producer: plain data that changes whenever the values would: name, hash, constants.
+        compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
+            column what `ragged` makes.
+        extras: tensors to keep beside the column.
+
+    `DataError` where the name is no folder name, or later `compute` gave something else than promised.
+    """
 
     def __init__(
         self,
-        store: Store,
-        folder: str,
-        shards: Sequence[Shard],
+        dataset: "DataSet",
+        name: str,
         producer: dict[str, Any],
         compute: Compute,
-        extras: Extras,
-        kind: Kind,
-        progress: Progress | None,
+        extras: Extras | None = None,
+        kind: Kind = "fixed",
+        progress: Progress | None = None,
     ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+            raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
+        folder = join(dataset.prefix, "columns", name)
+        dataset.store.sweep(folder)  # a writer that was killed leaves its passing file
+        dataset.forget(name)
         self.maker = {"kind": kind, "producer": producer}
-        self.content = [shard.content() for shard in shards]
+        self.content = [shard.content() for shard in dataset.shards]
         identities = [digest({**self.maker, "content": content}) for content in self.content]
-        super().__init__(store, folder, folder, identities, progress)
-        self.name, self.kind, self.producer = folder.rpartition("/")[2], kind, producer
-        self.rows = [shard.rows for shard in shards]
-        self.compute, self.extras = compute, extras
+        super().__init__(dataset.store, folder, folder, identities, progress)
+        self.name, self.kind, self.producer = name, kind, producer
+        self.rows = [shard.rows for shard in dataset.shards]
+        self.compute, self.extras = compute, extras or {}
 
     def result(self) -> ColumnMeta | None:
         """See `ShardedJob`: what `column.json` says."""
@@ -175,7 +183,8 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         for number, entry in enumerate([] if earlier is None else earlier.shards[: self.shards]):
             assert earlier is not None
             same = earlier.content[number] == self.content[number]
-            if same and self.note(number) is None and is_whole(self.store, self.folder, entry):
+            known = ShardNote.find(self.store, self.key(number), self.identities[number])
+            if same and known is None and is_whole(self.store, self.folder, entry):
                 note = ShardNote(
                     identity=self.identities[number], rows=self.rows[number], files={"values": entry}
                 )
