@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 import atoll
-from atoll.base.format import FORMATS, File
+from atoll.base.format import File
 
 SOURCE = Path(atoll.__file__).parent
 PAGE = Path(__file__).with_name("formats.md")
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             importlib.import_module(".".join(("atoll", *path.relative_to(SOURCE).with_suffix("").parts)))
     page = PAGE.read_text()
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    new = f"{before}{BEGIN}\n\n{document(list(FORMATS.values()))}\n\n{END}{after}"
+    new = f"{before}{BEGIN}\n\n{document(list(_formats(File)))}\n\n{END}{after}"
     if argv == ["--check"]:
         print("docs/formats.md is as generated" if new == page else "run: python docs/formats.py")
         return int(new != page)
@@ -45,6 +45,8 @@ def document(formats: list[type[File]]) -> str:
     What several of them hold is described once, at the end.
     """
     ordered = sorted(formats, key=lambda kind: (kind.PLACE, kind.FORMAT))
+    for name, count in Counter(kind.FORMAT for kind in ordered).items():
+        assert count == 1, f"{count} files are of the format {name}: each needs a name of its own"
     groups = {kind: list(_groups(kind)) for kind in ordered}
     uses = Counter(group for held in groups.values() for group in held)
     shared = [group for group in uses if uses[group] > 1 and group not in formats]
@@ -52,6 +54,14 @@ def document(formats: list[type[File]]) -> str:
     sections = [_section(kind, own[kind]) for kind in ordered]
     parts = [f"Of each `{group.__name__}`:\n\n{_fields(group)}" for group in shared]
     return "\n\n".join([*sections, "### In several of them", *parts])
+
+
+def _formats(kind: type[File]) -> Iterator[type[File]]:
+    """The formats of the modules that are imported."""
+    if "FORMAT" in vars(kind) and kind is not File:  # else it is the base of several
+        yield kind
+    for below in kind.__subclasses__():
+        yield from _formats(below)
 
 
 def _section(kind: type[File], groups: list[type[BaseModel]]) -> str:

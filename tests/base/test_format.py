@@ -1,3 +1,4 @@
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from atoll.base.errors import DataError
-from atoll.base.format import FORMATS, File
+from atoll.base.format import File
 from atoll.store.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +24,7 @@ def kind():
         text: str
         """What it says."""
 
-    yield Note
-    del FORMATS["test/note"]
+    return Note
 
 
 def test_a_file_says_its_format_first_and_reads_back(kind, tmp_path: Path):
@@ -59,8 +59,10 @@ def test_another_version_or_content_is_one_line_with_the_fix(kind, content, mess
 
 
 def test_two_formats_of_one_name_are_refused(kind):
-    with pytest.raises(AssertionError, match="a format name of its own"):
-        type("Other", (File,), {"FORMAT": "test/note", "__module__": __name__})
+    document = runpy.run_path(str(ROOT / "docs" / "formats.py"))["document"]
+    other = type("Other", (File,), {"FORMAT": "test/note", "__module__": __name__})
+    with pytest.raises(AssertionError, match="2 files are of the format test/note"):
+        document([kind, other])
 
 
 def test_the_page_of_formats_is_the_generated_one():

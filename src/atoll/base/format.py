@@ -5,8 +5,6 @@ from typing import Any, ClassVar, Protocol, Self
 from atoll.base.config import Config
 from atoll.base.errors import AtollError, ConfigError, StoreError
 
-FORMATS: dict[str, type["File"]] = {}
-"""All formats of the modules that are imported, by name."""
 HEADER = "format"
 
 
@@ -40,13 +38,6 @@ class File(Config):
     """What an unreadable file raises."""
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        if "FORMAT" in cls.__dict__:  # else it is the base of several
-            assert cls.FORMAT not in FORMATS, f"{cls.__name__} needs a format name of its own"
-            FORMATS[cls.FORMAT] = cls
-
-    @classmethod
     def header(cls) -> dict[str, Any]:
         """The first field of a file of this format; empty where it carries none."""
         return {HEADER: f"{cls.FORMAT} {cls.VERSION}"} if cls.HEADED else {}
@@ -60,8 +51,8 @@ class File(Config):
         """Check plain data and make a value of it; `ERROR`, in one line, where it is of another kind."""
         if not isinstance(content, dict):
             raise cls.ERROR(f"{where} is not what Atoll writes", cls.REMEDY)
-        if not cls.fits(content):
-            other = content.get(HEADER)
+        other = content.get(HEADER)
+        if other != cls.header().get(HEADER):
             said = other[:100] if isinstance(other, str) else "no format of Atoll's"
             raise cls.ERROR(f"{where} is of {said}, this Atoll reads {cls.FORMAT} {cls.VERSION}", cls.REMEDY)
         fields = {key: value for key, value in content.items() if key != HEADER}
@@ -74,8 +65,3 @@ class File(Config):
     def read(cls, store: Readable, key: str) -> Self:
         """Read a file of a store; see `of_json`."""
         return cls.of_json(store.get_json(key), store.name(key))
-
-    @classmethod
-    def fits(cls, content: dict[str, Any]) -> bool:
-        """Whether plain data says that it is of this format and version."""
-        return content.get(HEADER) == cls.header().get(HEADER)

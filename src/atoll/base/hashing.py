@@ -1,17 +1,21 @@
-"""SHA-256 of bytes, plain data and weights."""
+"""SHA-256 of bytes, files, plain data and weights."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # settings are hashed too, and read without torch
     from torch import Tensor
 
 
-def sha256(data: bytes) -> str:
-    """Hex digest of bytes."""
-    return hashlib.sha256(data).hexdigest()
+def sha256(data: bytes | Path) -> str:
+    """Hex digest of bytes, or of a local file, read a little at a time."""
+    if isinstance(data, bytes):
+        return hashlib.sha256(data).hexdigest()
+    with data.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(value: Any) -> str:

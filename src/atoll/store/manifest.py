@@ -3,7 +3,6 @@
 Large files are read through local paths, a little at a time; a remote store's are copies in `store.cache`.
 """
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from posixpath import join
@@ -66,7 +65,7 @@ def named_entry(path: str, data: bytes) -> FileEntry:
 def entry_of(store: Store, prefix: str, path: str) -> FileEntry:
     """The entry that names a file as it is now, read a little at a time."""
     file = store.path(join(prefix, path))
-    return FileEntry(path=path, bytes=file.stat().st_size, sha256=_digest(file))
+    return FileEntry(path=path, bytes=file.stat().st_size, sha256=sha256(file))
 
 
 def read_file(store: Store, prefix: str, entry: FileEntry) -> bytes:
@@ -117,7 +116,7 @@ def verify(source: Path | bytes, entry: FileEntry, name: str) -> None:
     try:
         size = len(source) if isinstance(source, bytes) else regular(source).stat().st_size
         # The size costs nothing, a digest reads gigabytes: a torn file is told apart at once.
-        digest = _digest(source) if size == entry.bytes else ""
+        digest = sha256(source) if size == entry.bytes else ""
     except FileNotFoundError:
         raise Absent(f"{name} is missing", "run the stage that writes it") from None
     except OSError as error:
@@ -126,13 +125,6 @@ def verify(source: Path | bytes, entry: FileEntry, name: str) -> None:
         raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
     if digest != entry.sha256:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
-
-
-def _digest(source: Path | bytes) -> str:
-    if isinstance(source, bytes):
-        return sha256(source)
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, manifest: Published) -> None:

@@ -177,7 +177,7 @@ class Store:
         """Copy an object, atomically, over an older one; a remote one, up to a size, within its store."""
         if self.local is not None:  # obstore would make a hard link: damage to one would be damage to both
             if not self.exists(source):
-                raise self._missing(source)
+                raise self._unread(source, FileNotFoundError())
             self._put(target, self.path(source), "overwrite")
             return
         try:
@@ -189,7 +189,7 @@ class Store:
                 obstore.copy(self._objects, self._full(source), self._full(target))
         except _Failure as error:
             if _is_absent(error):
-                raise self._missing(source) from None
+                raise self._unread(source, error) from None
             raise _failed(f"cannot copy {self.name(source)} to {self.name(target)}", error) from None
 
     def exists(self, key: str) -> bool:
@@ -325,11 +325,10 @@ class Store:
             raise StoreError(f"a forked process cannot reach {self.location}", fix)
         return posixpath.join(self._prefix, self._key(key)).rstrip("/")
 
-    def _missing(self, key: str) -> Absent:
-        return Absent(f"{self.name(key)} is missing", "run the stage that writes it")
-
     def _unread(self, key: str, error: BaseException) -> StoreError:
-        return self._missing(key) if _is_absent(error) else _failed(f"cannot read {self.name(key)}", error)
+        if _is_absent(error):
+            return Absent(f"{self.name(key)} is missing", "run the stage that writes it")
+        return _failed(f"cannot read {self.name(key)}", error)
 
 
 async def _copy_in_parts(objects: Any, source: str, target: str) -> None:
