@@ -59,7 +59,7 @@ def test_samples_are_the_rows_asked_for(encoded: DataSet) -> None:
 
 
 def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
-    null = Samples(encoded, encoded.split("train"), "text", data_shape(encoded, "text")).null()
+    null = Samples(encoded, encoded.split("train"), "text", data_shape(encoded, "text")).null
     states, mask = text_encoder("minilm", 12).encode([""])
     assert null.text is not None and null.mask is not None and null.mask.all()
     assert null.mask.shape == mask.shape
@@ -82,7 +82,7 @@ def test_tokens_are_encoded_to_the_states_that_are_stored(encoded: DataSet, tmp_
     shutil.rmtree(tmp_path / "tokens/columns/text")
     text_job(DataSet.open(store, ""), encoder).run()
     stored = Samples(DataSet.open(store, ""), rows, "text", shape)
-    for one, other in ((ours, stored.conditions(index)), (samples.null(), stored.null())):
+    for one, other in ((ours, stored.conditions(index)), (samples.null, stored.null)):
         assert one.text is not None and one.mask is not None
         assert other.text is not None and other.mask is not None
         assert torch.equal(one.text, other.text) and torch.equal(one.mask, other.mask)
@@ -95,13 +95,13 @@ def test_labels_and_their_null(encoded: DataSet) -> None:
     labels = samples.conditions(np.arange(len(rows))).labels
     assert labels is not None
     assert labels.tolist() == encoded.take(rows).column("label").to_pylist()
-    null = samples.null().labels
+    null = samples.null.labels
     assert null is not None and null.tolist() == [8]
 
 
 def test_without_condition_there_is_none(encoded: DataSet) -> None:
     samples = Samples(encoded, encoded.split("train"), "none", data_shape(encoded, "none"))
-    for cond in (samples.conditions(np.arange(3)), samples.null()):
+    for cond in (samples.conditions(np.arange(3)), samples.null):
         assert set(vars(cond).values()) == {None}
 
 

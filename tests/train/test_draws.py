@@ -64,7 +64,7 @@ def test_draws_have_the_distributions_they_should(campaign: Campaign) -> None:
     drawn = tensors(batch(campaign, range(4000)))
     t = drawn["t"].numpy()
     assert np.abs(np.histogram(t, 10, (0, 1))[0] / 4000 - 0.1).max() < 0.02
-    null = rows.train.null().labels
+    null = rows.train.null.labels
     assert null is not None
     dropped = float((drawn["labels"] == null).float().mean())
     assert dropped == pytest.approx(rows.recipe.objective.condition_dropout, abs=0.02)

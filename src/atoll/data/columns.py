@@ -46,15 +46,6 @@ class _Mapped(NamedTuple):
     choices: Rows  # sequences that rows choose from, row after row
     bounds: Rows  # of each row's part of it
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "_Mapped":
-        values, lengths = tensors["values"], tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
-        index, bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)  # row n has sequence n
-        if "index" in tensors:
-            index = tensors["index"].numpy().astype(np.int64)
-            bounds = np.concatenate([[0], tensors["choices"].numpy().astype(np.int64).cumsum()])
-        return cls(values, _bytes(values), lengths, lengths.cumsum() - lengths, index, bounds)
-
     def sequences(self, rows: Rows, chances: NDArray[np.float32] | None) -> Rows:
         """The sequence of each row: the first of its own, or that which chance in [0, 1) falls on."""
         first, end = self.bounds[rows], self.bounds[rows + 1]
@@ -229,7 +220,15 @@ class Column:
         if shard not in self._mapped:
             if len(self._mapped) == MAPPED_SHARDS:
                 del self._mapped[next(iter(self._mapped))]
-            self._mapped[shard] = _Mapped.of(self.tensors(shard))
+            tensors = self.tensors(shard)
+            values = tensors["values"]
+            lengths = tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
+            index, bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)  # row n has sequence n
+            if "index" in tensors:
+                index = tensors["index"].numpy().astype(np.int64)
+                bounds = np.concatenate([[0], tensors["choices"].numpy().astype(np.int64).cumsum()])
+            starts = lengths.cumsum() - lengths
+            self._mapped[shard] = _Mapped(values, _bytes(values), lengths, starts, index, bounds)
         return self._mapped[shard]
 
 

@@ -185,7 +185,18 @@ class DataSet:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         shard = int(np.searchsorted(self.bounds, row, side="right")) - 1
-        return self._reader(shard).read(row - int(self.bounds[shard]))
+        if shard not in self._readers:
+            entry = self.shards[shard].files.get("images")
+            if entry is None:
+                fix = "use the one it was made from"
+                raise DataError(f"{self.store.name(self.prefix)} has no pictures", fix)
+            reader = ImageReader(check_file(self.store, self.prefix, entry))
+            # Both files may be sound and not belong together: every picture would have another one's row.
+            if len(reader.places) != self.shards[shard].rows:
+                what = f"{reader.path} holds {len(reader.places)} pictures for {self.shards[shard].rows} rows"
+                raise DataError(what, "write the data set again")
+            self._readers[shard] = reader
+        return self._readers[shard].read(row - int(self.bounds[shard]))
 
     def iter_images(self, shard: int) -> Iterator[Image.Image]:
         """The pictures of a shard in order."""
@@ -279,20 +290,6 @@ class DataSet:
             what = f"column {WEIGHTS!r} of {self.store.location} holds a weight that is negative or no number"
             raise DataError(what, "write it again: atoll concepts rebalance")
         return weights
-
-    def _reader(self, shard: int) -> ImageReader:
-        if shard not in self._readers:
-            entry = self.shards[shard].files.get("images")
-            if entry is None:
-                fix = "use the one it was made from"
-                raise DataError(f"{self.store.name(self.prefix)} has no pictures", fix)
-            reader = ImageReader(check_file(self.store, self.prefix, entry))
-            # Both files may be sound and not belong together: every picture would have another one's row.
-            if len(reader.places) != self.shards[shard].rows:
-                what = f"{reader.path} holds {len(reader.places)} pictures for {self.shards[shard].rows} rows"
-                raise DataError(what, "write the data set again")
-            self._readers[shard] = reader
-        return self._readers[shard]
 
 
 def short_hashes(texts: Sequence[str]) -> NDArray[np.uint64]:

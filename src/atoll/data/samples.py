@@ -98,12 +98,9 @@ class Samples:
             return Condition(labels=self._labels[torch.from_numpy(rows)])
         return Condition()
 
+    @cached_property
     def null(self) -> Condition:
         """The null condition: the stored encoding of "", the null label, or nothing. One row."""
-        return self._null
-
-    @cached_property
-    def _null(self) -> Condition:
         if self._text is not None:
             states = null_states(self._text).float()[None]
             return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))

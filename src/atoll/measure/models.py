@@ -163,7 +163,7 @@ class RowConditions:
     def of_model(self) -> Conditions:
         """As a model takes them."""
         return Conditions(
-            lambda numbers: self.samples.conditions(self.index[list(numbers)]), self.samples.null(), len(self)
+            lambda numbers: self.samples.conditions(self.index[list(numbers)]), self.samples.null, len(self)
         )
 
     @property

@@ -80,7 +80,7 @@ class _Run:
         self.run = store.sub("run")
         self.log = Log(self.run, new_holder())
         self.saver = Saver(self.run, self.log, self.learned, settings.keep)
-        self.trackers = Trackers()
+        self.trackers: Trackers | None = None
         self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
 
     def go(self, wait: bool, tracking: TrackingConfig) -> None:
@@ -98,8 +98,9 @@ class _Run:
                     if self.group.first:
                         stack.enter_context(self.heart)
                     self._resume()
-                    stack.callback(self.trackers.close)
-                    if self.group.first:
+                    if self.group.first and (tracking.tensorboard or tracking.wandb != "off"):
+                        self.trackers = Trackers()
+                        stack.callback(self.trackers.close)
                         info = RunInfo(
                             id=self.state.tracker,
                             name=self.name,
@@ -162,7 +163,18 @@ class _Run:
             reached = (before.step or 0) if before else 0
             if reached or newest:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
-            state.metrics = _metrics_until(self.run, state.step)
+            # Lines of metrics.jsonl that an interrupted process wrote after its last commit are logged anew.
+            try:
+                text = self.run.get("metrics.jsonl")
+            except StoreError:  # it is for people: a run does not end for it
+                text = b""
+            for line in text.decode(errors="replace").splitlines():
+                try:
+                    known = MetricsLine.of_json(read_json(line), "metrics.jsonl")
+                except (ValueError, AtollError):
+                    say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
+                else:
+                    state.metrics += [known] if known.step <= state.step else []
 
     def _publish(self) -> None:
         self.phase = "publishing"
@@ -228,7 +240,14 @@ class _Run:
                 due = self.group.first and time.monotonic() - saved > settings.checkpoint_every_s
                 leave, save = self.group.sum([float(batches is None or bool(stop_requested)), float(due)])
                 if leave:
-                    self._leave()
+                    self._save()
+                    # The others wait for rank 0 here: `torchrun` ends all processes of a run as soon as one
+                    # of them is gone, and a write of rank 0 with them.
+                    self.group.once(lambda: self.saver.settle(fatal=True))
+                    where = f"step {state.step:,} of {plan.steps:,}"
+                    if self.group.first:
+                        raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
+                    raise SystemExit(Interrupted.exit_code)
                 if save:
                     self._save()
                     saved = time.monotonic()
@@ -321,11 +340,12 @@ class _Run:
         network.train()
         if self.group.first:
             if picture is not None:
-                self.trackers.picture(state.step, picture)
+                if self.trackers is not None:
+                    self.trackers.picture(state.step, picture)
                 self._try_to_write(f"previews/{state.step:08d}.png", picture)
             self._write_metrics()
 
-    # Saving and leaving.
+    # Saving.
 
     def _save(self, milestone: bool = False) -> None:
         # A milestone is committed even where this step has been: the log's entry is what keeps it for good.
@@ -337,20 +357,11 @@ class _Run:
             self._write_metrics()
             self.saver.save(self.state, tensors, milestone)
 
-    def _leave(self) -> None:
-        self._save()
-        # The others wait for rank 0 here: `torchrun` ends all processes of a run as soon as one of them is
-        # gone, and a write of rank 0 with them.
-        self.group.once(lambda: self.saver.settle(fatal=True))
-        where = f"step {self.state.step:,} of {self.plan.steps:,}"
-        if self.group.first:
-            raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
-        raise SystemExit(Interrupted.exit_code)
-
     def _note(self, **values: Any) -> None:
         line = MetricsLine(step=self.state.step, samples=self.state.samples, **values)
         self.state.metrics.append(line)
-        self.trackers.line(line)
+        if self.trackers is not None:
+            self.trackers.line(line)
 
     def _write_metrics(self) -> None:
         try:
@@ -362,7 +373,8 @@ class _Run:
             return
         lines = (json.dumps(line.model_dump(exclude_unset=True)) + "\n" for line in self.state.metrics)
         self._try_to_write("metrics.jsonl", "".join(lines).encode())
-        self.trackers.flush()
+        if self.trackers is not None:
+            self.trackers.flush()
 
     def _try_to_write(self, key: str, data: bytes) -> None:
         # What the result does not depend on: a store that fails for a while must not end the run.
@@ -385,18 +397,3 @@ def clip(parameters: list[nn.Parameter], most: float | None) -> float:
 def _due(step: int, steps: int, times: int) -> bool:
     # Whether the step is one of `times` evenly spaced ones that end with the last.
     return times > 0 and (step * times) // steps > ((step - 1) * times) // steps
-
-
-def _metrics_until(run: Store, step: int) -> list[MetricsLine]:
-    # Lines up to a step: what an interrupted process logged after its last commit is logged anew.
-    try:
-        text = run.get("metrics.jsonl").decode(errors="replace")
-    except StoreError:
-        return []
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(MetricsLine.of_json(read_json(line), "metrics.jsonl"))
-        except (ValueError, AtollError):
-            say(f"warning: a damaged line of metrics.jsonl is left out: {line[:60]!r}")
-    return [line for line in lines if line.step <= step]

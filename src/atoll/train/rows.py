@@ -114,7 +114,7 @@ class TrainingRows:
         x0 = self.train.latents(index)
         cond = drop_condition(
             self.train.conditions(index, lambda: uniforms(seed, "caption", where)),
-            self.train.null(),
+            self.train.null,
             uniforms(seed, "dropout", where),
             objective.condition_dropout,
         )
