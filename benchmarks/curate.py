@@ -69,6 +69,7 @@ from atoll.curate.fit import fit
 from atoll.curate.tail import KINDS, REAL, RESULTS, TailPrompts, evaluate_stage, tail_stage
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import Vocabulary
+from atoll.data.cluster_map import words_of
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import LOOKS, fingerprint_job
 from atoll.data.duplicates import dedupe as left_out
@@ -77,7 +78,6 @@ from atoll.data.settings import DedupeConfig, GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_source
-from atoll.data.words import words_of
 from atoll.store.store import Store
 
 

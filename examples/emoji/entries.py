@@ -17,7 +17,7 @@ from harness import train as train_all
 
 from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
-from atoll.data.words import words_of
+from atoll.data.cluster_map import words_of
 
 FRESH = (3, 4, 5)
 """Seeds that are reported. The single network's batch and rate were chosen on seed 0; the islands' rate was

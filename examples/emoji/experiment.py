@@ -63,7 +63,7 @@ from judges import GUIDED, GUIDED_APART, JUDGES, Album, matcher
 from variants import SMALL, ablations, mixed
 
 import atoll
-from atoll.base.threads import using_threads
+from atoll.base.device import using_threads
 from atoll.campaign.folder import Campaign
 from atoll.measure.models import generation_of, supported
 from atoll.model.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from atoll.curate.counts import ConceptCounts, count, evenness, spread
 from atoll.curate.image_hits import FLOOR, linear, write_hits
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary
-from atoll.data.words import telling, words_of
+from atoll.data.cluster_map import telling, words_of
 from atoll.encoders.vision import ClipEncoder, extractor
 from curate.conftest import Said
 from helpers import refused

@@ -11,7 +11,7 @@ from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
 from atoll.data.encode import latents_job, text_job
 from atoll.data.ingest import ingest
-from atoll.data.samples import Samples, data_shape, read_labels
+from atoll.data.samples import Samples, data_shape
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.several import open_source
@@ -109,7 +109,7 @@ def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore
     config = IngestConfig(size=8, heldout=0.2)
     dataset = ingest(open_source(folder, config), store, "x", config)
     with pytest.raises(DataError, match="6 rows have no label"):
-        read_labels(dataset)
+        _ = dataset.labels
 
 
 def test_latents_that_are_not_square_are_refused(glyphs: DataSet) -> None:

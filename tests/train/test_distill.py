@@ -19,7 +19,6 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
-from atoll.data.samples import read_labels
 from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
@@ -186,7 +185,7 @@ def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: P
     task = task_of(
         taught,
         Teacher([Constant(-0.7), Constant(0.4)]),
-        read_labels(dataset),
+        dataset.labels,
         steps=600,
         batch=16,
         train=TrainConfig(lr=3e-3, lr_schedule="cosine", log_every=1, validations=1, previews=0),

@@ -1,8 +1,27 @@
-"""Where torch computes."""
+"""Where torch computes, and with how many threads: more than cores wait for each other at every layer."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+
+def cores() -> int:
+    """Cores that this process is bound to, by `taskset`, a container's cpuset or Slurm; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads for a while; 0 is `OMP_NUM_THREADS`, else a share of the cores."""
+    before, told = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(count or (int(told) if told.isdecimal() else 0) or max(1, share))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def own_device() -> torch.device:

@@ -1,5 +1,6 @@
 """File formats: one type for each JSON file that Atoll writes, with name, version and one way to read it."""
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Protocol, Self
 
 from atoll.base.config import Config
@@ -65,3 +66,11 @@ class File(Config):
     def read(cls, store: Readable, key: str) -> Self:
         """Read a file of a store; see `of_json`."""
         return cls.of_json(store.get_json(key), store.name(key))
+
+
+def code_version() -> str:
+    """Version of the installed package."""
+    try:
+        return version("atoll")
+    except PackageNotFoundError:
+        return "0 (not installed)"

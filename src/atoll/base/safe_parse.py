@@ -12,7 +12,7 @@ from atoll.base.errors import ConfigError, DataError
 
 LARGEST = 256 * 2**20  # bytes; the manifest of 150 million rows in shards of 4,096 has 20 MB
 LARGEST_YAML = 2**20
-DEEPEST_YAML = 50
+DEEPEST_YAML, DEEP = 50, "it is nested too deeply"
 MOST_YAML = 100_000
 LONGEST_PATH = 1024
 
@@ -29,16 +29,22 @@ def read_yaml(text: bytes | str, where: str) -> Any:
     try:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
-        tree = _Loader(text).get_single_data()
+        try:
+            tree = yaml.safe_load(text)
+        except RecursionError:  # PyYAML lets it through
+            raise ValueError(DEEP) from None
         # A few lines of aliases of aliases are billions of values, or one that holds itself.
-        rest, count = [tree], 0
+        rest, count = [(tree, 1)], 0
         while rest:
-            value, count = rest.pop(), count + 1
+            (value, depth), count = rest.pop(), count + 1
             if count > MOST_YAML:
                 raise ValueError(f"it holds more than {MOST_YAML:,} values")
-            rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if depth > DEEPEST_YAML:
+                raise ValueError(DEEP)
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            rest += [(below, depth + 1) for below in values]
         return tree
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the last two through
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML lets the last one through
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None
 
@@ -51,19 +57,6 @@ def read_lines(path: Path) -> list[str]:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "give a text file") from None
-
-
-class _Loader(yaml.SafeLoader):
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > DEEPEST_YAML:
-            raise ValueError("it is nested too deeply")
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
 
 
 def _normalised(path: str) -> str:

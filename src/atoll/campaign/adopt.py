@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError, first_line
-from atoll.base.version import code_version
+from atoll.base.format import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import promote, publish_network
 from atoll.campaign.runs import Run, RunPlan

@@ -9,7 +9,7 @@ import numpy as np
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan, experts_of, made_by, read_partition, stored_bytes, training_columns
 from atoll.data.encode import captions_of
-from atoll.data.samples import data_shape, null_states, read_labels
+from atoll.data.samples import data_shape, null_states
 from atoll.encoders.text import text_size
 from atoll.encoders.vae import latent_size
 from atoll.networks.settings import DataShape
@@ -88,7 +88,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
             if config.data.vae == "none" and dataset.manifest.mode is not None:
                 shape = replace(shape, channels=1 if dataset.manifest.mode == "gray" else 3)
             if config.condition == "class":
-                shape = replace(shape, classes=int(read_labels(dataset).max()) + 1)
+                shape = replace(shape, classes=int(dataset.labels.max()) + 1)
         if dataset.buckets is not None:
             _, counts = np.unique(dataset.buckets, axis=0, return_counts=True)
             if len(counts) == len(shape.latents):

@@ -13,9 +13,8 @@ from pydantic import Field
 
 from atoll.base.config import differences, is_loose, set_value, value_at
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
-from atoll.base.format import File
+from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
-from atoll.base.version import code_version
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.formats import PartitionFile
 from atoll.store.location import is_url

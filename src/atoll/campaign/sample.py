@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.console import say
-from atoll.base.device import own_device
+from atoll.base.device import own_device, using_threads
 from atoll.base.errors import AtollError
 from atoll.base.pictures import grid, png
-from atoll.base.threads import using_threads
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model, Pictures
 

@@ -18,8 +18,8 @@ from atoll.campaign.report_table import CONCEPTS, TOLD_BY, ReportTable
 from atoll.curate import image_hits, text_hits
 from atoll.curate.counts import ConceptCounts, Spread, count, evenness, spread
 from atoll.curate.vocabulary import Match, Vocabulary
+from atoll.data.cluster_map import telling
 from atoll.data.settings import features_column
-from atoll.data.words import telling
 from atoll.store.store import Store
 
 COUNTS = ConceptCounts.PLACE

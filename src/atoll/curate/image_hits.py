@@ -25,7 +25,6 @@ from atoll.curate.text_hits import ragged
 from atoll.curate.vocabulary import Vocabulary
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
-from atoll.data.samples import read_labels
 from atoll.encoders.vision import ClipEncoder, extractor
 
 COLUMN, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
@@ -114,7 +113,7 @@ def numeric(table: pa.Table) -> list[str]:
 
 def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[Tagger, Hits]:
     """Class labels: the concept of label N is the vocabulary's Nth."""
-    labels, bounds = read_labels(dataset), dataset.bounds
+    labels, bounds = dataset.labels, dataset.bounds
     if int(labels.max()) >= len(vocabulary):
         what = f"label {int(labels.max())} for {len(vocabulary)} concepts"
         raise DataError(what, "give a vocabulary of the classes' names, in the labels' order")

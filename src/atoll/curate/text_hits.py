@@ -9,9 +9,9 @@ import torch
 
 from atoll.base.errors import ConfigError
 from atoll.curate.vocabulary import Vocabulary
+from atoll.data.cluster_map import words_of
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet
-from atoll.data.words import words_of
 
 COLUMN = "concepts-text"
 

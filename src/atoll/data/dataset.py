@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
+from torch import Tensor
 
 from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
@@ -88,6 +89,7 @@ class DataSet:
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
         self._columns: dict[str, Column] = {}
+        self._splits: dict[str, Rows] = {}
         self._readers: dict[int, ImageReader] = {}
 
     @classmethod
@@ -167,6 +169,15 @@ class DataSet:
         return digest_strings(self.ids)
 
     @cached_property
+    def labels(self) -> Tensor:
+        """Class labels `(rows,)` int64; `DataError` where a row has none."""
+        column = self.table(["label"]).column("label")
+        if column.null_count:
+            fix = "set condition to text or none, or ingest with data.ingest.label"
+            raise DataError(f"{column.null_count} rows have no label", fix)
+        return torch.from_numpy(column.to_numpy().astype(np.int64))
+
+    @cached_property
     def buckets(self) -> Rows | None:
         """Width and height of every row's picture in pixels `(rows, 2)`; None where all are one square."""
         names = ["bucket_width", "bucket_height"]
@@ -237,7 +248,8 @@ class DataSet:
     def forget(self, name: str) -> None:
         """Let a column be read anew, since it is about to be written."""
         self._columns.pop(name, None)
-        if name == WEIGHTS:
+        if name in ("split", WEIGHTS):
+            self._splits.clear()
             self.__dict__.pop("weights", None)  # the cached property would go on with those of before
 
     def write_column(
@@ -276,8 +288,11 @@ class DataSet:
         """Row numbers of `train`, `heldout` or `test` that count, ascending."""
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
-        values = self.column("split").read(np.arange(len(self))).numpy()
-        return np.flatnonzero((values == SPLITS.index(name)) & (self.weights > 0)).astype(np.int64)
+        if name not in self._splits:
+            values = self.column("split").read(np.arange(len(self))).numpy()
+            counts = (values == SPLITS.index(name)) & (self.weights > 0)
+            self._splits[name] = np.flatnonzero(counts).astype(np.int64)
+        return self._splits[name]
 
     @cached_property
     def weights(self) -> NDArray[np.float32]:

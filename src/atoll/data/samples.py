@@ -43,7 +43,7 @@ class Samples:
         self.dataset, self.rows, self.condition, self.shape = dataset, rows, condition, shape
         self._latents = dataset.column("latents")
         self._text = dataset.column(text) if condition == "text" else None
-        self._labels = read_labels(dataset) if condition == "class" else None
+        self._labels = dataset.labels if condition == "class" else None
         here = [self._latents.meta.shape, [0] if self._text is None else [null_states(self._text).shape[-1]]]
         # Data of an island are checked against the plan here, before hours of training: files may be swapped.
         sides = [] if shape.sizes else [shape.size, shape.size]
@@ -137,17 +137,6 @@ def null_states(column: Column) -> Tensor:
     return states
 
 
-def read_labels(dataset: DataSet) -> Tensor:
-    """Class labels `(rows,)` int64; `DataError` where a row has none."""
-    column = dataset.table(["label"]).column("label")
-    if column.null_count:
-        raise DataError(
-            f"{column.null_count} rows have no label",
-            "set condition to text or none, or ingest with data.ingest.label",
-        )
-    return torch.from_numpy(column.to_numpy().astype(np.int64))
-
-
 def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -> DataShape:
     """What networks must fit, read from the columns; `text` is that of captions."""
     latents = dataset.column("latents")
@@ -174,5 +163,5 @@ def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -
         length = max(column.meta.max_length, int(null.shape[0]))
         return replace(shape, text_width=int(null.shape[-1]), text_length=length)
     if condition == "class":
-        return replace(shape, classes=int(read_labels(dataset).max()) + 1)
+        return replace(shape, classes=int(dataset.labels.max()) + 1)
     return shape

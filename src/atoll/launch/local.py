@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from atoll.base.console import say
+from atoll.base.device import cores
 from atoll.base.errors import AtollError
 from atoll.base.text import duration
-from atoll.base.threads import cores
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from atoll import launch
 from atoll.base.console import say
+from atoll.base.device import cores
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.safe_parse import expanded
-from atoll.base.threads import cores
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.initial import copy_initial_weights, pretrain_finished

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from atoll.base.console import say
+from atoll.base.device import using_threads
 from atoll.base.errors import ConfigError
+from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.table import ratio_of
-from atoll.base.threads import using_threads
-from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
 from atoll.campaign.measured import BASE, BestRow, ComparedModel, Comparison, ComparisonTables, GuidanceRow

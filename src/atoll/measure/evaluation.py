@@ -12,12 +12,12 @@ from typing import Any
 
 from atoll.base.config import set_value
 from atoll.base.console import say
+from atoll.base.device import cores, using_threads
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.base.processes import joined
 from atoll.base.table import Column, Table
 from atoll.base.text import columns
-from atoll.base.threads import cores, using_threads
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
 from atoll.campaign.settings.measure import EvaluateConfig

@@ -14,8 +14,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import DataError
+from atoll.base.format import code_version
 from atoll.base.processes import ProcessGroup
-from atoll.base.version import code_version
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.metrics.metric import How, compute, scorers, settings_of

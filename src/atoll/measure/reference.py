@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.format import File
+from atoll.base.format import File, code_version
 from atoll.base.hashing import digest, sha256
 from atoll.base.processes import ProcessGroup
-from atoll.base.version import code_version
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder

@@ -12,9 +12,8 @@ from typing import Any
 from atoll.base.config import Config, differences
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.format import File
+from atoll.base.format import File, code_version
 from atoll.base.table import Table
-from atoll.base.version import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE, Comparison
 from atoll.campaign.roles import RUNS

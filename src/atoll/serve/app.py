@@ -17,7 +17,7 @@ from PIL import Image
 from starlette.requests import ClientDisconnect
 
 from atoll.base.errors import ConfigError
-from atoll.base.version import code_version
+from atoll.base.format import code_version
 from atoll.report.dashboard import Dashboard
 from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.guard import Keys, new_app

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from atoll.base.console import say
+from atoll.base.device import using_threads
 from atoll.base.errors import AtollError, ConfigError, first_line
-from atoll.base.threads import using_threads
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.sampler import Row, Sampler

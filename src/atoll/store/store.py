@@ -68,11 +68,9 @@ class Store:
                 memory://NAME/PREFIX, which ends with the process. Credentials come from the environment.
             create: make the folder if it is missing; otherwise that is `Absent`, as is an empty URL.
         """
-        folder = local_path(location)
-        return cls._open_local(folder, create) if folder is not None else cls._open_url(str(location), create)
-
-    @classmethod
-    def _open_local(cls, root: Path, create: bool) -> Self:
+        root = local_path(location)
+        if root is None:
+            return cls._open_url(str(location), create)
         try:
             if create:
                 root.mkdir(parents=True, exist_ok=True)
@@ -108,7 +106,7 @@ class Store:
         clean = self._key(prefix)
         if self.local is not None:
             self._check_links(posixpath.join(clean, "-"))
-            return type(self)._open_local(self.local / clean, create=True)
+            return type(self).open(self.local / clean, create=True)
         return type(self)(self._objects, self.name(clean), None, posixpath.join(self._prefix, clean))
 
     def name(self, key: str) -> str:

@@ -28,6 +28,7 @@ from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import Float32Attention, StepSharding, whole
 from atoll.train.preemption import Interrupted, catch_signals
 from atoll.train.prefetch import Prefetcher
+from atoll.train.rows import Batch
 from atoll.train.state import Ema, Guard, Saver, TrainState
 from atoll.train.tasks import Task
 
@@ -225,8 +226,9 @@ class _Run:
         # A step's data follow from its position alone (row, noise, time, dropout). That is why batches can
         # be made ahead in a thread, why a resumed run is the same to the bit, and why the number of
         # processes does not show in what the network sees.
-        def make(begin: int) -> list[Any]:
-            return [self.task.batch(part) for part in sharding.parts(begin)] if begin < plan.samples else []
+        def make(begin: int) -> list[tuple[float, Batch]]:
+            parts = sharding.parts(begin) if begin < plan.samples else []
+            return [(sharding.weight(part), self.task.batch(part)) for part in parts]
 
         with Prefetcher(make, state.samples, plan.batch, settings.data_timeout_s) as prefetcher:
             while state.step < plan.steps:
@@ -274,7 +276,7 @@ class _Run:
             self._save()
             self.saver.settle(fatal=True)
 
-    def _step(self, batches: list[Any]) -> dict[str, Any]:
+    def _step(self, batches: list[tuple[float, Batch]]) -> dict[str, Any]:
         # Loss, gradient, update; gives the step's line of metrics.
         state, settings, plan = self.state, self.settings, self.plan
         begin = state.samples
@@ -283,10 +285,8 @@ class _Run:
             group["lr"] = lr
         state.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = {}
-        parts = self.sharding.parts(begin)
-        for part, batch in zip(parts, batches, strict=True):
-            weight = self.sharding.weight(part)
-            with self.sharding.accumulating(self.forward, part is parts[-1]):
+        for number, (weight, batch) in enumerate(batches, 1):
+            with self.sharding.accumulating(self.forward, number == len(batches)):
                 with self._precision(), self.attention:
                     loss, metrics = self.forward(batch)
                 # Micro-batches may differ in size by one, so each counts by its samples. A multiplication by

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.base.format import code_version
 from atoll.base.rng import normals, uniforms
-from atoll.base.version import code_version
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.columns import some_rows

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from atoll.base.config import loose_fields
 from atoll.base.console import say
-from atoll.base.device import own_device
+from atoll.base.device import own_device, using_threads
 from atoll.base.errors import DataError
+from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
 from atoll.base.text import NONE
-from atoll.base.threads import using_threads
-from atoll.base.version import code_version
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.diagnosed import CopyRow, Diagnosis, DiagnosisTables
 from atoll.campaign.folder import Campaign
