@@ -54,21 +54,21 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         assert settings  # README shows how they are given
         return create(source, folder, SMALL)
 
-    code = script().replace("samples=500, components=32", "samples=8, components=2")
+    code = script().replace("range(4)", "range(2)").replace("samples=500", "samples=8")
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.chdir(folder)
         patch.setattr(atoll, "create", small)
-        exec(compile(code, "README.md", "exec"), names)
+        for _ in range(2):  # it can run again
+            exec(compile(code, "README.md", "exec"), names)
     return {**names, "folder": folder, "printed": printed.getvalue()}
 
 
 def test_the_script_of_the_readme_runs(ran: dict[str, Any]) -> None:
     with Image.open(ran["folder"] / "bicycle.png") as picture:
         assert picture.size == (16, 16)
-    assert [card.role for card in ran["experts"]] == ["expert"] * 2
-    measured = [line for line in ran["printed"].splitlines() if re.match(r"(top-1|full|cooled) \d", line)]
-    assert len(measured) == 3
+    measured = [line for line in ran["printed"].splitlines() if re.match(r"\{'frechet': \d", line)]
+    assert len(measured) == 2 and measured[0] == measured[1]
 
 
 def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
@@ -77,7 +77,7 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
     """A function's name says nothing of what it computes. A later session goes on by the folder's name."""
     folder = ran["folder"] / "bicycles"
     assert atoll.prepare(folder).k == 2
-    assert atoll.fit(folder, "expert", 1) == ran["experts"][1]  # finished already
+    assert atoll.fit(folder, "expert", 1).role == "expert"  # finished already
     model, steepness = atoll.load(folder), [1.0]
     assert model.generation == ran["campaign"].config.sampling
 

@@ -40,7 +40,7 @@ def create(
 
     Args:
         source: of the pictures.
-        folder: of the campaign, or its URL; a temporary folder by default.
+        folder: of the campaign, or its URL; a temporary one by default. One of the same settings is opened.
         settings: nested settings in place of the recipe's, as in `{"partition": {"k": 4}}`.
         recipe: the ready-made campaign to start from, of `atoll recipes`.
     """
@@ -63,8 +63,7 @@ def prepare(campaign: Campaign | str | Path) -> Partition:
 def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | None = None) -> Card:
     """Train one network, or go on with it, and return the card it was published with.
 
-    `role` is a name of the table of runs: `expert`, which has a number, `router`, `monolith`, `pretrain` or
-    `student`.
+    `role` is `expert`, which has a number, `router`, `monolith`, `pretrain` or `student`.
     """
     campaign = _opened(campaign)
     train_run(campaign, role, expert)

@@ -178,8 +178,7 @@ class Campaign:
 def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
     """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
 
-    Raises:
-        ConfigError: a wrong setting, or there is a campaign already.
+    `ConfigError` for a wrong setting, and where there is a campaign of other settings.
     """
     tree = read_yaml(recipe, "the recipe")
     for assignment in sets:
@@ -194,8 +193,10 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
             raise Conflict(YAML)
         store.create(YAML, text.encode())
     except Conflict:
-        fix = "go on with it, edit it, or choose another folder"
-        raise ConfigError(f"{store.name(YAML)} exists already", fix) from None
+        # A script that runs again asks for what is there.
+        if read_yaml(store.get(YAML), store.name(YAML)) != tree:
+            what = f"{store.name(YAML)} exists already, with other settings"
+            raise ConfigError(what, "go on with it, edit it, or choose another folder") from None
     return store.name(YAML)
 
 

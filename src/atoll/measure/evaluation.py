@@ -83,7 +83,8 @@ def evaluate(
         # What it is compared with, and how.
         usual = "test" if config.conditions == "test" else "heldout"
         real = reference_of(reference, split, campaign, encoder, store, usual)
-        components = config.components_of(encoder.kind, encoder.width)
+        fewest = min(len(source), real.about.count)
+        components = config.components_of(encoder.kind, encoder.width, fewest)
         how = How(
             *(encoder.name, encoder.kind, encoder.width, len(source), real.about.count, components),
             subsets=config.kid_subsets,

@@ -114,7 +114,8 @@ def test_axes_of_other_pictures_and_fewer_of_them() -> None:
 
 def test_dimensions_of_the_frechet_distance() -> None:
     usual = EvaluateConfig()
-    assert usual.components_of("inception", 2048) == 2048
-    assert usual.components_of("dinov2", 768) == 64 and usual.components_of("dinov2", 16) == 16
-    assert EvaluateConfig(components=0).components_of("dinov2", 768) == 768
-    assert EvaluateConfig(components=32).components_of("inception", 2048) == 32
+    assert usual.components_of("inception", 2048, 10) == 2048
+    assert [usual.components_of("dinov2", 768, n) for n in (1, 20, 1000)] == [1, 10, 64]
+    assert usual.components_of("dinov2", 16, 1000) == 16
+    assert EvaluateConfig(components=0).components_of("dinov2", 768, 10) == 768
+    assert EvaluateConfig(components=32).components_of("inception", 2048, 10) == 32

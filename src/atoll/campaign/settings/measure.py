@@ -89,7 +89,7 @@ class EvaluateConfig(Config):
     """Pictures at once; work is spread over processes by batches."""
     components: int | None = Field(default=None, ge=0)
     """Principal components of the reference that the Fréchet distance is taken in; 0 takes all dimensions.
-    By default all of Inception's and 64 of any other's."""
+    By default all of Inception's, and of any other's 64, or half as many as there are pictures on a side."""
     kid_subsets: int = Field(default=100, ge=1)
     """Random subsets of KID."""
     kid_size: int = Field(default=1000, ge=2)
@@ -97,10 +97,11 @@ class EvaluateConfig(Config):
     threads: int = Field(default=0, ge=0)
     """CPU threads of a process; 0 is `OMP_NUM_THREADS`, else its share of the cores."""
 
-    def components_of(self, kind: str, width: int) -> int:
-        """Dimensions that the Fréchet distance is taken in."""
-        chosen = (0 if kind == "inception" else 64) if self.components is None else self.components
-        return min(chosen, width) or width
+    def components_of(self, kind: str, width: int, pictures: int) -> int:
+        """Dimensions of the Fréchet distance, where the smaller side has so many pictures."""
+        # Half as many as there are pictures: the covariance of more is singular or nearly so.
+        usual = 0 if kind == "inception" else max(1, min(64, pictures // 2))
+        return min(usual if self.components is None else self.components, width) or width
 
 
 class DiagnoseConfig(Config):
