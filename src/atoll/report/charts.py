@@ -120,10 +120,7 @@ def by_time(
     zero: bool = False,
     share: bool = False,
 ) -> Chart | None:
-    """Lines over the time t of the flow, with guides of known height; None where there is no point.
-
-    The other axis has the title `unit`. It begins at 0 if `zero`, and ends at 1 too if `share`.
-    """
+    """Plot lines over t, with guides, from 0 if `zero`, to 1 if `share`; None where there is no point."""
     lines = [line for line in series if line.points]
     if not lines:
         return None

@@ -23,12 +23,7 @@ class Dashboard:
         self._observer = Observer(campaign)
 
     def now(self) -> str:
-        """What changes while runs train: states, curves and previews.
-
-        Raises:
-            StoreError: the store does not answer.
-            DataError: a file of the campaign is not what Atoll writes.
-        """
+        """Render states, curves and previews; `StoreError` or `DataError` where files cannot be read."""
         status, store = self._observer.read(), self.campaign.store
         facts = Facts(store) if status.partitioned else None
         done, whole = (
