@@ -65,6 +65,7 @@ class _Run:
         settings, network, cpu = self.settings, task.network, group.device.type == "cpu"
         self.autocast = settings.precision == "bf16" or (settings.precision == "auto" and not cpu)
         self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
+        self.precision = torch.autocast(group.device.type, torch.bfloat16, enabled=self.autocast)
         wide = self.autocast and cpu and not self.sharding.recomputes
         self.attention = Float32Attention() if wide else nullcontext()
         self.forward = self.sharding.wrap(task.step)
@@ -287,7 +288,7 @@ class _Run:
         sums: dict[str, float] = {}
         for number, (weight, batch) in enumerate(batches, 1):
             with self.sharding.accumulating(self.forward, number == len(batches)):
-                with self._precision(), self.attention:
+                with self.precision, self.attention:
                     loss, metrics = self.forward(batch)
                 # Micro-batches may differ in size by one, so each counts by its samples. A multiplication by
                 # 1 would be exact too, but is one more kernel in every plain run.
@@ -316,9 +317,6 @@ class _Run:
         line["seconds"] = round(state.seconds, 3)
         return {key: value if math.isfinite(value) else None for key, value in line.items()}
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.group.device.type, torch.bfloat16, enabled=self.autocast)
-
     def _validate(self) -> None:
         state, network = self.state, self.task.network
         validate, draw = (
@@ -331,7 +329,7 @@ class _Run:
         # All ranks validate, though rank 0 alone writes it down: of sharded weights every forward pass is a
         # collective.
         network.eval()
-        with state.ema.in_place(), torch.no_grad(), self._precision(), self.attention:
+        with state.ema.in_place(), torch.no_grad(), self.precision, self.attention:
             if validate:
                 started = time.monotonic()
                 metrics = self.task.validate()

@@ -93,27 +93,21 @@ def render(face: str, character: str) -> Image.Image:
     """One character, L, `CANVAS` pixels square, dark on light, its ink in the middle."""
     # Enlarged or shrunk to fit, but a small letter stays smaller than its capital: no more than needed.
     size = _SIZE
-    ink = _ink(face, size, character)
-    for _ in range(2):  # once more, since hinting moves outlines a little when the size changes
+    for more in (2, 1, 0):  # twice, since hinting moves outlines a little when the size changes
+        mask = _font(face, size).getmask(character, mode="L")
+        box, ink = mask.getbbox(), Image.new("L", (1, 1), 0)
+        if box is not None:
+            ink = Image.frombytes("L", mask.size, bytes(mask)).crop(box)
         extent = max(ink.size)
-        if extent > _LARGEST:
+        if more and extent > _LARGEST:
             size *= (_LARGEST - 0.5) / extent
-        elif extent < _SMALLEST - 1:
+        elif more and extent < _SMALLEST - 1:
             size *= _SMALLEST / extent
         else:
             break
-        ink = _ink(face, size, character)
     canvas = Image.new("L", (CANVAS, CANVAS), 255)
     canvas.paste(0, ((CANVAS - ink.width) // 2, (CANVAS - ink.height) // 2), ink)
     return canvas
-
-
-def _ink(face: str, size: float, character: str) -> Image.Image:
-    mask = _font(face, size).getmask(character, mode="L")
-    box = mask.getbbox()
-    if box is None:
-        return Image.new("L", (1, 1), 0)
-    return Image.frombytes("L", mask.size, bytes(mask)).crop(box)
 
 
 def _folder() -> Path:
