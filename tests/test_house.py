@@ -42,7 +42,7 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_980,
+    "core": 22_850,
     "measure": 3_824,
     "report": 1_772,
     "export": 1_529,
@@ -51,12 +51,12 @@ CEILINGS: dict[str, float] = {
     "tests": 29_280,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
-    "tour": 4_609,
+    "tour": 4_604,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 106,
-    "files with one importer or none": 49,
+    "private helpers with one caller": 104,
+    "files with one importer or none": 48,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.141,
     "no comment": 0.975,
