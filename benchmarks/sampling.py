@@ -45,15 +45,13 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.model.bank import Bank
-from atoll.model.expert import Expert
+from atoll.model.dispatch import Costs, Trace
+from atoll.model.expert import Expert, FileWeights, StoredExpert, settings_of
 from atoll.model.generate import Conditions, Sampling, generate
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.residency import ResidentExperts
 from atoll.model.sampler import Row as SampleRow
 from atoll.model.sampler import Sampler, starting_noise
-from atoll.model.settings import Residency
-from atoll.model.stored import FileWeights, StoredExpert, settings_of
-from atoll.model.trace import Costs, Trace
 from atoll.networks.cost import count
 from atoll.networks.families import family
 from atoll.networks.router import Router

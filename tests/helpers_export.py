@@ -17,8 +17,7 @@ from atoll.encoders.vae import autoencoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import Card
-from atoll.model.expert import Expert
-from atoll.model.stored import settings_of
+from atoll.model.expert import Expert, settings_of
 from atoll.networks.settings import DataShape
 from helpers_networks import card, denoiser, router
 

@@ -154,7 +154,7 @@ def test_two_modules_load_a_network():
     files = [path for path in FILES if not name(path).startswith(("encoders/", "curate/", "store/"))]
     assert [name(path) for path in files if loading.search(path.read_text())] == [
         "model/checkpoint.py",
-        "model/stored.py",
+        "model/expert.py",
     ]
 
 

@@ -36,13 +36,12 @@ from atoll.measure.points import Judge
 from atoll.measure.reference import reference_of
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Dispatch, Networks
+from atoll.model.dispatch import Dispatch, Networks, route
 from atoll.model.expert import Expert
 from atoll.model.generate import Batch as Latents
 from atoll.model.generate import Conditions
 from atoll.model.generation import Generation
 from atoll.model.model import Model
-from atoll.model.route import route
 from atoll.model.routing import Routing
 from atoll.model.sampler import Sampler
 

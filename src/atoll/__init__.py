@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from atoll.export.pipeline import AtollPipeline as AtollPipeline
     from atoll.model.bank import Bank as Bank
     from atoll.model.generation import Generation as Generation
+    from atoll.model.generation import Residency as Residency
     from atoll.model.model import Model as Model
     from atoll.model.routing import Routing as Routing
     from atoll.model.sampler import Sampler as Sampler
-    from atoll.model.settings import Residency as Residency
     from atoll.store.store import Store as Store
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ _PUBLIC = {
     "DataSet": "atoll.data.dataset",
     "Generation": "atoll.model.generation",
     "Model": "atoll.model.model",
-    "Residency": "atoll.model.settings",
+    "Residency": "atoll.model.generation",
     "Routing": "atoll.model.routing",
     "Sampler": "atoll.model.sampler",
     "Store": "atoll.store.store",

@@ -22,9 +22,9 @@ from atoll.data.partition import Partition
 from atoll.measure import evaluation
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.routing import WeightFunction
-from atoll.model.settings import Residency
 from atoll.recipes import catalogue
 from atoll.store.location import is_url
 from atoll.train.run import train_run

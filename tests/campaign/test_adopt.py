@@ -21,9 +21,8 @@ from atoll.campaign.status import Observer
 from atoll.flow.prediction import same_snr_time
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
+from atoll.model.expert import WEIGHTS, Expert
 from atoll.model.model import Model
-from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.run import train_run

@@ -14,9 +14,9 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import WEIGHTS
+from atoll.model.generation import Residency
 from atoll.model.model import Model
-from atoll.model.settings import Residency
-from atoll.model.stored import WEIGHTS
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers import assembled, command, refused

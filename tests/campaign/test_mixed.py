@@ -17,10 +17,9 @@ from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
 from atoll.measure.comparison import compare
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
+from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.generation import Residency
 from atoll.model.model import Model
-from atoll.model.settings import Residency
-from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.report.facts import Facts
 from atoll.report.page import summary

@@ -20,7 +20,7 @@ from atoll.campaign.runs import RunPlan
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.stored import WEIGHTS
+from atoll.model.expert import WEIGHTS
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.facts import Facts
 from atoll.report.page import summary

@@ -14,8 +14,8 @@ from atoll.campaign.folder import Campaign
 from atoll.export.bank import ExpertBank
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import WEIGHTS
 from atoll.model.model import Model
-from atoll.model.stored import WEIGHTS
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused
 from helpers_export import load

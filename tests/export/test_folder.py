@@ -20,9 +20,9 @@ from atoll.encoders.text import TextEncoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import WEIGHTS
+from atoll.model.generation import Residency
 from atoll.model.model import Model
-from atoll.model.settings import Residency
-from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.store.store import Store
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline

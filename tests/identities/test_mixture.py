@@ -20,7 +20,7 @@ from atoll.flow.objective import noisy
 from atoll.flow.prediction import DATA_EDGE, exact_range, flow_velocity
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, Discrete, RectifiedFlow, Schedule, VPCosine
 from atoll.flow.settings import Prediction
-from atoll.model.route import route
+from atoll.model.dispatch import route
 from atoll.model.routing import Routing
 
 SCHEDULES: list[Schedule] = [RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMCosine()]

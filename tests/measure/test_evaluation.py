@@ -17,10 +17,10 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
 from atoll.measure.evaluation import show_all, table
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation
 from atoll.model.model import joined
 from atoll.model.sampler import Row, Sampler, starting_noise
-from atoll.model.trace import Trace
 from helpers import Run, atoll, refused
 from helpers_extractors import save_clip, save_dinov2, save_pictures
 

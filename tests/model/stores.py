@@ -1,8 +1,7 @@
 """Published experts for tests, and the ways to hold an ensemble of them."""
 
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
-from atoll.model.stored import StoredExpert
+from atoll.model.expert import Expert, StoredExpert
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_networks import card

@@ -10,10 +10,9 @@ import torch
 from atoll.base.errors import PartitionError, StoreError
 from atoll.model.card import Card, check_together
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
+from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.generation import Residency
 from atoll.model.residency import ResidentExperts
-from atoll.model.settings import Residency
-from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family, kept_buffers
 from atoll.networks.settings import DataShape
 from atoll.store.store import Conflict, Store

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError
+from atoll.model.expert import WEIGHTS
 from atoll.model.foreign import INDEX, find, take_over
-from atoll.model.stored import WEIGHTS
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, denoiser

@@ -16,10 +16,9 @@ from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.model import model as model_module
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
 from atoll.model.routing import STRATEGIES, Routing, Strategy
-from atoll.model.settings import Residency
 from helpers import assembled, command, environment
 
 K, SEED, EACH = 3, 7, 2

@@ -18,16 +18,13 @@ from atoll.base.condition import Condition
 from atoll.base.rng import uniforms
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Networks
-from atoll.model.expert import Expert
+from atoll.model.dispatch import Networks, Trace
+from atoll.model.expert import Expert, StoredExpert
 from atoll.model.generate import Conditions, Sampling, generate
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.residency import ResidentExperts
 from atoll.model.routing import Routing
 from atoll.model.sampler import Row, Sampler, starting_noise
-from atoll.model.settings import Residency
-from atoll.model.stored import StoredExpert
-from atoll.model.trace import Trace
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 from helpers_networks import CLASSES, TEXT, Logits, conditions, denoiser, expert, null, router

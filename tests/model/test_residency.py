@@ -20,14 +20,12 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
+from atoll.model.dispatch import Costs
+from atoll.model.expert import WEIGHTS, Expert, FileWeights, Spec, StoredExpert
 from atoll.model.generate import Conditions, Sampling, by_expert, generate
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.residency import ALIGNMENT, Layout, ResidentExperts
 from atoll.model.sampler import Row, Sampler
-from atoll.model.settings import Residency
-from atoll.model.stored import WEIGHTS, FileWeights, Spec, StoredExpert
-from atoll.model.trace import Costs
 from atoll.store.store import Store
 from helpers_networks import CLASSES, conditions, denoiser, expert, noise, null
 from model.stores import on_disk, publish

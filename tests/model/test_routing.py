@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from atoll.base.errors import ConfigError
-from atoll.model.route import route
+from atoll.model.dispatch import route
 from atoll.model.routing import Routing
 
 CANONICAL = [

@@ -12,9 +12,8 @@ from PIL import Image
 
 from atoll.base.errors import ConfigError
 from atoll.model.expert import Expert
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
-from atoll.model.settings import Residency
 from atoll.serve.app import create_app
 from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics

@@ -23,8 +23,8 @@ from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.expert import WEIGHTS, settings_of
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
-from atoll.model.stored import WEIGHTS, settings_of
 from atoll.networks.families import family, initialise
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig

@@ -18,12 +18,11 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import Expert
+from atoll.model.expert import Expert, StoredExpert
+from atoll.model.generation import Residency
 from atoll.model.model_card import listed
 from atoll.model.residency import ResidentExperts
 from atoll.model.routing import PRETRAIN
-from atoll.model.settings import Residency
-from atoll.model.stored import StoredExpert
 from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import Checkpoint, use_default_permissions
+from atoll.model.dispatch import Costs, Trace
 from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter, parts_of
+from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, check_router, mark_incomplete, open_folder, output_folder
 from atoll.model.routing import PRETRAIN, Routing
-from atoll.model.settings import Residency
-from atoll.model.trace import Costs, Trace
 from atoll.networks.router import Router
 from atoll.store.store import Store
 

@@ -30,10 +30,10 @@ from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
+from atoll.model.expert import WEIGHTS
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
 from atoll.model.model_card import shared_facts
 from atoll.model.opened import output_folder
-from atoll.model.stored import WEIGHTS
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
 from atoll.store.store import to_json
 

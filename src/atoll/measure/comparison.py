@@ -26,8 +26,8 @@ from atoll.measure.same_noise import SavedSamples, pair_table
 from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.measure.training_curve import TrainingCurve, show_point, training_curve
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.dispatch import Trace
 from atoll.model.model import joined
-from atoll.model.trace import Trace
 
 FOLDER = "reports/compare"
 

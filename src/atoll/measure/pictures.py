@@ -23,7 +23,7 @@ from atoll.base.processes import ProcessGroup
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
 from atoll.encoders.vision import VisionEncoder
-from atoll.model.trace import Trace
+from atoll.model.dispatch import Trace
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -23,7 +23,7 @@ from atoll.measure.models import Drawn
 from atoll.measure.pictures import Batch, Source, extract
 from atoll.measure.reference import Reference
 from atoll.measure.same_noise import SavedSamples
-from atoll.model.trace import Trace
+from atoll.model.dispatch import Trace
 from atoll.store.store import Store
 
 FOLDER = "reports/points"

@@ -23,9 +23,9 @@ from atoll.measure.models import WIDE, Candidate
 from atoll.measure.setup import CommonSetup
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.dispatch import Costs
 from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import ENSEMBLE, Model
-from atoll.model.trace import Costs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
-from atoll.model.dispatch import Dispatch, Networks, Prefetching
-from atoll.model.trace import Costs
+from atoll.model.dispatch import Costs, Dispatch, Networks, Prefetching
 
 
 class LogitSource(Protocol):

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.model.card import Card
-from atoll.model.expert import Expert, RouterModel
-from atoll.model.stored import (
+from atoll.model.expert import (
     REMEDY,
     WEIGHTS,
+    Expert,
     FileWeights,
+    RouterModel,
     StoredExpert,
     build_network,
     fill_network,

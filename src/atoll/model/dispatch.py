@@ -1,15 +1,73 @@
-"""A batch regrouped by expert: every expert is evaluated once, on the samples that chose it."""
+"""Who serves a batch: weights by a routing, the batch regrouped by expert, and the trace of what it cost.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+Every expert is evaluated once, on the samples that chose it. The randomness of a routing comes in as
+uniforms, drawn per sample from a stream of their own, so a sample's experts depend neither on its batch nor
+on its starting noise.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
+from atoll.model.card import Card
+from atoll.model.routing import STRATEGIES, Routing
+
+
+def route(
+    routing: Routing,
+    logits: Float[Tensor, "B K"],
+    uniforms: Float[Tensor, "B n"],
+    labels: Int[Tensor, "B"] | None = None,
+) -> Float[Tensor, "B K"]:
+    """Compute the weight of every expert for every sample; rows sum to 1.
+
+    Returned in the dtype of the logits (at least float32). A row without any finite logit, or with a NaN,
+    comes back as NaN.
+
+    Args:
+        routing: the strategy.
+        logits: of p(k | x_t, t, condition), up to a constant per row; -inf = this expert is missing, and its
+            weight is exactly 0.
+        uniforms: on [0, 1), `n >= routing.uniforms`.
+        labels: the cluster of every sample, for `oracle`.
+    """
+    batch, experts = logits.shape
+    assert uniforms.shape[0] == batch and uniforms.shape[1] >= routing.uniforms, "too few uniforms"
+    routing.check(experts)
+    name, draws = f"routing {str(routing)!r}", uniforms[:, : routing.uniforms]
+    if routing.needs_labels:
+        if labels is None:
+            raise ConfigError(f"{name} without cluster labels", "give labels, or choose another strategy")
+        present = logits.gather(-1, labels.long().clamp(0, experts - 1)[:, None])[:, 0] > -torch.inf
+        known = (labels >= 0) & (labels < experts) & present
+        if not bool(known.all()):
+            absent = int(labels[~known][0])
+            raise ConfigError(f"{name}: cluster {absent} has no expert", "choose another strategy")
+        weights = torch.nn.functional.one_hot(labels.long(), experts).double()
+    elif routing.function is not None:
+        # A function of the user's: weights that are none would only show as bad pictures.
+        weights = routing.function(logits, draws)
+        if not isinstance(weights, Tensor) or weights.shape != logits.shape:
+            raise ConfigError(f"{name} gave no weights of shape {tuple(logits.shape)}", "return (B, K)")
+        sums = weights.sum(-1)
+        if bool((weights < 0).any()) or not torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+            raise ConfigError(f"{name} gave weights that do not sum to 1", "normalise them")
+        if bool((weights[logits == -torch.inf] != 0).any()):
+            raise ConfigError(f"{name} chose an expert that is missing", "mind logits of -inf")
+    else:
+        # In float64, so that sums over many experts add no rounding of their own: a draw compares them.
+        p = torch.softmax(logits.double() / routing.temperature, dim=-1)
+        rule = STRATEGIES[routing.strategy].weights
+        assert rule is not None
+        weights = rule(routing, p, draws)
+    return weights.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Networks(Protocol):
@@ -131,3 +189,62 @@ def _part(
         return _Part(number, None, scale, cond, rows, shares)
     there = rows.to(weights.device)
     return _Part(number, there, scale, cond.select(there), rows, shares)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of one evaluation of one sample, as cards say; 0 where a network is missing."""
+
+    router: float
+    experts: Sequence[float]
+    pretrain: float = 0.0
+
+    @classmethod
+    def of(cls, router: Card, experts: Mapping[int, Card], k: int, pretrain: Card | None = None) -> "Costs":
+        """What the cards say, of K experts."""
+        each = [experts[n].forward_flops if n in experts else 0.0 for n in range(k)]
+        return cls(router.forward_flops, each, 0.0 if pretrain is None else pretrain.forward_flops)
+
+
+@dataclass
+class Trace:
+    """Which expert served which sample at which step, and what it cost.
+
+    Attributes:
+        weights: one `(B, K)` float32 per step, of the conditional branch.
+        router_calls: samples the router was asked for.
+        expert_calls: samples that experts were evaluated on, both branches of guidance counted, and the null
+            branches that shared pretraining's network serves.
+        expert_runs: evaluations of networks, each on the samples that chose it.
+        router_flops: operations of the router; NaN where the ensemble does not know its costs.
+        expert_flops: operations of the experts, likewise.
+        branches: 2 under guidance, which evaluates every sample with and without its condition.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    router_calls: int = 0
+    expert_calls: int = 0
+    expert_runs: int = 0
+    router_flops: float = 0.0
+    expert_flops: float = 0.0
+    branches: int = 1
+
+    def stacked(self) -> Tensor:
+        """Weights `(steps, B, K)`."""
+        return torch.stack(self.weights)
+
+    @property
+    def router_share(self) -> float:
+        """The router's part of all operations; NaN where costs are unknown."""
+        # NaN spreads through the sum: a share of unknown costs is unknown, not 0.
+        total = self.router_flops + self.expert_flops
+        return self.router_flops / total if total else math.nan
+
+    @classmethod
+    def joined(cls, traces: Sequence["Trace"]) -> "Trace":
+        """One trace of several batches that took the same number of steps, samples one after the other."""
+        steps = zip(*(t.weights for t in traces), strict=True)
+        joined = cls([torch.cat(parts) for parts in steps], branches=traces[0].branches)
+        for name in ("router_calls", "expert_calls", "expert_runs", "router_flops", "expert_flops"):
+            setattr(joined, name, sum(getattr(trace, name) for trace in traces))
+        return joined

@@ -1,20 +1,51 @@
-"""One expert: a diffusers network and its card, seen as a denoiser."""
+"""One expert: a diffusers network and its card, seen as a denoiser, in memory or as it lies on disk.
 
-from collections.abc import Mapping
+Here and in `checkpoint.py` alone weights become a network.
+"""
+
+import hashlib
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
+from atoll.base.errors import StoreError, first_line
+from atoll.base.safe_parse import read_json
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
 from atoll.model.card import Card
 from atoll.networks.families import family
 from atoll.networks.router import Router
+from atoll.store.store import Absent
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 
 
 @dataclass
@@ -77,3 +108,186 @@ class RouterModel:
         dtype = next(self.network.parameters()).dtype
         result: Tensor = self.network(x_t.to(dtype), t, cond).to(x_t.dtype)
         return result
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Type and shape of one tensor of a set of weights."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class FileWeights(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for, straight into where it belongs.
+
+    It is read and not mapped: see docs/decisions/0009.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # The file stays open, so that one that is replaced meanwhile does no harm.
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+        except FileNotFoundError:
+            raise Absent(f"{path} is missing", REMEDY) from None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
+        weakref.finalize(self, os.close, self._file)
+
+        # The format is 8 bytes of length, JSON of that length, and the tensors' bytes. A header may come from
+        # outside, so its types and offsets are checked before anything is read by them.
+        size = os.fstat(self._file).st_size
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self.specs, self._starts = dict[str, Spec](), dict[str, int]()
+        try:
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise ValueError(length)
+            tree = read_json(os.pread(self._file, length, 8))
+            tree.pop("__metadata__", None)
+            for name, entry in tree.items():
+                spec = Spec(_DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+                begin, end = map(int, entry["data_offsets"])
+                if begin < 0 or end - begin != spec.nbytes:
+                    raise ValueError(name)
+                self.specs[name], self._starts[name] = spec, 8 + length + begin
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
+        ends = (self._starts[name] + spec.nbytes for name, spec in self.specs.items())
+        if size != (expected := max(ends, default=8 + length)):
+            raise StoreError(f"{path} has {size} bytes instead of {expected}", REMEDY)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self.specs[name]
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read(name, out)
+        return out
+
+    def sha256(self) -> str:
+        """Hex digest of the file, by the descriptor that tensors are read through later."""
+        # Hashed by path, another file could lie there by the time that a tensor is wanted.
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Read a tensor into contiguous memory of the CPU, converted where `out` has another dtype."""
+        if out.dtype != self.specs[name].dtype:
+            out.copy_(self[name])
+            return
+        rest: memoryview = out.reshape(-1).view(torch.uint8).numpy().data
+        position = self._starts[name]
+        while len(rest):  # Linux reads at most 2 GiB at once
+            count = os.preadv(self._file, [rest], position)
+            if count == 0:
+                raise StoreError(f"{self.path} ends within {name}", REMEDY)
+            rest, position = rest[count:], position + count
+
+
+@dataclass(frozen=True)
+class StoredExpert:
+    """An expert as it lies on disk (`weights` is `FileWeights`) or in memory, without a network around it."""
+
+    config: Mapping[str, Any]
+    family: str
+    prediction: Prediction
+    schedule: str
+    weights: Mapping[str, Tensor]
+    card: Card | None = None
+
+    @classmethod
+    def of(cls, expert: Expert) -> "StoredExpert":
+        """An expert whose network is in memory; the weights are shared with it, not copied."""
+        weights = {name: value.detach() for name, value in expert.network.state_dict().items()}
+        config = settings_of(expert.network)
+        return cls(config, expert.family, expert.prediction, expert.schedule, weights, expert.card)
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Types and shapes of its tensors, by name; nothing is read for them."""
+        if isinstance(self.weights, FileWeights):
+            return self.weights.specs
+        return {name: Spec(value.dtype, tuple(value.shape)) for name, value in self.weights.items()}
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Types of its tensors' numbers."""
+        return {spec.dtype for spec in self.specs.values()}
+
+    def network(self) -> nn.Module:
+        """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
+        where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
+        return build_network(family(self.family).load, self.config, self.specs, where)
+
+    def expert(self) -> Expert:
+        """The same with a network of its own in memory."""
+        network = fill_network(self.network(), dict(self.weights))
+        return Expert(network, self.family, self.prediction, self.schedule, self.card)
+
+
+def build_network(
+    load: Callable[[Mapping[str, Any]], nn.Module],
+    config: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    where: str,
+) -> nn.Module:
+    """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
+
+    Args:
+        weights: what has a `shape`, by name.
+
+    Raises:
+        StoreError: the config makes no network, or another one than the weights are of.
+    """
+    try:
+        # A config may ask for more than any machine has, so first the network is built without memory. Even
+        # that takes time for each block, of which there cannot be more than tensors.
+        for key, value in config.items():
+            if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
+                raise ValueError(f"{key} is {value}")
+        with torch.device("meta"):
+            network = load(config)
+        # Some settings are not looked at before their use, when a picture is drawn.
+        for name, parameter in inspect.signature(type(network).__init__).parameters.items():
+            value, kind = config.get(name), type(parameter.default)
+            kinds = (int, float) if kind is float else (kind,)
+            if value is not None and kind in (bool, int, float, str) and type(value) not in kinds:
+                raise ValueError(f"{name} is {value!r}")
+        shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+        for name in shapes.keys() ^ weights.keys():
+            raise ValueError(f"{'no' if name in shapes else 'a'} tensor {name}")
+        for name, shape in shapes.items():
+            if shape != tuple(weights[name].shape):
+                raise ValueError(f"{name} has shape {tuple(weights[name].shape)} instead of {shape}")
+        return load(config)
+    except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
+        reason = first_line(error)[:200]
+        raise StoreError(
+            f"{where}/config.json makes no network of its weights ({reason})", "restore it, or make it again"
+        ) from None
+
+
+def fill_network(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The network with these weights, in their own type of numbers, frozen."""
+    kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
+    if len(kinds) == 1:
+        # Not the class's own `to`, which warns of every change of type.
+        nn.Module.to(network, dtype=kinds.pop())
+    network.load_state_dict(weights)
+    return network.eval().requires_grad_(False)
+
+
+def settings_of(network: nn.Module) -> dict[str, Any]:
+    """Class and arguments of a network, as diffusers writes them into `config.json`."""
+    config = dict(network.config)  # type: ignore[arg-type]
+    return {"_class_name": type(network).__name__, **{k: v for k, v in config.items() if k[0] != "_"}}

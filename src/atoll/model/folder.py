@@ -19,10 +19,10 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.model.card import LARGEST_K, Card
 from atoll.model.checkpoint import CARD, CONFIG, Checkpoint
+from atoll.model.expert import REMEDY, WEIGHTS
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
-from atoll.model.stored import REMEDY, WEIGHTS
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
-from atoll.model.stored import WEIGHTS, FileWeights
+from atoll.model.expert import WEIGHTS, FileWeights
 from atoll.networks.families import kept_buffers
 from atoll.store.store import Absent
 

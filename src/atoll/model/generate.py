@@ -12,9 +12,9 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
 from atoll.model.bank import Bank
+from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler, starting_noise
-from atoll.model.trace import Trace
 
 
 @dataclass(frozen=True)

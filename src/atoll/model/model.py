@@ -24,7 +24,7 @@ from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Networks
+from atoll.model.dispatch import Costs, Networks, Trace
 from atoll.model.folder import (
     MANIFEST,
     MODEL_INDEX,
@@ -35,11 +35,9 @@ from atoll.model.folder import (
     verify_folder,
 )
 from atoll.model.generate import Batch, Conditions, Sampling, generate
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
 from atoll.model.residency import ResidentExperts
-from atoll.model.settings import Residency
-from atoll.model.trace import Costs, Trace
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 

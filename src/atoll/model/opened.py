@@ -12,6 +12,7 @@ from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import PICKLES, check_safetensors
+from atoll.model.expert import REMEDY
 from atoll.model.folder import (
     BANK,
     EXPERTS,
@@ -31,7 +32,6 @@ from atoll.model.folder import (
 from atoll.model.foreign import HUB_NAME, fetch
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
-from atoll.model.stored import REMEDY
 from atoll.store.location import is_url
 from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
-from atoll.model.expert import Expert
-from atoll.model.settings import Residency
-from atoll.model.stored import FileWeights, Spec, StoredExpert
+from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
+from atoll.model.generation import Residency
 
 ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 

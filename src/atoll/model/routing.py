@@ -1,7 +1,7 @@
 """A routing: a strategy for the conditional branch, when the router is asked, and the null branch's strategy.
 
 A new strategy is one entry of `STRATEGIES`, here or in a file of your own. Settings name strategies and are
-read without torch, so nothing here imports it before weights are computed, which `route.py` does.
+read without torch, so nothing here imports it before weights are computed, which `dispatch.py` does.
 """
 
 import inspect

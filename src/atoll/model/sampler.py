@@ -23,11 +23,9 @@ from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, normals, uniforms
 from atoll.flow.guidance import guide
 from atoll.model.bank import Bank
-from atoll.model.dispatch import Dispatch
+from atoll.model.dispatch import Dispatch, Trace, route
 from atoll.model.generation import Generation
-from atoll.model.route import route
 from atoll.model.routing import PRETRAIN, Routing
-from atoll.model.trace import Trace
 
 Rows = TypeVar("Rows", Condition, Tensor)
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from atoll.base.config import Config, set_value
-from atoll.model.settings import Residency
+from atoll.model.generation import Residency
 
 
 class ServeSettings(Config):

@@ -10,9 +10,9 @@ from atoll.base.config import Config
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
 from atoll.base.table import Table, measured
+from atoll.model.generation import Residency
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
-from atoll.model.settings import Residency
 from atoll.serve.engine import FAILED, READY, Engine, Event, Failed, Job
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings

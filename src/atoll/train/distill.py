@@ -23,10 +23,9 @@ from atoll.flow.objective import noisy, per_sample_loss, target
 from atoll.model.bank import Bank, LogitSource
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Dispatch, Networks
+from atoll.model.dispatch import Dispatch, Networks, route
 from atoll.model.foreign import compare
 from atoll.model.model import load_experts
-from atoll.model.route import route
 from atoll.model.routing import Routing
 from atoll.store.store import Store
 from atoll.train.rows import Batch, TrainingRows

@@ -19,9 +19,8 @@ from atoll.data.settings import (
     check_names,
 )
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.routing import PRETRAIN, Routing
-from atoll.model.settings import Residency
 from atoll.networks.pipelines import check_settings
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve

@@ -7,8 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError, nearest
+from atoll.model.generation import Residency
 from atoll.model.routing import Routing, RoutingField
-from atoll.model.settings import Residency
 from atoll.store.lease import LeaseConfig
 
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
