@@ -374,6 +374,20 @@ def weights(change: Callable[[bytes], bytes]) -> Damage:
     return lambda f: (f / EXPERT).write_bytes(change((f / EXPERT).read_bytes()))
 
 
+def listed(damage: Damage) -> Damage:
+    """The same by somebody who writes the manifest anew."""
+
+    def both(folder: Path) -> None:
+        damage(folder)
+        content = json.loads((folder / "ensemble.json").read_text())
+        for entry in content["files"]:
+            data = (folder / entry["path"]).read_bytes()
+            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        (folder / "ensemble.json").write_text(json.dumps(content))
+
+    return both
+
+
 def gone(name: str) -> Damage:
     return lambda f: shutil.rmtree(f / name) if (f / name).is_dir() else (f / name).unlink()
 
@@ -391,9 +405,12 @@ DAMAGE: list[tuple[Damage, str]] = [
     (gone("ensemble.json"), "not complete"),
     (gone("model_index.json"), "is no pipeline"),
     (fields("ensemble.json", format="atoll/model 9"), "model 9"),
-    (fields("experts/0/card.json", format="atoll/card 9"), "card 9"),
-    (fields("experts/0/card.json", rows=11), "does not match|bytes instead"),
-    (lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1"), "experts/1 holds expert 0"),
+    (fields("ensemble.json", files=[]), "its files are not those of"),
+    (listed(fields("experts/0/card.json", format="atoll/card 9")), "card 9"),
+    (listed(lambda f: (f / "experts/0/card.json").write_text("{")), "not what Atoll writes"),
+    (fields("experts/0/card.json", rows=11), "card.json is not the one that the manifest names"),
+    (fields("experts/0/config.json", num_layers=3), "config.json is not what its card says"),
+    (listed(lambda f: shutil.copy(f / "experts/0/card.json", f / "experts/1")), "experts/1 holds expert 0"),
     (fields("scheduler/scheduler_config.json", shift=3.0), "r_config.json .*(SHA-256|of)"),
     (fields("model_index.json", _class_name="DiTPipeline"), "holds a DiTPipeline"),
     (fields("model_index.json", vae=["some.where", "Thing"]), "wants vae from some.where.Thing"),
@@ -440,6 +457,9 @@ def test_weights_are_read_once_and_compared_with_their_hash(
     weights(lambda data: data[:-1] + b"\1")(copy)
     with pytest.raises(StoreError, match=r"experts/1/.*is not what its card says"):
         opened()
+    fields("experts/0/card.json", rows=11)(copy)
+    with pytest.raises(StoreError, match=r"experts/0/card\.json is not the one that the manifest names"):
+        opened()
 
 
 def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path: Path) -> None:
@@ -447,7 +467,7 @@ def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path
     other.experts.add(expert(1, LABELS, seed=78))
     other.save_pretrained(tmp_path / "other")
     shutil.copytree(tmp_path / "other/experts/1", copy / "experts/1", dirs_exist_ok=True)
-    with pytest.raises(StoreError, match=r"is not the part that ensemble\.json names"):
+    with pytest.raises(StoreError, match="is not the one that the manifest names"):
         load(copy)
 
 

@@ -19,7 +19,6 @@ from atoll.measure.evaluation import show_all, table
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation
-from atoll.model.model import joined
 from atoll.model.sampler import Row, Sampler, starting_noise
 from helpers import Run, atoll, refused
 from helpers_extractors import save_clip, save_dinov2, save_pictures
@@ -190,11 +189,12 @@ def test_what_is_measured_is_what_a_plain_loop_draws(made: Path, name: str) -> N
     rows = samples_of(campaign, campaign.dataset(), "heldout", candidate.model.card)
     conditions, model = RowConditions.drawn(campaign, rows, "heldout", 20, 0), candidate.model
     how = Generation(steps=2, guidance=2.0, routing=name, seed=4)
-    pictures, drawn, plain, traces = dict[int, Any](), [], [], []
+    pictures, drawn, order, plain, traces = dict[int, Any](), [], [], [], []
     for batch in Drawn(candidate, how, conditions).batches(range(20), 6):
         pictures |= dict(zip(batch.numbers, batch.pictures, strict=True))
         assert batch.trace is not None
-        drawn.append((list(batch.numbers), batch.trace))
+        drawn.append(batch.trace)
+        order += batch.numbers
     for numbers in (range(6), range(6, 12), range(12, 18), range(18, 20)):
         labels = torch.from_numpy(conditions.clusters)[list(numbers)]
         noise, cond = starting_noise(4, numbers, model.shape), conditions.of_model.cond(numbers)
@@ -202,8 +202,8 @@ def test_what_is_measured_is_what_a_plain_loop_draws(made: Path, name: str) -> N
         sampler = Sampler(model.bank, cond, null, Row.each(how, numbers, labels), noise)
         plain += to_images(model.vae.decode(sampler.run()))
         traces.append(sampler.trace)
-    trace, expected = joined(drawn), Trace.joined(traces)
-    assert trace is not None and torch.equal(trace.stacked(), expected.stacked())
+    trace, expected = Trace.joined(drawn, order), Trace.joined(traces)
+    assert torch.equal(trace.stacked(), expected.stacked())
     assert (trace.router_calls, trace.expert_calls) == (expected.router_calls, expected.expert_calls)
     pairs = zip((pictures[number] for number in range(20)), plain, strict=True)
     assert max(np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() for a, b in pairs) <= 1

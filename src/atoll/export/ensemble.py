@@ -13,7 +13,7 @@ from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.encoders import Copied, by_name, check_encoders, copy_encoders
 from atoll.export.pipeline import AtollPipeline
-from atoll.model.folder import MANIFEST, FolderWriter, defaults, read_manifest, verify_folder
+from atoll.model.folder import MANIFEST, FolderWriter, defaults, read_manifest
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
 from atoll.store.signatures import SUFFIX, public_key, sign
@@ -64,9 +64,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     )
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
-    assembled = store.sub("ensemble")
-    parts = manifest.checkpoints(assembled, chosen)
-    verify_folder(assembled, manifest, parts)
+    parts = manifest.checkpoints(store, "ensemble/", chosen)
     router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, allowed=campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))

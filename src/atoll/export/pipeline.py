@@ -23,7 +23,7 @@ from atoll.export.call import Call, check_flow, checked_latents, set_times
 from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.model.bank import Bank
 from atoll.model.card import Card, text_length
-from atoll.model.checkpoint import Checkpoint, use_default_permissions
+from atoll.model.checkpoint import use_default_permissions
 from atoll.model.dispatch import Costs, Trace
 from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter, parts_of
@@ -309,19 +309,21 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 raise ConfigError(f"{option}={repr(value)[:60]}", fix)
         hub = {"revision": revision, "local_files_only": local_files_only}
         folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
-        root = folder.root
-        kwargs |= by_name(folder.router, folder.components, kwargs, encoders)
-        store, limited = Store.open(root), residency is not None and residency.limited
-        parts = {number: Checkpoint(store, f"experts/{number}") for number in folder.experts}
-        loaded = {n: part.open_lazily() if limited else part.expert() for n, part in parts.items()}
-        pretrain = Checkpoint(store, PRETRAIN_PART).expert() if PRETRAIN_PART in folder.parts else None
+        root, networks = folder.root, dict(folder.networks)
+        limited, router = residency is not None and residency.limited, networks.pop("router")
+        kwargs |= by_name(router.card, folder.components, kwargs, encoders)
+        pretrain = networks.pop(PRETRAIN_PART).expert() if PRETRAIN_PART in networks else None
+        loaded = {
+            int(part.removeprefix("experts/")): network.open_lazily() if limited else network.expert()
+            for part, network in networks.items()
+        }
         bank = ExpertBank(loaded, folder.k, residency, pretrain)
-        router = Checkpoint(store, "router").router()
-        router.network.card = router.card
+        routed = router.router()
+        routed.network.card = router.card
         # diffusers warns of its own default without accelerate, and would else take pickle too.
         kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
         try:
-            pipe: Self = super().from_pretrained(root, experts=bank, router=router.network, **kwargs)
+            pipe: Self = super().from_pretrained(root, experts=bank, router=routed.network, **kwargs)
         except AtollError:
             raise
         except Exception as error:  # what diffusers and transformers say of settings that make no sense

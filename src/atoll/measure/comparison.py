@@ -27,7 +27,6 @@ from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.measure.training_curve import TrainingCurve, show_point, training_curve
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Trace
-from atoll.model.model import joined
 
 FOLDER = "reports/compare"
 
@@ -93,13 +92,15 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
         # should pick a favourite among pictures that count.
         drawn = setup.drawn(setup.model(name), name, None, 0)
         drawn = replace(drawn, generation=drawn.generation.with_(seed=setup.seed + 1), conditions=shown)
-        traces = list[tuple[list[int], Trace]]()
+        traces, numbers = list[Trace](), list[int]()
         for batch in drawn.batches(range(len(shown)), config.batch):
             for number, picture in zip(batch.numbers, batch.pictures, strict=True):
                 store.put(f"{FOLDER}/{name}/{number:02d}.png", png(picture))
             if batch.trace is not None:
-                traces.append((list(batch.numbers), batch.trace))
-        if (trace := joined(traces)) is not None:
+                traces.append(batch.trace)
+                numbers += batch.numbers
+        if traces:
+            trace = Trace.joined(traces, numbers)
             weights[name] = np.round(trace.stacked().numpy().astype(float), 4).tolist()
         say(
             f"  {name:<{WIDE}} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"

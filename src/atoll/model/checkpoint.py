@@ -8,6 +8,7 @@ was published. Each read hashes the weights' file once.
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
+from atoll.base.safe_parse import read_json
 from atoll.model.card import Card
 from atoll.model.expert import (
     REMEDY,
@@ -46,11 +48,13 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 class Checkpoint:
     """A network in a folder of a store; nothing is read before it is asked for.
 
-    All that read raise `StoreError` if a file is missing, damaged, or not the one that the card names.
+    All that read raise `StoreError` if a file is missing, damaged, or not the one that the card names, or
+    that `card_sha256` does: the digest of the card, where a manifest has it.
     """
 
     store: Store
     prefix: str = "."
+    card_sha256: str | None = None
 
     @classmethod
     def of_run(cls, store: Store, name: str) -> "Checkpoint":
@@ -62,11 +66,6 @@ class Checkpoint:
         return checkpoint
 
     @property
-    def name(self) -> str:
-        """The folder, for messages."""
-        return self.store.name(self.prefix)
-
-    @property
     def published(self) -> bool:
         """Whether its card is there."""
         return self.store.exists(f"{self.prefix}/{CARD}")
@@ -74,7 +73,15 @@ class Checkpoint:
     @cached_property
     def card(self) -> Card:
         """What the network is."""
-        return Card.read(self.store, f"{self.prefix}/{CARD}")
+        key = f"{self.prefix}/{CARD}"
+        if self.card_sha256 is None:
+            return Card.read(self.store, key)
+        data, content = self.store.get(key), None
+        if sha256(data) != self.card_sha256:
+            raise StoreError(f"{self.store.name(key)} is not the one that the manifest names", REMEDY)
+        with suppress(ValueError):  # a stranger's manifest may name anything
+            content = read_json(data)
+        return Card.of_json(content, self.store.name(key))
 
     def config(self) -> dict[str, Any]:
         """Class and arguments of the network."""
@@ -86,14 +93,14 @@ class Checkpoint:
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Settings and weights."""
-        return self.config(), read_tensors(self._weights(), f"{self.name}/{WEIGHTS}")
+        return self.config(), read_tensors(self._weights(), self.store.name(f"{self.prefix}/{WEIGHTS}"))
 
     def network(self, average: Mapping[str, Tensor] | None = None) -> nn.Module:
         """The network with its weights, some of them in place of its own (a milestone's), frozen."""
         config, weights = self.read()
         weights |= average or {}
         load = Router.from_config if self.card.role == "router" else family(self.card.family).load
-        return fill_network(build_network(load, config, weights, self.name), weights)
+        return fill_network(build_network(load, config, weights, self.store.name(self.prefix)), weights)
 
     def expert(
         self, device: torch.device | str = "cpu", average: Mapping[str, Tensor] | None = None
@@ -173,7 +180,7 @@ class Checkpoint:
             return False
 
     def check(self) -> Card:
-        """Refuse a local folder from outside by names and headers; the weights are not read."""
+        """Refuse a local folder from outside by its files and headers; the weights are not read."""
         assert self.store.local is not None
         folder = self.store.local / self.prefix
         if not folder.is_dir():
@@ -185,6 +192,7 @@ class Checkpoint:
             if not (folder / name).is_file():
                 raise StoreError(f"{folder / name} is missing", REMEDY)
         check_safetensors(folder / WEIGHTS)
+        self.config()
         return self.card
 
     def _weights(self) -> bytes:
@@ -201,13 +209,14 @@ class Checkpoint:
         self.store.put_json(f"{self.prefix}/{CONFIG}", settings)
         self.store.put(f"{self.prefix}/{WEIGHTS}", data)
         if self.store.get(f"{self.prefix}/{WEIGHTS}") != data:
-            raise StoreError(f"{self.name}/{WEIGHTS} reads back differently", "check the disk")
+            name = self.store.name(f"{self.prefix}/{WEIGHTS}")
+            raise StoreError(f"{name} reads back differently", "check the disk")
         # If-absent: of two processes that publish one run, the second one learns that it came too late.
         self.store.create_json(f"{self.prefix}/{CARD}", card.to_json())
         return card
 
     def _foreign(self, file: str) -> StoreError:
-        return StoreError(f"{self.name}/{file} is not what its card says", REMEDY)
+        return StoreError(f"{self.store.name(f'{self.prefix}/{file}')} is not what its card says", REMEDY)
 
 
 def check_safetensors(path: Path) -> None:

@@ -241,10 +241,11 @@ class Trace:
         return self.router_flops / total if total else math.nan
 
     @classmethod
-    def joined(cls, traces: Sequence["Trace"]) -> "Trace":
-        """One trace of several batches that took the same number of steps, samples one after the other."""
+    def joined(cls, traces: Sequence["Trace"], rows: Sequence[int] = ()) -> "Trace":
+        """One trace of batches of the same number of steps; samples in the order of their numbers, `rows`."""
+        order = torch.tensor(rows).argsort() if rows else slice(None)
         steps = zip(*(t.weights for t in traces), strict=True)
-        joined = cls([torch.cat(parts) for parts in steps], branches=traces[0].branches)
+        joined = cls([torch.cat(parts)[order] for parts in steps], branches=traces[0].branches)
         for name in ("router_calls", "expert_calls", "expert_runs", "router_flops", "expert_flops"):
             setattr(joined, name, sum(getattr(trace, name) for trace in traces))
         return joined

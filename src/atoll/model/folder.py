@@ -18,12 +18,12 @@ from torch import nn
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.model.card import LARGEST_K, Card
-from atoll.model.checkpoint import CARD, CONFIG, Checkpoint
+from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.expert import REMEDY, WEIGHTS
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
-from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
+from atoll.store.manifest import FileEntry, OwnFiles, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
 
@@ -65,13 +65,22 @@ class Manifest(File):
             raise ValueError("experts are not rising numbers below k")
         if self.parts.keys() - {PRETRAIN_PART} != {"router", *(f"experts/{n}" for n in self.experts)}:
             raise ValueError("parts are not the router and the experts")
+        digests = {entry.path: entry.sha256 for entry in self.files}
+        for part, digest in self.parts.items():
+            if f"{part}/{CARD}" not in digests or digests.get(f"{part}/{WEIGHTS}") != digest:
+                raise ValueError(f"its files are not those of {part}")
         return self
 
-    def checkpoints(self, folder: Store, experts: Iterable[int] | None = None) -> dict[str, Checkpoint]:
+    def checkpoints(
+        self, store: Store, prefix: str = "", experts: Iterable[int] | None = None
+    ) -> dict[str, Checkpoint]:
         """The networks of the folder by part; of the experts those with these numbers, by default all."""
+        # Each is held against the manifest as it is read: the card by its digest here, and the other two
+        # files by those that the card names. So files of many gigabytes are read once.
         numbers = self.experts if experts is None else experts
         names = ["router", *(f"experts/{n}" for n in numbers), *({PRETRAIN_PART} & self.parts.keys())]
-        return {name: Checkpoint(folder, name) for name in names}
+        cards = {entry.path: entry.sha256 for entry in self.files}
+        return {name: Checkpoint(store, f"{prefix}{name}", cards[f"{name}/{CARD}"]) for name in names}
 
 
 class ExpertIndex(File):
@@ -109,29 +118,6 @@ def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
         fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
         raise StoreError(f"{store.location} has no ensemble", fix)
     return Manifest.read(store, f"{prefix}{MANIFEST}")
-
-
-def verify_folder(
-    folder: Store, manifest: Manifest, parts: Mapping[str, Checkpoint], components: Iterable[str] = ()
-) -> None:
-    """Compare every file that a load reads with its entry in the manifest, and demand that it has one."""
-    small = [f"{part}/{file}" for part in parts for file in (CONFIG, CARD)]
-    small += [key for component in components for key in folder.list(component)]
-    small += [key for key in (MODEL_INDEX, f"experts/{EXPERTS}") if folder.exists(key)]
-    entries = {entry.path: entry for entry in manifest.files}
-    for name in (*small, *(f"{part}/{WEIGHTS}" for part in parts)):
-        if name not in entries:
-            raise StoreError(f"{folder.name(name)} is not listed in {MANIFEST}", REMEDY)
-    # Of a network's weights only the size is compared here. `Checkpoint` hashes what it reads, against the
-    # card's hash, which is the manifest's: so files of many gigabytes are read once.
-    for part, checkpoint in parts.items():
-        entry = entries[f"{part}/{WEIGHTS}"]
-        if (size := folder.size(entry.path)) != entry.bytes:
-            raise StoreError(f"{folder.name(entry.path)} has {size} bytes instead of {entry.bytes}", REMEDY)
-        if not entry.sha256 == manifest.parts[part] == checkpoint.card.weights_sha256:
-            raise StoreError(f"{folder.name(part)} is not the part that {MANIFEST} names", REMEDY)
-    with _pool() as pool:
-        list(pool.map(lambda name: check_file(folder, "", entries[name]), small))
 
 
 def parts_of(experts: Mapping[int, Card], router: Card, pretrain: Card | None = None) -> dict[str, str]:
@@ -237,7 +223,7 @@ class FolderWriter:
 
         parts = index_entries(index)
         keys = [key for key in self.folder.list() if key == MODEL_INDEX or key.split("/")[0] in parts]
-        with _pool() as pool:
+        with hashers() as pool:
             self.entries = list(pool.map(lambda key: entry_of(self.folder, ".", key), keys))
         return self.entries != self.before
 
@@ -268,7 +254,8 @@ class FolderWriter:
             self.folder.put(path, data)
 
 
-def _pool() -> ThreadPoolExecutor:
+def hashers() -> ThreadPoolExecutor:
+    """Threads that hash files side by side."""
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1))
 
 

@@ -5,7 +5,7 @@ all call `Model.generate`, so one seed is one picture everywhere.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
+from atoll.base.safe_parse import read_json
 from atoll.base.text import Size, parse_size
 from atoll.encoders.registry import check_known
 from atoll.encoders.text import TextEncoder, text_encoder_of
@@ -32,12 +33,12 @@ from atoll.model.folder import (
     SCHEDULER,
     defaults_in,
     read_manifest,
-    verify_folder,
 )
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
 from atoll.model.residency import ResidentExperts
+from atoll.store.manifest import read_file
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
@@ -125,24 +126,27 @@ class Model:
         if trusted is not None:
             check_trusted(store, f"{prefix}{MANIFEST}", trusted)
         content = read_manifest(store, prefix)
-        parts = content.checkpoints(store.sub(prefix))
+        parts = content.checkpoints(store, prefix)
         experts = {number: parts[f"experts/{number}"] for number in content.experts}
         absent = [number for number in range(content.k) if number not in experts]
-        card = parts["router"].card
+        router = parts["router"]
 
         # Read when a picture is first drawn: a wrong prompt is then refused before gigabytes are.
         def bank() -> Bank:
-            verify_folder(store.sub(prefix), content, parts, ["scheduler"])
             pretrain = parts[PRETRAIN_PART].expert(device) if PRETRAIN_PART in parts else None
             cards = {number: part.card for number, part in experts.items()}
-            costs = Costs.of(card, cards, content.k, pretrain.card if pretrain else None)
+            costs = Costs.of(router.card, cards, content.k, pretrain.card if pretrain else None)
             loaded = load_experts(experts, content.k, residency, device)
-            return Bank(loaded, parts["router"].router(device), absent, costs, pretrain)
+            return Bank(loaded, router.router(device), absent, costs, pretrain)
 
         if generation is None:  # as the folder's pipeline draws if a call says nothing else
-            paths = (f"{prefix}{file}" for file in (MODEL_INDEX, SCHEDULER))
-            generation = defaults_in(*(store.get_json(path) if store.exists(path) else {} for path in paths))
-        model = cls(bank, card, device, generation)
+            files = {entry.path: entry for entry in content.files}
+            index, scheduler = (
+                read_json(read_file(store, prefix, files[path])) if path in files else {}
+                for path in (MODEL_INDEX, SCHEDULER)
+            )
+            generation = defaults_in(index, scheduler)
+        model = cls(bank, router.card, device, generation)
         model._allowed = encoders
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
@@ -304,25 +308,16 @@ class Model:
             changes: `steps`, `guidance`, `routing` (a name, or a function of logits and uniforms), `size`,
                 `seed`, in place of the generation's.
         """
-        generation = (generation or self.generation).with_(**changes).for_condition(self.card.condition)
+        generation = (generation or self.generation).with_(**changes)
         if generation.routing.needs_labels:
             raise ConfigError("routing 'oracle' needs known clusters", "use it in 'atoll compare'")
-        conditions = self.conditions(prompts, each=each)
-        drawn, traces = dict[int, Image.Image](), list[tuple[list[int], Trace]]()
-        for part in self.generate(conditions, generation, batch=batch):
+        sampling = self.sampling(self.conditions(prompts, each=each), generation, batch=batch)
+        drawn, traces = dict[int, Image.Image](), list[Trace]()
+        for part in generate(self.bank, sampling):
             drawn |= dict(zip(part.rows, self.pictures(part.latents, part.rows), strict=True))
-            if part.trace is not None:
-                traces.append((part.rows, part.trace))
-        return Pictures([drawn[row] for row in range(conditions.count)], joined(traces), generation)
-
-
-def joined(traces: Sequence[tuple[list[int], Trace]]) -> Trace | None:
-    """One trace of all batches, samples in the order of their numbers; None where there is none."""
-    if not traces:
-        return None
-    rows = torch.tensor([row for batch, _ in traces for row in batch])
-    trace, order = Trace.joined([trace for _, trace in traces]), rows.argsort()
-    return replace(trace, weights=[weights[order] for weights in trace.weights])
+            traces += [] if part.trace is None else [part.trace]
+        trace = Trace.joined(traces, [*drawn]) if traces else None
+        return Pictures([drawn[row] for row in range(sampling.count)], trace, sampling.generation)
 
 
 def load_experts(

@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES
 from atoll.model.card import Card, check_place, check_together
-from atoll.model.checkpoint import PICKLES, check_safetensors
+from atoll.model.checkpoint import PICKLES, Checkpoint, check_safetensors
 from atoll.model.expert import REMEDY
 from atoll.model.folder import (
     BANK,
@@ -26,13 +26,14 @@ from atoll.model.folder import (
     ExpertIndex,
     Manifest,
     defaults_in,
+    hashers,
     index_entries,
-    verify_folder,
 )
 from atoll.model.foreign import HUB_NAME, fetch
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
 from atoll.store.location import is_url
+from atoll.store.manifest import check_file
 from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store
 
@@ -44,14 +45,14 @@ class OpenFolder:
     """What the folder of a pipeline holds, all checked.
 
     Attributes:
+        networks: those that were chosen, and the router, by part.
         parts: digests of all parts that the manifest names, those that were not chosen too.
         components: names of the encoders' parts that have a folder.
     """
 
     root: Path
     k: int
-    experts: Mapping[int, Card]
-    router: Card
+    networks: Mapping[str, Checkpoint]
     parts: Mapping[str, str]
     components: tuple[str, ...]
     about: Mapping[str, Any]
@@ -139,22 +140,27 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     chosen = select_experts(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
-    parts = manifest.checkpoints(files, chosen)
-    cards = {part: checkpoint.check() for part, checkpoint in parts.items()}
-    router = cards.pop("router")
+    networks = manifest.checkpoints(files, experts=chosen)
+    cards = {part: network.check() for part, network in networks.items()}
+    router, logits = cards.pop("router"), networks["router"].config().get("num_experts")
     for part, card in cards.items():
         check_place(card, PRETRAIN if part == PRETRAIN_PART else part.replace("experts/", "expert "), part)
-    logits = read_tree(root / "router" / "config.json").get("num_experts")
     check_router(router, cards.values(), listing.k, logits)
 
+    # What diffusers and transformers will read by themselves.
     components = tuple(name for name in index_entries(index) if name not in ("experts", "router"))
     for name in components:
         if not (root / name).is_dir():
             raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
-    verify_folder(files, manifest, parts, components)
+    entries = {entry.path: entry for entry in manifest.files}
+    paths = [MODEL_INDEX, f"experts/{EXPERTS}", *(key for name in components for key in files.list(name))]
+    for path in paths:
+        if path not in entries:
+            raise StoreError(f"{root / path} is not listed in {MANIFEST}", REMEDY)
+    with hashers() as pool:
+        list(pool.map(lambda path: check_file(files, "", entries[path]), paths))
     encoders = tuple(name for name in components if name != "scheduler")
-    present = {number: cards[f"experts/{number}"] for number in chosen}
-    return OpenFolder(root, listing.k, present, router, manifest.parts, encoders, manifest.about)
+    return OpenFolder(root, listing.k, networks, manifest.parts, encoders, manifest.about)
 
 
 def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
