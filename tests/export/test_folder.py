@@ -379,11 +379,11 @@ def listed(damage: Damage) -> Damage:
 
     def both(folder: Path) -> None:
         damage(folder)
-        content = json.loads((folder / "ensemble.json").read_text())
-        for entry in content["files"]:
-            data = (folder / entry["path"]).read_bytes()
-            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (folder / "ensemble.json").write_text(json.dumps(content))
+        files = json.loads((folder / "ensemble.json").read_text())["files"]
+        for entry in files:
+            entry["bytes"] = len(data := (folder / entry["path"]).read_bytes())
+            entry["sha256"] = hashlib.sha256(data).hexdigest()
+        fields("ensemble.json", files=files)(folder)
 
     return both
 

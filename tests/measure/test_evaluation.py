@@ -189,12 +189,11 @@ def test_what_is_measured_is_what_a_plain_loop_draws(made: Path, name: str) -> N
     rows = samples_of(campaign, campaign.dataset(), "heldout", candidate.model.card)
     conditions, model = RowConditions.drawn(campaign, rows, "heldout", 20, 0), candidate.model
     how = Generation(steps=2, guidance=2.0, routing=name, seed=4)
-    pictures, drawn, order, plain, traces = dict[int, Any](), [], [], [], []
+    pictures, drawn, plain, traces = dict[int, Any](), [], [], []
     for batch in Drawn(candidate, how, conditions).batches(range(20), 6):
         pictures |= dict(zip(batch.numbers, batch.pictures, strict=True))
         assert batch.trace is not None
         drawn.append(batch.trace)
-        order += batch.numbers
     for numbers in (range(6), range(6, 12), range(12, 18), range(18, 20)):
         labels = torch.from_numpy(conditions.clusters)[list(numbers)]
         noise, cond = starting_noise(4, numbers, model.shape), conditions.of_model.cond(numbers)
@@ -202,7 +201,7 @@ def test_what_is_measured_is_what_a_plain_loop_draws(made: Path, name: str) -> N
         sampler = Sampler(model.bank, cond, null, Row.each(how, numbers, labels), noise)
         plain += to_images(model.vae.decode(sampler.run()))
         traces.append(sampler.trace)
-    trace, expected = Trace.joined(drawn, order), Trace.joined(traces)
+    trace, expected = Trace.joined(drawn, [*pictures]), Trace.joined(traces)
     assert torch.equal(trace.stacked(), expected.stacked())
     assert (trace.router_calls, trace.expert_calls) == (expected.router_calls, expected.expert_calls)
     pairs = zip((pictures[number] for number in range(20)), plain, strict=True)

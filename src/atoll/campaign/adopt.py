@@ -24,7 +24,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, find
 from atoll.networks.cost import count
 from atoll.networks.families import Family, family, parameter_count
-from atoll.networks.settings import DataShape
+from atoll.networks.settings import TAKES_TEXT, DataShape
 from atoll.store.lease import LeaseConfig, acquire, new_holder
 from atoll.store.log import Log
 
@@ -71,8 +71,8 @@ def adopt(
     except ConfigError:
         known = "DiT, PixArt, SD3 and Flux transformers can be adopted"
         raise ConfigError(f"{checkpoint!r} is a {origin.class_name}", known) from None
-    if adapter.takes_text != (condition == "text"):
-        takes = "text" if adapter.takes_text else "class labels or nothing"
+    if TAKES_TEXT[adapter.name] != (condition == "text"):
+        takes = "text" if TAKES_TEXT[adapter.name] else "class labels or nothing"
         raise ConfigError(
             f"{checkpoint!r} is a {origin.class_name}, which takes {takes}; the campaign's condition is"
             f" {condition!r}",

@@ -73,13 +73,24 @@ def audit(campaign: str) -> None:
     say("no problems")
 
 
-def _add_sharded(name: str, text: str) -> None:
-    @data.command(name, help=text)
+SHARDED = {
+    "ingest": "Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at "
+    "data.path.",
+    "embed": "Add the features that the partition clusters.",
+    "encode": "Add the latents and text states that the networks train on.",
+    "prepare": "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them.",
+}
+for stage, summary in SHARDED.items():
+
+    @data.command(stage, help=summary)
     @CAMPAIGN
     @WORKERS
     @PART
     @SETS
-    def run(campaign: str, workers: int, part: str | None, sets: tuple[str, ...]) -> None:
+    @click.pass_context
+    def _sharded(
+        context: click.Context, campaign: str, workers: int, part: str | None, sets: tuple[str, ...]
+    ) -> None:
         from atoll.campaign import prepare
         from atoll.data.job import Part
 
@@ -95,20 +106,10 @@ def _add_sharded(name: str, text: str) -> None:
                     *(word for setting in sets for word in ("--set", setting)),
                 )
 
+        name = context.command.name
         opened, own = open_campaign(campaign, sets), None if part is None else Part.parse(part)
         if name == "prepare":
             prepare.prepare_data(opened, own, share)
         else:
-            share(name)
+            share(str(name))
             getattr(prepare, f"{name}_stage")(opened, own)
-
-
-_add_sharded(
-    "ingest",
-    "Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at data.path.",
-)
-_add_sharded("embed", "Add the features that the partition clusters.")
-_add_sharded("encode", "Add the latents and text states that the networks train on.")
-_add_sharded(
-    "prepare", "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them."
-)

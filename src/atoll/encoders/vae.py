@@ -70,15 +70,17 @@ class Autoencoder:
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels `(B, 3 or 1, H, W)` float32 of latents: in [-1, 1], or NaN where they are no number."""
-        if self.network is None:
-            return _clamped(latents)
-        z = latents.to(self.device) / self.scale
-        mean, std = self._mean_and_std(z)
-        z = z * std + mean
-        # On the CPU one by one: as fast, and convolutions of another batch size would move last bits.
-        parts = z.split(1 if z.device.type == "cpu" else max(1, len(z)))
-        decoded = torch.cat([self.network.decode(part).sample for part in parts])  # type: ignore[operator]
-        return _clamped(decoded.float().cpu())
+        pixels = latents
+        if self.network is not None:
+            z = latents.to(self.device) / self.scale
+            mean, std = self._mean_and_std(z)
+            z = z * std + mean
+            # On the CPU one by one: as fast, and convolutions of another batch size would move last bits.
+            parts = z.split(1 if z.device.type == "cpu" else max(1, len(z)))
+            decoded = torch.cat([self.network.decode(part).sample for part in parts])  # type: ignore[operator]
+            pixels = decoded.float().cpu()
+        # clamp() lets NaN pass but turns infinity into white.
+        return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 
     def pictures(self, latents: Tensor, numbers: Sequence[int] | None = None) -> list[Image.Image]:
         """Pictures of latents `(B, C, H, W)`; an error names a broken one by its number (from 0 on)."""
@@ -158,11 +160,6 @@ def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str 
     if any(producer.get(key) != value for key, value in vae.producer().items()):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
-
-
-def _clamped(pixels: Tensor) -> Tensor:
-    # clamp() lets NaN pass but turns infinity into white.
-    return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 
 
 def _pixels(pictures: Sequence[Image.Image]) -> Tensor:

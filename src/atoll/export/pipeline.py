@@ -184,7 +184,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
         call = Call.of(**{**given, "callback_on_step_end_tensor_inputs": inputs})
         generation, bank, scheduler = call.generation, self.experts, self.scheduler
-        generation.routing.check(len(bank)).check_null(bank.pretrain is not None)
+        generation.routing.check(len(bank), bank.pretrain is not None)
         if call.output_type != "latent" and self._lacks_vae:
             what = f"the pipeline was loaded without its VAE {self.card.latents['name']!r}"
             raise ConfigError(what, "load it, or give output_type='latent'")

@@ -1,6 +1,6 @@
 """What a published part says of itself, so that parts that do not belong together are refused."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -17,25 +17,19 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 
 
-def _producer(kind: type[Producer]) -> Callable[[dict[str, Any] | None], dict[str, Any] | None]:
+def _complete(kind: type[Producer], by: dict[str, Any] | None) -> dict[str, Any] | None:
     # A producer stays a dictionary in the card: what the type does not name has to survive a copy.
-    def check(by: dict[str, Any] | None) -> dict[str, Any] | None:
-        try:
-            return None if by is None else {**by, **kind.parse(by, "it").model_dump()}
-        except ConfigError as error:
-            raise ValueError(error.what) from None
-
-    return check
-
-
-_LATENTS, _TEXT = _producer(LatentProducer), _producer(TextProducer)
+    try:
+        return None if by is None else {**by, **kind.parse(by, "it").model_dump()}
+    except ConfigError as error:
+        raise ValueError(error.what) from None
 
 
 def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> None:
     """Refuse columns that no card could name (`DataError`), before a training and not after it."""
-    for column, by, check in (("latents", latents, _LATENTS), ("text", text, _TEXT)):
+    for column, by, kind in (("latents", latents, LatentProducer), ("text", text, TextProducer)):
         try:
-            check(by)
+            _complete(kind, by)
         except ValueError as error:
             fix = "write the column again: atoll data encode"
             raise DataError(f"the producer of the column {column} is incomplete: {error}", fix) from None
@@ -67,9 +61,9 @@ class Card(File):
     """What it is conditioned on."""
     partition: str
     """Hash of the partition; empty for a monolith trained without one."""
-    latents: Annotated[dict[str, Any], AfterValidator(_LATENTS)]
+    latents: Annotated[dict[str, Any], AfterValidator(partial(_complete, LatentProducer))]
     """What made the latents: name, hash, shift and scale; `rounded`: its hashes in numbers of 16 bits."""
-    text: Annotated[dict[str, Any] | None, AfterValidator(_TEXT)] = None
+    text: Annotated[dict[str, Any] | None, AfterValidator(partial(_complete, TextProducer))] = None
     """What made the text states: name, hash, max_length; `rounded` likewise."""
     shape: DataShape
     """Channels, size, text_width, text_length, classes."""

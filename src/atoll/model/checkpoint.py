@@ -48,13 +48,12 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 class Checkpoint:
     """A network in a folder of a store; nothing is read before it is asked for.
 
-    All that read raise `StoreError` if a file is missing, damaged, or not the one that the card names, or
-    that `card_sha256` does: the digest of the card, where a manifest has it.
+    All that read raise `StoreError` if a file is missing, damaged, or not the one that the card names.
     """
 
     store: Store
     prefix: str = "."
-    card_sha256: str | None = None
+    card_sha256: str | None = None  # of the card's file, where a manifest names it
 
     @classmethod
     def of_run(cls, store: Store, name: str) -> "Checkpoint":

@@ -1,8 +1,6 @@
 """Who serves a batch: weights by a routing, the batch regrouped by expert, and the trace of what it cost.
 
-Every expert is evaluated once, on the samples that chose it. The randomness of a routing comes in as
-uniforms, drawn per sample from a stream of their own, so a sample's experts depend neither on its batch nor
-on its starting noise.
+Every expert is evaluated once, on the samples that chose it. A routing draws by each sample's own uniforms.
 """
 
 import math
@@ -131,9 +129,22 @@ class Dispatch:
         known = {} if before is None else before._parts
         self._parts: dict[int, _Part] = {}
         for number in range(host.shape[1]):
-            rows = host[:, number].nonzero()[:, 0]
-            if len(rows):
-                self._parts[number] = _part(number, rows, host, weights, cond, known.get(number))
+            rows, part = host[:, number].nonzero()[:, 0], known.get(number)
+            if not len(rows):
+                continue
+            shares = host[rows, number]
+            if part is not None and not torch.equal(part.chosen, rows):
+                part = None
+            if part is None or not torch.equal(part.shares, shares):
+                scale = None if bool((shares == 1).all()) else shares.to(weights.device).view(-1, 1, 1, 1)
+                if part is not None:
+                    part = replace(part, weights=scale, shares=shares)
+                elif len(rows) == len(host):
+                    part = _Part(number, None, scale, cond, rows, shares)
+                else:
+                    there = rows.to(weights.device)
+                    part = _Part(number, there, scale, cond.select(there), rows, shares)
+            self._parts[number] = part
         self.numbers = list(self._parts)
         self.calls = [len(self._parts[k].chosen) if k in self._parts else 0 for k in range(host.shape[1])]
 
@@ -173,22 +184,6 @@ class Dispatch:
                 v = v * part.weights.to(v.dtype)
             total = total.add_(v) if part.rows is None else total.index_add_(0, part.rows, v)
         return total
-
-
-def _part(
-    number: int, rows: Tensor, host: Tensor, weights: Tensor, cond: Condition, before: _Part | None
-) -> _Part:
-    shares = host[rows, number]
-    same = before is not None and torch.equal(before.chosen, rows)
-    if before is not None and same and torch.equal(before.shares, shares):
-        return before
-    scale = None if bool((shares == 1).all()) else shares.to(weights.device).view(-1, 1, 1, 1)
-    if before is not None and same:
-        return replace(before, weights=scale, shares=shares)
-    if len(rows) == len(host):
-        return _Part(number, None, scale, cond, rows, shares)
-    there = rows.to(weights.device)
-    return _Part(number, there, scale, cond.select(there), rows, shares)
 
 
 @dataclass(frozen=True)

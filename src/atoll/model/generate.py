@@ -114,7 +114,7 @@ def samplers(bank: Bank, sampling: Sampling) -> Iterator[tuple[list[int], Sample
     end = sampling.first + sampling.count
     starts = range(sampling.first, end, sampling.batch)
     groups = [list(range(start, min(start + sampling.batch, end))) for start in starts]
-    if bank.router is None or not sampling.generation.routing.fixed_at_start or not groups:
+    if bank.router is None or not sampling.generation.routing.rule.fixed or not groups:
         for numbers in groups:
             yield numbers, sampling.start(bank, numbers)
         return

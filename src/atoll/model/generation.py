@@ -39,11 +39,7 @@ class Generation(Config):
         return value
 
     def with_(self, **changes: Any) -> Self:
-        """A copy with some values replaced; None leaves a value as it is.
-
-        Raises:
-            ConfigError: a value that there is not, of the wrong type or out of range.
-        """
+        """A copy with some values replaced; None leaves one as it is, and a wrong one is a `ConfigError`."""
         given = {name: value for name, value in changes.items() if value is not None}
         try:
             return type(self).model_validate({**dict(self), **given})

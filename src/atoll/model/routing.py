@@ -69,7 +69,7 @@ class Routing(Config):
                 fix = "give a function of logits and uniforms"
                 raise ConfigError(f"routing {str(self)!r} is no strategy", fix) from None
         null = self.null
-        if isinstance(null, Routing) and (null.fixed_at_start or null.null or null.without):
+        if isinstance(null, Routing) and (null.rule.fixed or null.null or null.without):
             raise ConfigError(
                 f"routing {self.strategy!r} with null {str(null)!r}",
                 "the null branch takes full, top-K, threshold(P), sample-K, nucleus(P) or pretrain",
@@ -79,7 +79,7 @@ class Routing(Config):
                 f"routing {self.strategy!r} without {self.without}",
                 "give a strategy that asks the router, and each expert once, in order",
             )
-        uses = (*self._entry.parameters, *(() if self.fixed_at_start else ("every",)))
+        uses = (*self.rule.parameters, *(() if self.rule.fixed else ("every",)))
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
@@ -144,57 +144,49 @@ class Routing(Config):
         return self.function is None and (not isinstance(self.null, Routing) or self.null.named_only)
 
     @property
-    def _entry(self) -> "Strategy":
+    def rule(self) -> "Strategy":
+        """What its strategy computes."""
         return STRATEGIES[self.strategy]
-
-    @property
-    def fixed_at_start(self) -> bool:
-        """Whether a sample's experts are known before the first step, and kept."""
-        return self._entry.fixed
 
     @property
     def needs_labels(self) -> bool:
         """Whether the cluster of every sample has to be given, in place of the router's answer."""
-        return self._entry.weights is None and self.function is None
+        return self.rule.weights is None and self.function is None
 
     @property
     def uniforms(self) -> int:
         """Uniforms per sample that one call of `route` uses."""
-        return self._entry.uniforms(self)
+        return self.rule.uniforms(self)
 
     @property
     def of_null(self) -> "Routing | None":
         """How guidance's null branch is routed; None where no router is asked for it."""
         if isinstance(self.null, Routing):
             return self.null
-        return self if self.null is None and self._entry.own_null else None
+        return self if self.null is None and self.rule.own_null else None
 
     def asks_at(self, step: int) -> bool:
         """Whether the router is asked at this step (from 0; steps, not calls)."""
-        return step == 0 if self.fixed_at_start else step % self.every == 0
+        return step == 0 if self.rule.fixed else step % self.every == 0
 
     def experts_per_step(self, k: int) -> int:
         """Most experts of K that one branch of a sample is evaluated by at a step."""
-        most = self._entry.experts(self)
+        most = self.rule.experts(self)
         return k if most is None else min(most, k)
 
     def possible(self, experts: int) -> bool:
         """Whether there are experts enough, both branches looked at."""
         left = experts - len(self.without)
         null = self.null if isinstance(self.null, Routing) else None
-        return max(1, self._entry.least(self)) <= left and (null is None or null.possible(left))
+        return max(1, self.rule.least(self)) <= left and (null is None or null.possible(left))
 
-    def check_null(self, pretrained: bool) -> Self:
-        """Itself; `ConfigError` if it wants shared pretraining's network, and there is none."""
+    def check(self, experts: int, pretrained: bool = True) -> Self:
+        """Itself; `ConfigError` if it wants, or leaves out, networks that there are not."""
         if self.null == PRETRAIN and not pretrained:
             raise ConfigError(
                 f"routing {str(self)!r}: there is no network of shared pretraining",
                 "where the campaign has budget.pretrain, run 'atoll assemble'; else take another null branch",
             )
-        return self
-
-    def check(self, experts: int) -> Self:
-        """Itself; `ConfigError` if it wants, or leaves out, experts that there are not."""
         if self.without and self.without[-1] >= experts:
             what = f"routing {str(self)!r}: there is no expert {self.without[-1]}"
             raise ConfigError(what, f"give numbers below {experts}")
@@ -204,7 +196,7 @@ class Routing(Config):
 
     def describe(self) -> str:
         """Say what it does, in words."""
-        words = self._entry.words(self)
+        words = self.rule.words(self)
         words += f", asked every {self.every} steps" if self.every > 1 else ""
         words += f", without {' and '.join(map(str, self.without))}" if self.without else ""
         if self.null is None:

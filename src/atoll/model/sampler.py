@@ -127,8 +127,8 @@ class Sampler:
         if bank.router is None:
             # One network: nothing is chosen, whatever the rows ask for, and `once` never chooses again.
             weights, routings = x.new_ones(len(rows), 1), [Routing()] * len(rows)
-        for routing in {str(routing): routing for routing in routings}.values():
-            routing.check(bank.k).check_null(bank.pretrain is not None)
+        for routing in dict.fromkeys(routings):
+            routing.check(bank.k, bank.pretrain is not None)
             if len({*bank.missing, *routing.without}) == bank.k:
                 raise ConfigError(f"routing {str(routing)!r} leaves no expert", "leave fewer out")
         labelled = [row for row, routing in zip(rows, routings, strict=True) if routing.needs_labels]
@@ -276,25 +276,24 @@ class Sampler:
 
     def velocity(self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
         """Guided velocity, with the routing of the step in hand."""
+        x, at, dispatch, costs = x_t, t, self._dispatch, self.bank.costs
+        assert dispatch is not None
         # Both branches in one evaluation: an expert that serves both is called once, on twice the rows.
+        if self._guided:
+            x, at = torch.cat([x_t, self._of_guided(x_t)]), torch.cat([t, self._of_guided(t)])
+        self.trace.expert_calls += sum(dispatch.calls)
+        self.trace.expert_runs += len(dispatch.numbers)
+        each = (*costs.experts, costs.pretrain) if costs else (math.nan,) * len(self.bank)
+        self.trace.expert_flops += sum(n * cost for n, cost in zip(dispatch.calls, each, strict=False))
+        v = dispatch.run(self.bank, x, at, self.next)
         if not self._guided:
-            return self._evaluate(x_t, t)
-        v = self._evaluate(torch.cat([x_t, self._of_guided(x_t)]), torch.cat([t, self._of_guided(t)]))
+            return v
         v_cond, v_null = v[: len(x_t)], v[len(x_t) :]
         scale = self._scale.to(v) if isinstance(self._scale, Tensor) else self._scale
         return replaced(v_cond, self._guided, guide(self._of_guided(v_cond), v_null, scale), len(v_cond))
 
     def _of_guided(self, values: Rows) -> Rows:
         return values if len(self._guided) == len(self.rows) else rows_of(values, self._guided)
-
-    def _evaluate(self, x_t: Tensor, t: Tensor) -> Tensor:
-        dispatch, costs = self._dispatch, self.bank.costs
-        assert dispatch is not None
-        self.trace.expert_calls += sum(dispatch.calls)
-        self.trace.expert_runs += len(dispatch.numbers)
-        each = (*costs.experts, costs.pretrain) if costs else (math.nan,) * len(self.bank)
-        self.trace.expert_flops += sum(n * cost for n, cost in zip(dispatch.calls, each, strict=False))
-        return dispatch.run(self.bank, x_t, t, self.next)
 
     @property
     def calls(self) -> list[int]:

@@ -29,11 +29,6 @@ class Family:
     # diffusers' sinusoids are made for times up to 1000: times in [0, 1] would look much alike.
     time_scale = 1000.0
 
-    @property
-    def takes_text(self) -> bool:
-        """Whether it is conditioned on text, else on class labels or on nothing."""
-        return TAKES_TEXT[self.name]
-
     def network_class(self) -> type[nn.Module]:
         """The diffusers class; imported only here, since each takes its time."""
         module = importlib.import_module(f"diffusers.models.transformers.{self.module}")
@@ -41,10 +36,10 @@ class Family:
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         """Arguments of the diffusers class."""
-        if self.takes_text and not shape.text_width:
+        if TAKES_TEXT[self.name] and not shape.text_width:
             fix = "set condition: text, or family: dit"
             raise ConfigError(f"the {self.name} family needs text states", fix)
-        if shape.text_width and not self.takes_text:
+        if shape.text_width and not TAKES_TEXT[self.name]:
             fix = "set condition: class or none, or family: pixart"
             raise ConfigError(f"the {self.name} family takes no text", fix)
         depth, heads, width = config.dimensions()
@@ -79,7 +74,7 @@ class Family:
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """The network's output at time `t (B,)` in [0, 1] of its own schedule; a variance is cut off."""
-        if self.takes_text and (cond.text is None or cond.mask is None):
+        if TAKES_TEXT[self.name] and (cond.text is None or cond.mask is None):
             fix = 'pass the stored encoding of "" for no text'
             raise ConfigError(f"{type(self).__name__} was called without text states", fix)
         return self._call(cast(Any, network), x, t * self.time_scale, cond)[:, : x.shape[1]]
