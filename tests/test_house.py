@@ -42,16 +42,16 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_850,
-    "measure": 3_824,
+    "core": 22_790,
+    "measure": 3_823,
     "report": 1_772,
-    "export": 1_529,
+    "export": 1_528,
     "serve": 1_411,
-    "curate": 2_835,
+    "curate": 2_834,
     "tests": 29_280,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
-    "tour": 4_604,
+    "tour": 4_592,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,

@@ -140,9 +140,9 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
     named = {entry["path"] for entry in content["files"]}
     files = {p.relative_to(place).as_posix() for p in place.rglob("*") if p.is_file()}
     assert named == files - {"ensemble.json", "README.md"}
-    for path in named:
+    for path in named - {"experts/experts.json"}:  # which only the pipeline reads
         (place / path).write_bytes(b"{}")
         for residency in (None, Residency(experts=1)):
-            with pytest.raises(StoreError, match=r"instead of|is of no format"):
+            with pytest.raises(StoreError, match=r"instead of|not the one that|not what its card|damaged"):
                 load_ensemble(folder, residency)
         assemble(Campaign.open(folder))

@@ -402,6 +402,7 @@ DAMAGE: list[tuple[Damage, str]] = [
     (gone("scheduler"), "has no scheduler"),
     (gone("experts/0"), "experts/0 is missing"),
     (gone("experts/experts.json"), "experts.json is missing"),
+    (fields("experts/experts.json"), "experts.json (does not|has)"),
     (gone("ensemble.json"), "not complete"),
     (gone("model_index.json"), "is no pipeline"),
     (fields("ensemble.json", format="atoll/model 9"), "model 9"),

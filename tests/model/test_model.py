@@ -1,7 +1,5 @@
 """A model as one object: one seed is one picture everywhere, and no guidance without a condition."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
 from atoll.model.routing import STRATEGIES, Routing, Strategy
-from helpers import assembled, command, environment
+from helpers import assembled, command
 
 K, SEED, EACH = 3, 7, 2
 
@@ -182,11 +180,3 @@ def test_a_wrong_generation_is_told_in_one_line(model: Model) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             drawn(model, **changes)
-
-
-def test_settings_of_sampling_are_read_without_torch() -> None:
-    code = "import sys, atoll.model.generation; print(*{'torch', 'numpy', 'diffusers'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""
